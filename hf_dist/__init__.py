@@ -1,0 +1,42 @@
+"""Shard stock Hugging Face models inside the Trainer, or in one's own loop, from a DeepSpeed-style JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_dist.build import initialize
+    from hf_dist.engine import Engine
+    from hf_dist.hf import DistAccelerator, DistTrainer, DistTrainerMixin, DistTrainingArguments
+    from hf_dist.sharding.gather import gathered
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DistAccelerator",
+    "DistTrainer",
+    "DistTrainerMixin",
+    "DistTrainingArguments",
+    "Engine",
+    "gathered",
+    "initialize",
+]
+
+# Imported on first use: `hf-dist config` and tests of pure parts should not pay for importing transformers.
+_WHERE = {
+    "DistAccelerator": "hf_dist.hf",
+    "DistTrainer": "hf_dist.hf",
+    "DistTrainerMixin": "hf_dist.hf",
+    "DistTrainingArguments": "hf_dist.hf",
+    "Engine": "hf_dist.engine",
+    "gathered": "hf_dist.sharding.gather",
+    "initialize": "hf_dist.build",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'hf_dist' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)

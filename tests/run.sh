@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Installs the package with its test dependencies in a virtual environment, then runs every check.
+#   bash tests/run.sh [pytest arguments]        e.g.  bash tests/run.sh -k config -x
+# HF_DIST_VENV names the environment (default .venv in the repository); PYTHON the interpreter that makes it (3.10 or newer).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="${HF_DIST_VENV:-.venv}"
+[[ "$venv" = /* ]] || venv="$PWD/$venv"
+python="${PYTHON:-python3}"
+stamp="$venv/.hf_dist_installed"
+
+# Install again only when the inputs change; a half-finished install leaves no stamp and is taken up again.
+wanted="$("$python" - tests/constraints.txt pyproject.toml <<'PY'
+import hashlib, os, sys
+
+if sys.version_info < (3, 10):
+    sys.exit(f"hf-dist needs Python 3.10 or newer, found {sys.version.split()[0]}; set PYTHON to a newer interpreter")
+inputs = b"".join(open(path, "rb").read() for path in sys.argv[1:])
+print(hashlib.sha256(f"{sys.version} {os.getcwd()}".encode() + inputs).hexdigest())
+PY
+)"
+if [[ ! -x "$venv/bin/python" || ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]]; then
+    "$python" -m venv "$venv"
+    echo "*" >"$venv/.gitignore"
+    "$venv/bin/python" -m pip install --quiet --only-binary :all: -c tests/constraints.txt -e ".[test,examples]"
+    echo "$wanted" >"$stamp"
+fi
+
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PATH="$venv/bin:$PATH"
+ruff check .
+ruff format --check .
+mypy hf_dist
+python -m pytest tests "$@"

@@ -1,0 +1,313 @@
+"""Guards on the shape of the code: layers, communication, sizes, annotations, docstrings, files in the repository."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+PACKAGE = REPO / "hf_dist"
+
+LAYERS = [
+    {"config", "errors", "failure", "launch", "log"},
+    {"mesh", "collectives", "offload", "activation_checkpoint"},
+    {"sharding", "tensor_parallel", "pipeline"},
+    {"checkpoint", "optim"},
+    {"build", "engine", "estimate", "report"},
+    {"hf", "cli"},
+]
+"""Bottom first. A module imports from its own layer or from one below."""
+SIBLINGS = LAYERS[2]
+"""Each must be usable, testable and removable without the others."""
+CONFIG_MAY_IMPORT = {"config", "errors"}
+HUGGING_FACE = {"transformers", "accelerate", "peft", "datasets", "evaluate", "trl"}
+MAY_IMPORT_HUGGING_FACE = {"hf", "cli"}
+MAY_COMMUNICATE = {"hf_dist/collectives.py", "hf_dist/mesh.py", "hf_dist/pipeline/p2p.py"}
+DCP = "torch.distributed.checkpoint"
+"""torch's distributed checkpoint: a storage format, which `hf_dist/checkpoint` may use."""
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 9
+MAX_ARGUMENTS = 10
+TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "hf_dist", "tests", "examples", "configs"}
+MACHINE_PATH = re.compile(r"(?<![\w.~/:}$-])/(?:work|root|workspace|home/\w+|Users/\w+)/")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+# ---- reading the code
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    """The syntax tree of one file."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Every Python file of these folders of the repository, sorted."""
+    return sorted(path for folder in folders for path in (REPO / folder).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    """The path as messages show it."""
+    return path.relative_to(REPO).as_posix()
+
+
+def at(path: Path, node: ast.AST) -> str:
+    """`file:line` of a node, which terminals and editors open."""
+    return f"{relative(path)}:{getattr(node, 'lineno', 1)}"
+
+
+def area(path: Path) -> str:
+    """The module or package directly under `hf_dist` that a file belongs to; `hf_dist` for the top `__init__`."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "hf_dist" if first == "__init__" else first
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of the package a file's relative imports start from."""
+    return ".".join(path.relative_to(REPO).parent.parts)
+
+
+def imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Every imported dotted name with its node, wherever it stands (also in functions and under TYPE_CHECKING)."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module_name(path).split(".")
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+            yield from ((node, f"{base}.{alias.name}") for alias in node.names)
+
+
+def package_imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """The areas of `hf_dist` that a file imports from."""
+    for node, name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "hf_dist":
+            yield node, parts[1] if len(parts) > 1 else "hf_dist"
+
+
+def functions(path: Path) -> Iterator[Function]:
+    """Every def of a file, nested ones too."""
+    return (node for node in ast.walk(parse(path)) if isinstance(node, Function))
+
+
+def definitions(node: ast.AST, public: bool = True) -> Iterator[tuple[Function | ast.ClassDef, bool]]:
+    """Classes, methods and functions with whether a user can reach them: no underscore, not inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            visible = public and not child.name.startswith("_")
+            yield child, visible
+            yield from definitions(child, visible and isinstance(child, ast.ClassDef))
+        else:
+            yield from definitions(child, public)
+
+
+def check(problems: list[str], remedy: str) -> None:
+    """Fail with all problems at once and what to do about them."""
+    unique = list(dict.fromkeys(problems))
+    assert not unique, "\n".join([f"{len(unique)} found. {remedy}", *unique])
+
+
+# ---- layers
+
+
+def layer_of(name: str) -> int | None:
+    """The layer number of an area, None when it has not been given one."""
+    return next((number for number, names in enumerate(LAYERS) if name in names), None)
+
+
+def test_every_module_has_a_layer() -> None:
+    areas = {area(path): path for path in python_files("hf_dist")}
+    missing = [f"{relative(path)}: `{name}`" for name, path in areas.items() if layer_of(name) is None]
+    check([line for line in missing if "`hf_dist`" not in line], "Add the module to LAYERS in this file.")
+
+
+def test_imports_point_down() -> None:
+    problems = []
+    for path in python_files("hf_dist"):
+        here = layer_of(area(path))
+        if here is None:
+            continue
+        for node, name in package_imports(path):
+            there = layer_of(name)
+            if there is None:
+                problems.append(f"{at(path, node)}: imports `{name}`, which is in no layer (see LAYERS in this test)")
+            elif there > here:
+                problems.append(f"{at(path, node)}: `{area(path)}` imports `{name}`, which is above it")
+            elif here == there and name != area(path) and name in SIBLINGS:
+                problems.append(f"{at(path, node)}: `{area(path)}` imports its sibling `{name}`")
+    check(problems, "Move the shared part down, or pass the object in from above (hf_dist/build.py assembles).")
+
+
+def test_config_and_errors_import_nothing_else_of_the_package() -> None:
+    allowed = {"config": CONFIG_MAY_IMPORT, "errors": set()}
+    problems = [
+        f"{at(path, node)}: `{area(path)}` imports `{name}`"
+        for path in python_files("hf_dist")
+        for node, name in package_imports(path)
+        if name not in allowed.get(area(path), {name})
+    ]
+    check(problems, "A config is plain data; code that needs more belongs to who uses the config.")
+
+
+def test_only_hf_and_cli_import_hugging_face() -> None:
+    problems = [
+        f"{at(path, node)}: imports {name}"
+        for path in python_files("hf_dist")
+        for node, name in imports(path)
+        if name.split(".")[0] in HUGGING_FACE and area(path) not in MAY_IMPORT_HUGGING_FACE
+    ]
+    check(problems, "Take what you need as an argument, or move the code to hf_dist/hf.")
+
+
+# ---- communication
+
+
+def distributed_uses(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Imports from torch.distributed, and `torch.distributed...` written out."""
+    for node, name in imports(path):
+        if name == "torch.distributed" or name.startswith("torch.distributed."):
+            yield node, name
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield node, "torch.distributed"
+
+
+def test_few_files_communicate() -> None:
+    problems = []
+    for path in python_files("hf_dist"):
+        if relative(path) in MAY_COMMUNICATE:
+            continue
+        for node, name in distributed_uses(path):
+            if not (area(path) == "checkpoint" and f"{name}.".startswith(f"{DCP}.")):
+                problems.append(f"{at(path, node)}: uses {name}")
+    check(problems, f"Call hf_dist.collectives or hf_dist.mesh; only {sorted(MAY_COMMUNICATE)} use torch.distributed.")
+
+
+# ---- sizes
+
+
+def test_files_are_short() -> None:
+    problems = [
+        f"{relative(path)}:1: {lines} lines"
+        for path in python_files("hf_dist", "tests", "examples")
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    ]
+    check(problems, f"No file over {MAX_FILE_LINES} lines: split it by noun.")
+
+
+def test_functions_are_short() -> None:
+    problems = [
+        f"{at(path, node)}: {node.name} has {lines} lines"
+        for path in python_files("hf_dist", "tests", "examples")
+        for node in functions(path)
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    check(problems, f"No function over {MAX_FUNCTION_LINES} lines: name its parts.")
+
+
+def test_functions_take_few_parameters() -> None:
+    problems = []
+    for path in python_files("hf_dist", "examples"):
+        for node in functions(path):
+            names = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+            count = len([name for name in names if name not in {"self", "cls"}])
+            if count > MAX_PARAMETERS:
+                problems.append(f"{at(path, node)}: {node.name} has {count} parameters")
+    check(problems, f"No def with more than {MAX_PARAMETERS} parameters: some of them are one object.")
+
+
+def test_calls_pass_few_arguments() -> None:
+    problems = [
+        f"{at(path, node)}: {ast.unparse(node.func)}(...) gets {count} arguments"
+        for path in python_files("hf_dist", "examples")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and (count := len(node.args) + len(node.keywords)) > MAX_ARGUMENTS
+    ]
+    check(problems, f"No call with more than {MAX_ARGUMENTS} arguments: group what belongs together.")
+
+
+# ---- docstrings and annotations
+
+
+def test_everything_public_has_a_docstring() -> None:
+    problems = []
+    for path in python_files("hf_dist"):
+        if ast.get_docstring(parse(path)) is None and path.read_text(encoding="utf-8").strip():
+            problems.append(f"{relative(path)}:1: module")
+        if any(part.startswith("_") and part != "__init__.py" for part in path.relative_to(PACKAGE).parts):
+            continue
+        problems += [
+            f"{at(path, node)}: {node.name}"
+            for node, public in definitions(parse(path))
+            if public and ast.get_docstring(node) is None and not is_overload(node)
+        ]
+    check(problems, "Say in one line what it is or returns, then the contract; or make it private.")
+
+
+def is_overload(node: Function | ast.ClassDef) -> bool:
+    """Overloads, property setters and overriding methods are documented where the name is first defined."""
+    names = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return any(name.split(".")[-1] in {"overload", "setter", "override"} for name in names)
+
+
+def test_every_function_is_annotated() -> None:
+    problems = []
+    for path in python_files("hf_dist"):
+        for node in functions(path):
+            args = node.args
+            every = [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, [args.vararg, args.kwarg])]
+            bare = [a.arg for a in every if a.annotation is None and a.arg not in {"self", "cls"}]
+            bare += ["return"] if node.returns is None else []
+            if bare:
+                problems.append(f"{at(path, node)}: {node.name} lacks annotations for {', '.join(bare)}")
+    check(problems, "Annotate every parameter and the return value.")
+
+
+# ---- the repository
+
+
+def repository_files() -> list[Path]:
+    """Tracked files and new ones that git does not ignore; skips the test outside a git checkout."""
+    if shutil.which("git") is None or not (REPO / ".git").exists():
+        pytest.skip("needs a git checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    return [path for name in listed.split("\0") if name and (path := REPO / name).is_file()]
+
+
+def test_no_file_is_called_utils() -> None:
+    problems = [relative(path) for path in python_files("hf_dist", "tests", "examples") if path.stem == "utils"]
+    check(problems, "Name the file after what is in it.")
+
+
+def test_top_level_holds_only_the_known_names() -> None:
+    names = {path.relative_to(REPO).parts[0] for path in repository_files()}
+    unknown = sorted(name for name in names - TOP_LEVEL if not name.startswith("."))
+    check(unknown, f"The top level holds {sorted(TOP_LEVEL)} and dotfiles: move it, or have git ignore it.")
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    problems = []
+    for path in repository_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            if found := MACHINE_PATH.search(line):
+                problems.append(f"{relative(path)}:{number}: {found.group()}")
+    check(problems, "Use a path relative to the file or the repository, an argument, or a temporary folder.")
