@@ -1,0 +1,26 @@
+"""The JSON configuration: DeepSpeed's schema read once, checked as a whole, resolved against TrainingArguments."""
+
+from hf_dist.config.auto import resolve, resolve_without_trainer
+from hf_dist.config.batch import BatchSizes, solve_batch
+from hf_dist.config.findings import Note
+from hf_dist.config.load import ConfigDocument, load_config, read_config
+from hf_dist.config.report import format_table
+from hf_dist.config.schema import DistConfig
+from hf_dist.config.sources import AutoSources, hidden_size_of
+from hf_dist.config.values import settled
+
+__all__ = [
+    "AutoSources",
+    "BatchSizes",
+    "ConfigDocument",
+    "DistConfig",
+    "Note",
+    "format_table",
+    "hidden_size_of",
+    "load_config",
+    "read_config",
+    "resolve",
+    "resolve_without_trainer",
+    "settled",
+    "solve_batch",
+]

@@ -1,0 +1,260 @@
+"""Who fills "auto", which numbers must agree with TrainingArguments, and the two moments at which that is settled.
+
+Phase 1, when TrainingArguments are made: batch, learning rate, precision. Phase 2 (`final=True`), when the model and
+the number of steps are known: buckets and schedule; afterwards nothing is "auto". `resolve` may be called again with
+new sources: values it filled are filled anew, only values from the file are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_dist.config.batch import MICRO, STEPS, TRAIN, BatchSizes, solve_batch
+from hf_dist.config.findings import Note
+from hf_dist.config.schema import DistConfig
+from hf_dist.config.sources import AutoSources
+from hf_dist.config.values import is_auto, shown
+from hf_dist.errors import ConfigError, Problem
+
+_ZERO = "zero_optimization"
+_BATCH = (TRAIN, MICRO, STEPS)
+
+
+@dataclass(frozen=True)
+class AutoRule:
+    """One key that "auto" may stand in."""
+
+    path: str
+    """JSON path."""
+    source: str
+    """Attribute of AutoSources that holds the value."""
+    label: str
+    """The value's origin, for the table and the messages."""
+    option: str = ""
+    """Command line option that sets it; two options, with a space between, for a pair."""
+    must_match: bool = False
+    """Whether a value in the file has to equal the source."""
+    fill_absent: bool = False
+    """Whether a missing key is filled like "auto"."""
+    stage3: bool = False
+    """Whether the source counts at ZeRO stage 3 only."""
+
+
+def _argument(path: str, name: str, **flags: bool) -> AutoRule:
+    return AutoRule(path, name, f"TrainingArguments.{name}", f"--{name}", **flags)
+
+
+AUTO_TABLE: tuple[AutoRule, ...] = (
+    _argument(MICRO, "per_device_train_batch_size", must_match=True, fill_absent=True),
+    _argument(STEPS, "gradient_accumulation_steps", must_match=True, fill_absent=True),
+    _argument("gradient_clipping", "max_grad_norm", must_match=True, fill_absent=True),
+    _argument("fp16.enabled", "fp16", fill_absent=True),
+    _argument("bf16.enabled", "bf16", fill_absent=True),
+    _argument("optimizer.params.lr", "learning_rate", must_match=True),
+    AutoRule(
+        "optimizer.params.betas",
+        "adam_betas",
+        "TrainingArguments.adam_beta1, adam_beta2",
+        "--adam_beta1 --adam_beta2",
+        must_match=True,
+    ),
+    AutoRule(
+        "optimizer.params.eps", "adam_epsilon", "TrainingArguments.adam_epsilon", "--adam_epsilon", must_match=True
+    ),
+    _argument("optimizer.params.weight_decay", "weight_decay", must_match=True),
+    AutoRule("scheduler.params.warmup_min_lr", "lowest_lr", "0"),
+    _argument("scheduler.params.warmup_max_lr", "learning_rate", must_match=True),
+    _argument("scheduler.params.warmup_num_steps", "warmup_steps", must_match=True),
+    AutoRule(
+        "scheduler.params.total_num_steps",
+        "num_training_steps",
+        "the number of training steps",
+        "--max_steps",
+        must_match=True,
+    ),
+    AutoRule(f"{_ZERO}.reduce_bucket_size", "hidden_squared", "hidden_size ** 2"),
+    AutoRule(f"{_ZERO}.stage3_prefetch_bucket_size", "prefetch_numel", "0.9 * hidden_size ** 2", stage3=True),
+    AutoRule(f"{_ZERO}.stage3_param_persistence_threshold", "persistence_numel", "10 * hidden_size", stage3=True),
+)
+"""Every key that has a source. `train_batch_size` is the product of the batch keys and the data ranks."""
+
+_DEFAULTED = tuple(
+    f"{_ZERO}.{key}"
+    for key in (
+        *("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "stage3_prefetch_bucket_size"),
+        *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
+    )
+)
+"""Keys that cannot change a result: "auto" without a source is the default."""
+
+
+@dataclass
+class _Resolution:
+    config: DistConfig
+    changes: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def value(self, path: str) -> Any:
+        return self.changes[path][0] if path in self.changes else self.config.value_at(path)
+
+    def explicit(self, path: str) -> bool:
+        """Whether the file holds a value, not "auto"."""
+        return self.config.source_of(path) == "file"
+
+    def fill(self, path: str, value: Any, origin: str) -> None:
+        how = "absent" if self.config.source_of(path).split(" ")[0] in ("default", "absent") else "auto"
+        self.changes[path] = (value, f"{how} <- {origin}")
+
+    def problem(self, path: str, expected: str, fix: str) -> None:
+        where, found = self.config.spelled(path), shown(self.value(path))
+        self.problems.append(Problem(where, found, expected, fix, self.config.place_of(path)))
+
+    def result(self) -> DistConfig:
+        if self.problems:
+            raise ConfigError(self.problems)
+        return self.config.replaced(self.changes, tuple(self.notes))
+
+
+def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) -> DistConfig:
+    """`config` filled from TrainingArguments; every disagreement is reported in one ConfigError."""
+    work = _Resolution(config)
+    for rule in AUTO_TABLE:
+        _apply(rule, sources, work)
+    _check_precision(work, sources)
+    _resolve_batch(work, sources)
+    kind = sources.lr_scheduler_type
+    if config.scheduler is not None and kind not in ("", "linear"):
+        work.notes.append(
+            Note(f"--lr_scheduler_type {kind}", f'"scheduler" in the config decides: {config.scheduler.type}')
+        )
+    if final:
+        _settle(work, 'Write a value, or remove the key; "auto" has no source here.')
+    return work.result()
+
+
+def resolve_without_trainer(
+    config: DistConfig,
+    *,
+    data_ranks: int = 1,
+    hidden_size: int | None = None,
+    num_training_steps: int | None = None,
+) -> DistConfig:
+    """`config` for one's own loop: the micro batch may stay None, clipping is 1.0 unless the file says otherwise."""
+    work = _Resolution(config)
+    if not work.explicit("gradient_clipping"):
+        work.fill("gradient_clipping", 1.0, "default")
+    given = {path: work.value(path) if work.explicit(path) else None for path in _BATCH}
+    try:
+        _write_batch(work, solve_batch(given[TRAIN], given[MICRO], given[STEPS], data_ranks), given)
+    except ConfigError as error:
+        work.problems += [replace(problem, file=config.place_of(problem.path)) for problem in error.problems]
+        work.changes.update({path: (None, "default") for path in _BATCH if is_auto(config.value_at(path))})
+    known = AutoSources(data_world_size=data_ranks, hidden_size=hidden_size, num_training_steps=num_training_steps)
+    for rule in AUTO_TABLE:
+        if rule.source in ("lowest_lr", "num_training_steps", "hidden_squared", "prefetch_numel", "persistence_numel"):
+            _apply(replace(rule, must_match=False), known, work)
+    rate = config.value_at("optimizer.params.lr")
+    if is_auto(work.value("scheduler.params.warmup_max_lr")) and isinstance(rate, float):
+        work.fill("scheduler.params.warmup_max_lr", rate, "optimizer.params.lr")
+    for path, other in (("fp16.enabled", "bf16.enabled"), ("bf16.enabled", "fp16.enabled")):
+        if is_auto(work.value(path)) and work.value(other) is True:
+            work.fill(path, False, other)
+    _settle(work, 'Write a value: without a Trainer nothing fills "auto" here.')
+    return work.result()
+
+
+def _apply(rule: AutoRule, sources: AutoSources, work: _Resolution) -> None:
+    """Fill the key of one rule, or compare it."""
+    value = getattr(sources, rule.source)
+    if value is None or (rule.stage3 and work.config.zero_optimization.stage < 3):
+        return
+    path = rule.path
+    source = work.config.source_of(path)
+    found_by_trial = path == MICRO and sources.auto_find_batch_size
+    if found_by_trial or source.startswith(("auto", "absent")) or (source == "default" and rule.fill_absent):
+        work.fill(path, value, rule.label)
+    elif rule.must_match and source == "file" and not _same(path, work.value(path), value):
+        line = work.config.lines.get(work.config.spelled(path))
+        place = f" on line {line}" if line else ""
+        wanted = work.value(path)
+        each = zip(rule.option.split(), wanted if isinstance(wanted, list) else [wanted], strict=True)
+        options = " ".join(f"{option} {setting}" for option, setting in each)
+        work.problem(
+            path, f"differs from {rule.label} = {shown(value)}", f'Set it to "auto"{place}, or pass {options}.'
+        )
+
+
+def _same(path: str, written: Any, value: Any) -> bool:
+    if path.endswith("warmup_num_steps"):
+        return bool(max(1, written) == value)
+    if path.endswith("warmup_max_lr") and isinstance(written, list):
+        return True
+    return bool(written == value)
+
+
+def _check_precision(work: _Resolution, sources: AutoSources) -> None:
+    """The file may turn a precision on alone; it may not turn off, or pair with another, what the arguments turn on."""
+    asked = {"fp16.enabled": sources.fp16, "bf16.enabled": sources.bf16}
+    for path, argument in asked.items():
+        if work.explicit(path) and work.config.value_at(path) is False and argument:
+            option = path.split(".")[0]
+            fix = f'Set it to "auto", or do not pass --{option}.'
+            work.problem(path, f"differs from TrainingArguments.{option}, which is true", fix)
+    if work.value("fp16.enabled") is True and work.value("bf16.enabled") is True:
+        path = "fp16.enabled" if work.explicit("fp16.enabled") else "bf16.enabled"
+        other = "bf16" if path.startswith("fp16") else "fp16"
+        origin = work.changes.get(f"{other}.enabled", ("", "the file"))[1].rpartition("<- ")[2]
+        expected = f"contradicts {other}, which is turned on by {origin}"
+        work.problem(path, expected, f"Set it to false, or do not pass --{other}.")
+
+
+def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
+    """Settle `train_batch_size` from the other two, or check it against them."""
+    micro, steps = work.value(MICRO), work.value(STEPS)
+    if not isinstance(micro, int) or not isinstance(steps, int):
+        return
+    free = sources.auto_find_batch_size or not work.explicit(TRAIN)
+    try:
+        sizes = solve_batch(None if free else work.value(TRAIN), micro, steps, sources.data_world_size)
+    except ConfigError as error:
+        named = {MICRO: "--per_device_train_batch_size", STEPS: "--gradient_accumulation_steps"}
+        filled = ", ".join(f"{path} comes from {named[path]}" for path in named if not work.explicit(path))
+        hint = f"; {filled}" if filled else ""
+        for problem in error.problems:
+            expected, place = problem.expected + hint, work.config.place_of(problem.path)
+            work.problems.append(replace(problem, expected=expected, file=place))
+        return
+    if free:
+        work.fill(TRAIN, sizes.train, "micro batch x accumulation x data ranks")
+
+
+def _write_batch(work: _Resolution, sizes: BatchSizes, given: Mapping[str, int | None]) -> None:
+    solved = {TRAIN: sizes.train, MICRO: sizes.micro, STEPS: sizes.accumulation}
+    for path, size in solved.items():
+        if given[path] is None and (size is not None or is_auto(work.value(path))):
+            work.fill(path, size, "the data loader" if size is None else "the other batch sizes")
+
+
+def _settle(work: _Resolution, fix: str) -> None:
+    """After the last sources: defaults where they are harmless, a problem for anything else that is still "auto"."""
+    zero = work.config.zero_optimization
+    for path in _DEFAULTED:
+        if is_auto(work.value(path)):
+            default = type(zero).model_fields[path.rpartition(".")[2]].default
+            work.fill(path, default, "default")
+    if work.value(f"{_ZERO}.overlap_comm") is None:
+        overlap = f"{_ZERO}.overlap_comm"
+        source = work.changes[overlap][1] if overlap in work.changes else "default"
+        work.changes[overlap] = (zero.stage == 3, source)
+    for path, source in work.config.sources.items():
+        if source == "auto" and is_auto(work.value(path)):
+            work.problem(path, "has no source to be filled from", fix)
+    wanted = work.config.data_types.param_dtype
+    on = [name for name in ("fp16", "bf16") if work.value(f"{name}.enabled") is True]
+    actual = on[0] if on else "fp32"
+    if wanted is not None and wanted != actual:
+        expected = f"differs from the precision of the weights, which is {actual}"
+        work.problem("data_types.param_dtype", expected, "Remove it, or enable that precision.")

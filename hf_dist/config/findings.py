@@ -1,0 +1,87 @@
+"""What one reading of a config found: problems and notes, placed at the line and under the key the user wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dist.config.values import shown
+from hf_dist.errors import ConfigError, Problem
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Note:
+    """One accepted key that changes nothing, and why."""
+
+    path: str
+    """JSON path as the user wrote it."""
+    reason: str
+    """A few words."""
+    comment: bool = False
+    """Whether the key is only a remark of the user, like `_comment`."""
+
+
+@dataclass
+class Findings:
+    """Collector for one config; `written` leads from a canonical path to the alias the user wrote and its value."""
+
+    origin: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    written: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def spelled(self, path: str) -> str:
+        """The path under which the user wrote the canonical `path`."""
+        return respelled(path, {canonical: written for canonical, (written, _) in self.written.items()})
+
+    def place(self, path: str) -> str:
+        """`file:line` of the key, the file alone if the line is unknown, empty for a dict."""
+        return place(self.origin, self.lines, self.spelled(path))
+
+    def problem(self, path: str, expected: str, fix: str = "", found: Any = _ABSENT) -> None:
+        """Record one wrong key; `found` is the value, left out for keys that are wrong whatever their value."""
+        value = self.written[path][1] if path in self.written and found is not _ABSENT else found
+        text = "" if value is _ABSENT else shown(value)
+        self.problems.append(Problem(self.spelled(path), text, expected, fix, self.place(path)))
+
+    def note(self, path: str, reason: str, comment: bool = False) -> None:
+        """Record one accepted key without effect, once."""
+        note = Note(self.spelled(path), reason, comment)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def raise_if_any(self) -> None:
+        """Raise one ConfigError with every problem, in the order of the file."""
+        if self.problems:
+            raise ConfigError(sorted(self.problems, key=lambda p: _line(p.file)))
+
+
+def respelled(path: str, spellings: Mapping[str, str]) -> str:
+    """`path` with itself or the nearest enclosing section spelled as the user did."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        head = ".".join(parts[:cut])
+        if head in spellings:
+            return ".".join([spellings[head], *parts[cut:]])
+    return path
+
+
+def place(origin: str, lines: Mapping[str, int], path: str) -> str:
+    """`file:line` of `path` or of its nearest enclosing key."""
+    if not origin:
+        return ""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        line = lines.get(".".join(parts[:cut]))
+        if line is not None:
+            return f"{origin}:{line}"
+    return origin
+
+
+def _line(file: str) -> int:
+    tail = file.rpartition(":")[2]
+    return int(tail) if tail.isdigit() else 0

@@ -1,0 +1,210 @@
+"""From a path, a dict or a text to a checked `DistConfig`: everything wrong is reported in one ConfigError."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hf_dist.config.findings import Findings
+from hf_dist.config.keys import check_keys
+from hf_dist.config.normalise import normalised
+from hf_dist.config.params import checked_optimizer, checked_scheduler
+from hf_dist.config.scan import scan_json
+from hf_dist.config.schema import DistConfig, Provenance
+from hf_dist.config.values import BadValue, is_auto
+from hf_dist.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class ConfigDocument:
+    """A config as written: plain data, where it came from, the line of each key, slips of the text."""
+
+    data: dict[str, Any]
+    origin: str = ""
+    """Absolute path, "JSON text" or "base64 text"; empty for a dict."""
+    lines: Mapping[str, int] | None = None
+    problems: tuple[Problem, ...] = ()
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DistConfig:
+    """The checked config of a file, a dict, a JSON text or a base64 text; "auto" values stay until `resolve`."""
+    document = read_config(source)
+    findings = Findings(document.origin, document.lines or {}, problems=list(document.problems))
+    data = normalised(document.data, findings)
+    check_keys(data, findings)
+    sections = {
+        "optimizer": checked_optimizer(data.get("optimizer"), findings),
+        "scheduler": checked_scheduler(data.get("scheduler"), findings),
+    }
+    typed = _typed(DistConfig, data) | {key: value for key, value in sections.items() if value is not None}
+    config = _built(typed, findings)
+    _check_together(config, findings)
+    if config.hf_dist.strict:
+        for note in findings.notes:
+            if not note.comment:
+                findings.problem(note.path, f"has no effect ({note.reason})", "Remove it, or hf_dist.strict.")
+    findings.raise_if_any()
+    spelled = {path: written for path, (written, _) in findings.written.items()}
+    config._provenance = Provenance(
+        document.origin, dict(findings.lines), tuple(findings.notes), _sources(typed, ""), spelled
+    )
+    return config
+
+
+def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigDocument:
+    """The data of `source`, unchecked apart from being one JSON object; a dict is copied, never changed."""
+    if isinstance(source, Mapping):
+        return ConfigDocument(_plain_copy(source, ""))
+    if isinstance(source, os.PathLike):
+        return _read_file(Path(source))
+    if not isinstance(source, str) or not source.strip():
+        raise ConfigError(Problem("config", repr(source), "is not a path, a dict or a JSON text", "Pass one of these."))
+    if source.lstrip().startswith(("{", "[")):
+        return _read_text(source, "JSON text")
+    try:
+        exists = os.path.exists(source)
+    except ValueError:
+        exists = False
+    if not exists:
+        decoded = _decoded(source)
+        if decoded is not None:
+            return _read_text(decoded, "base64 text")
+    return _read_file(Path(source))
+
+
+def _read_file(path: Path) -> ConfigDocument:
+    absolute = path.expanduser().absolute()
+    if not absolute.exists():
+        raise ConfigError(Problem("config", str(absolute), "does not exist", _similar_files(absolute)))
+    if absolute.is_dir():
+        raise ConfigError(
+            Problem("config", str(absolute), "is a directory, not a JSON file", _similar_files(absolute / "x"))
+        )
+    try:
+        text = absolute.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = Problem("config", str(absolute), f"is not a UTF-8 text (byte {error.start})", "Save it as UTF-8.")
+        raise ConfigError(problem) from None
+    except OSError as error:
+        raise ConfigError(Problem("config", str(absolute), f"cannot be read: {error.strerror}", "")) from None
+    return _read_text(text, str(absolute))
+
+
+def _similar_files(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"There is no directory {folder}."
+    nearby = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".json" and entry.is_file())
+    similar = difflib.get_close_matches(path.name, nearby, n=3)
+    if similar:
+        return f"Did you mean {' or '.join(similar)}?"
+    return f"The .json files in {folder} are {', '.join(nearby[:5])}." if nearby else f"{folder} holds no .json file."
+
+
+def _read_text(text: str, origin: str) -> ConfigDocument:
+    scanned = scan_json(text, origin)
+    if isinstance(scanned.value, dict):
+        return ConfigDocument(scanned.value, origin, scanned.lines, scanned.problems)
+    problems = list(scanned.problems)
+    if scanned.value is not None or not problems:
+        problems.append(Problem("", "", "is not a JSON object", "The file must be one {...}.", f"{origin}:1"))
+    raise ConfigError(problems)
+
+
+def _decoded(text: str) -> str | None:
+    """The JSON object in a url-safe base64 text, None when it is something else."""
+    try:
+        decoded = base64.b64decode(text.strip(), altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeError, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _plain_copy(node: Any, path: str) -> Any:
+    """Nested mappings and sequences as fresh dicts and lists."""
+    if isinstance(node, Mapping):
+        for key in node:
+            if not isinstance(key, str):
+                raise ConfigError(Problem(path or "config", repr(key), "is not a string, as keys must be", ""))
+        return {key: _plain_copy(value, f"{path}.{key}" if path else key) for key, value in node.items()}
+    return [_plain_copy(item, path) for item in node] if isinstance(node, (list, tuple)) else node
+
+
+def _typed(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `data` that has a field; `check_keys` has judged the rest."""
+    result: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        if name not in data or name in ("optimizer", "scheduler"):
+            continue
+        value, kind = data[name], info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if isinstance(value, Mapping):
+                result[name] = _typed(kind, value)
+        else:
+            result[name] = value
+    return result
+
+
+def _built(typed: dict[str, Any], findings: Findings) -> DistConfig:
+    """The model; values that do not fit are reported and dropped, so that the rest can still be checked together."""
+    try:
+        return DistConfig(**typed)
+    except ValidationError as error:
+        for item in error.errors():
+            path = ".".join(str(part) for part in item["loc"])
+            cause = item.get("ctx", {}).get("error")
+            clause = cause.clause if isinstance(cause, BadValue) else str(item["msg"])
+            findings.problem(path, clause, cause.fix if isinstance(cause, BadValue) else "", found=item["input"])
+            node: Any = typed
+            for part in item["loc"][:-1]:
+                node = node[part]
+            node.pop(item["loc"][-1], None)
+    return DistConfig(**typed)
+
+
+def _check_together(config: DistConfig, findings: Findings) -> None:
+    """Settings that are each right and do not fit together."""
+    zero = config.zero_optimization
+    if config.fp16.enabled is True and config.bf16.enabled is True:
+        fix = "Set one of them to false."
+        findings.problem("bf16.enabled", 'contradicts "fp16.enabled", which is true too', fix, found=True)
+    if (
+        zero.mics_shard_size > 0
+        and zero.zero_hpz_partition_size > 1
+        and zero.mics_shard_size != zero.zero_hpz_partition_size
+    ):
+        expected = f'contradicts "mics_shard_size" {zero.mics_shard_size}: both set the size of a shard group'
+        findings.problem(
+            "zero_optimization.zero_hpz_partition_size",
+            expected,
+            "Keep one of the two.",
+            found=zero.zero_hpz_partition_size,
+        )
+    if zero.mics_shard_size == 0:
+        findings.problem(
+            "zero_optimization.mics_shard_size", "is not -1 (off) or at least 1", "Remove the key.", found=0
+        )
+    if zero.stage < 3:
+        for key in ("stage3_prefetch_bucket_size", "mics_shard_size", "zero_hpz_partition_size", "leaf_module"):
+            if key in zero.model_fields_set:
+                findings.note(f"zero_optimization.{key}", "read at stage 3 only")
+
+
+def _sources(node: Mapping[str, Any], path: str) -> dict[str, str]:
+    """Every leaf of the file: "file", or "auto" while nobody has filled it."""
+    found: dict[str, str] = {}
+    for key, value in node.items():
+        where = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping) and value:
+            found.update(_sources(value, where))
+        else:
+            found[where] = "auto" if is_auto(value) else "file"
+    return found

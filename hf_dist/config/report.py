@@ -1,0 +1,46 @@
+"""The resolved config as a plain table: every value that somebody set, and the keys that change nothing."""
+
+from __future__ import annotations
+
+from hf_dist.config.findings import Note
+from hf_dist.config.schema import DistConfig
+from hf_dist.config.values import shown
+
+
+def format_table(config: DistConfig) -> str:
+    """Aligned lines of key, value and source for every filled or changed value, then the keys without effect."""
+    idle = {note.path for note in config.notes}
+    rows = [
+        (path, shown(config.value_at(path)), _source(config, path))
+        for path in config.sources
+        if config.spelled(path) not in idle and not _is_default(config, path)
+    ]
+    lines = [f"Configuration from {config.origin or 'a dict'}" + ("" if rows else ": defaults only")]
+    keys = max((len(key) for key, _, _ in rows), default=0)
+    width = max((len(value) for _, value, _ in rows), default=0)
+    lines += [f"  {key:<{keys}}  {value:<{width}}  {source}" for key, value, source in rows]
+    return "\n".join([*lines, *format_notes(config.notes)])
+
+
+def format_notes(notes: tuple[Note, ...]) -> list[str]:
+    """One line per reason, with all keys that share it; remarks of the user are left out."""
+    by_reason: dict[str, list[str]] = {}
+    for note in notes:
+        if not note.comment:
+            by_reason.setdefault(note.reason, []).append(note.path)
+    head = ["Accepted without effect:"] if by_reason else []
+    return head + [f"  {', '.join(paths)}: {reason}" for reason, paths in by_reason.items()]
+
+
+def _is_default(config: DistConfig, path: str) -> bool:
+    source = config.source_of(path)
+    return source == "default" or (source == "file" and config.value_at(path) == _DEFAULTS.value_at(path))
+
+
+def _source(config: DistConfig, path: str) -> str:
+    source = config.source_of(path)
+    line = config.lines.get(config.spelled(path))
+    return f"line {line}" if source == "file" and line else source
+
+
+_DEFAULTS = DistConfig()

@@ -1,0 +1,109 @@
+"""What "auto" can be filled from, as plain values: TrainingArguments, the model's width, the number of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_COPIED = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
+)
+"""Attributes of TrainingArguments that are taken as they are."""
+
+
+@dataclass(frozen=True)
+class AutoSources:
+    """Values for "auto"; None where the value is not known yet."""
+
+    data_world_size: int = 1
+    """Ranks that read different data."""
+    per_device_train_batch_size: int | None = None
+    """Samples per rank and forward."""
+    gradient_accumulation_steps: int | None = None
+    """Forward and backward passes per optimizer step."""
+    max_grad_norm: float | None = None
+    """Largest global L2 norm of the gradient, 0 for no limit."""
+    learning_rate: float | None = None
+    """Peak learning rate."""
+    adam_beta1: float | None = None
+    """Decay of the first moment."""
+    adam_beta2: float | None = None
+    """Decay of the second moment."""
+    adam_epsilon: float | None = None
+    """Addend of the denominator."""
+    weight_decay: float | None = None
+    """Decoupled weight decay."""
+    fp16: bool | None = None
+    """Whether --fp16 or --fp16_full_eval is given."""
+    bf16: bool | None = None
+    """Whether --bf16 or --bf16_full_eval is given."""
+    warmup_steps: int | None = None
+    """Warm-up length in optimizer steps, at least 1."""
+    num_training_steps: int | None = None
+    """Length of the run in optimizer steps."""
+    hidden_size: int | None = None
+    """Width of the model."""
+    auto_find_batch_size: bool = False
+    """Whether the Trainer lowers the batch size by trial, so that the file's batch sizes do not bind."""
+    lr_scheduler_type: str = ""
+    """Schedule asked for on the command line, for the note that the config overrides it."""
+
+    @classmethod
+    def from_training_arguments(
+        cls, args: Any, *, data_world_size: int, num_training_steps: int | None = None, hidden_size: int | None = None
+    ) -> AutoSources:
+        """Read any object with the attributes of TrainingArguments; `data_world_size` counts data ranks only."""
+        warmup = args.get_warmup_steps(num_training_steps) if num_training_steps is not None else None
+        kind = getattr(args, "lr_scheduler_type", "")
+        values: dict[str, Any] = {name: getattr(args, name) for name in _COPIED}
+        values |= {
+            "max_grad_norm": 0.0 if args.max_grad_norm is None else args.max_grad_norm,
+            "fp16": bool(args.fp16 or getattr(args, "fp16_full_eval", False)),
+            "bf16": bool(args.bf16 or getattr(args, "bf16_full_eval", False)),
+            "warmup_steps": None if warmup is None else max(1, warmup),
+            "num_training_steps": num_training_steps,
+            "hidden_size": hidden_size,
+            "auto_find_batch_size": bool(getattr(args, "auto_find_batch_size", False)),
+            "lr_scheduler_type": str(getattr(kind, "value", kind) or ""),
+        }
+        return cls(data_world_size=data_world_size, **values)
+
+    @property
+    def adam_betas(self) -> list[float] | None:
+        """Both Adam decays."""
+        if self.adam_beta1 is None or self.adam_beta2 is None:
+            return None
+        return [self.adam_beta1, self.adam_beta2]
+
+    @property
+    def lowest_lr(self) -> float:
+        """Learning rate at which warm-up starts."""
+        return 0.0
+
+    @property
+    def hidden_squared(self) -> int | None:
+        """Elements of one square weight of the model."""
+        return None if self.hidden_size is None else self.hidden_size**2
+
+    @property
+    def prefetch_numel(self) -> int | None:
+        """Elements to gather ahead."""
+        return None if self.hidden_size is None else int(0.9 * self.hidden_size**2)
+
+    @property
+    def persistence_numel(self) -> int | None:
+        """Elements below which a weight counts as small."""
+        return None if self.hidden_size is None else 10 * self.hidden_size
+
+
+def hidden_size_of(model_config: Any) -> int | None:
+    """Width of a model by its Hugging Face config, the largest where there are several; None when it names none."""
+    for part in (model_config, getattr(model_config, "text_config", None)):
+        width = getattr(part, "hidden_size", None)
+        if width is not None:
+            return int(width)
+        widths = getattr(part, "hidden_sizes", None)
+        if widths:
+            return int(max(widths))
+    return None

@@ -1,0 +1,176 @@
+"""Values as people write them in JSON: coercion to the type of a field, or a clause that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from hf_dist.config.spelling import closest
+
+Auto = Literal["auto"]
+"""The string a user writes to let TrainingArguments or the model decide."""
+AUTO: Auto = "auto"
+
+Coerce = Callable[[Any], Any]
+_T = TypeVar("_T")
+
+DTYPES = {
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "torch.float16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "torch.bfloat16": "bf16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "torch.float32": "fp32",
+}
+
+
+class BadValue(ValueError):
+    """A value that no coercion accepts; `clause` follows the value in the message, `fix` is a sentence."""
+
+    def __init__(self, clause: str, fix: str = "") -> None:
+        super().__init__(clause)
+        self.clause = clause
+        self.fix = fix
+
+
+def settled(value: _T | Auto) -> _T:
+    """`value`, which is known to be resolved: no field of a resolved config is still "auto"."""
+    assert not is_auto(value), "read before resolve()"
+    return value  # type: ignore[return-value]
+
+
+def is_auto(value: object) -> bool:
+    """Whether the user left this value to be filled; any letter case."""
+    return isinstance(value, str) and value.strip().lower() == AUTO
+
+
+def shown(value: object) -> str:
+    """`value` the way a JSON file spells it, shortened."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def or_auto(coerce: Coerce) -> Coerce:
+    """The same coercion, which also lets "auto" through."""
+    return lambda value: AUTO if is_auto(value) else coerce(value)
+
+
+def whole(minimum: int = 0, *, floor: bool = False) -> Coerce:
+    """Whole number from 8, 8.0, "8" or "5e8"; with `floor` a fraction such as 15099494.4 is rounded down."""
+
+    def coerce(value: Any) -> int:
+        number = _number(value, f"is not a whole number of at least {minimum}")
+        if (number != int(number) and not floor) or number < minimum:
+            raise BadValue(f"is not a whole number of at least {minimum}")
+        return int(value) if isinstance(value, int) else math.floor(number)
+
+    return coerce
+
+
+def real(minimum: float = 0.0, *, below: float = math.inf) -> Coerce:
+    """Number from 0.1 or "1e-4", at least `minimum` and under `below`."""
+    clause = f"is not a number of at least {minimum:g}" + ("" if below == math.inf else f" and below {below:g}")
+
+    def coerce(value: Any) -> float:
+        number = _number(value, clause)
+        if not minimum <= number < below:
+            raise BadValue(clause)
+        return number
+
+    return coerce
+
+
+def reals(minimum: float = 0.0) -> Coerce:
+    """Number, or a list of numbers (one per parameter group)."""
+    one = real(minimum)
+    return lambda value: [one(item) for item in value] if isinstance(value, (list, tuple)) else one(value)
+
+
+def pair(coerce_one: Coerce) -> Coerce:
+    """List of exactly two values, as a list."""
+
+    def coerce(value: Any) -> list[Any]:
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise BadValue("is not a list of two numbers")
+        return [coerce_one(item) for item in value]
+
+    return coerce
+
+
+def flag(value: Any) -> bool:
+    """True or false from true, "true", 1, "1" and their opposites."""
+    known = {"true": True, "1": True, "false": False, "0": False}
+    text = str(value).strip().lower()
+    if isinstance(value, (bool, int, str)) and text in known:
+        return known[text]
+    if is_auto(value):
+        raise nobody_fills()
+    raise BadValue("is not true or false")
+
+
+def choice(*names: str) -> Coerce:
+    """One of `names`, in any letter case."""
+
+    def coerce(value: Any) -> str:
+        for name in names:
+            if isinstance(value, str) and value.strip().lower() == name.lower():
+                return name
+        raise _not_among(value, names, names)
+
+    return coerce
+
+
+def dtype(value: Any) -> str:
+    """ "fp16", "bf16" or "fp32" from any usual spelling."""
+    text = str(value).strip().lower()
+    if text in DTYPES:
+        return DTYPES[text]
+    raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(DTYPES))
+
+
+def names(value: Any) -> tuple[str, ...]:
+    """List of strings, or one string, as a tuple."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+        raise BadValue("is not a list of names")
+    return tuple(items)
+
+
+def _number(value: Any, clause: str) -> float:
+    """`value` as a finite float; bool is not a number here."""
+    if is_auto(value):
+        raise nobody_fills()
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise BadValue(clause)
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise BadValue(clause) from None
+    if not math.isfinite(number):
+        raise BadValue(clause)
+    return number
+
+
+def nobody_fills() -> BadValue:
+    """The complaint about "auto" on a key that no one can fill."""
+    return BadValue(
+        "has no source to be filled from: neither TrainingArguments nor the model decides this key",
+        "Write a value, or remove the key to get the default.",
+    )
+
+
+def _not_among(value: object, expected: tuple[str, ...], spellings: tuple[str, ...]) -> BadValue:
+    if is_auto(value):
+        return nobody_fills()
+    meant = closest(value, spellings) if isinstance(value, str) else None
+    return BadValue(f"is not one of {', '.join(expected)}", f'Did you mean "{meant}"?' if meant else "")

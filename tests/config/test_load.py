@@ -1,0 +1,322 @@
+"""Keys and values of a config: coercion, aliases, and every kind of complaint with its exact words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_dist.config import load_config
+from hf_dist.config.support import SUPPORT
+from hf_dist.errors import ConfigError
+
+
+def messages(source: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def test_an_empty_config_has_the_documented_defaults() -> None:
+    config = load_config({})
+    assert (config.train_batch_size, config.gradient_clipping, config.optimizer) == (None, None, None)
+    assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (0, 500_000_000)
+    assert (config.fp16.initial_scale_power, config.fp16.hysteresis, config.bf16.check_grad_overflow) == (16, 2, True)
+    assert config.zero_optimization.shard_group_size is None and config.dtype == "fp32"
+
+
+@pytest.mark.parametrize("value", [500_000_000, 5e8, "5e8", "500000000", 500000000.9])
+def test_a_size_is_read_from_every_spelling(value: Any) -> None:
+    config = load_config(zero(stage="3", reduce_bucket_size=value, overlap_comm="true"))
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert (config.zero_optimization.stage, config.zero_optimization.overlap_comm) == (3, True)
+
+
+def test_values_are_coerced_and_names_get_their_usual_case() -> None:
+    config = load_config(
+        {
+            "train_batch_size": "8",
+            "gradient_accumulation_steps": 2.0,
+            "communication_data_type": "torch.bfloat16",
+            "fp16": {"enabled": "False", "min_loss_scale": 0.5},
+            "optimizer": {"type": "adamw", "params": {"lr": "1e-4", "betas": ["0.9", 0.95], "foreach": True}},
+            "scheduler": {"type": "warmuplr", "params": {"warmup_num_steps": 0, "warmup_max_lr": "auto"}},
+        }
+    )
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (8, 2)
+    assert (config.communication_data_type, config.fp16.min_loss_scale) == ("bf16", 0.5)
+    assert config.optimizer is not None and config.scheduler is not None
+    assert config.optimizer.type == "AdamW"
+    assert config.optimizer.params == {"lr": 1e-4, "betas": [0.9, 0.95], "foreach": True}
+    assert config.scheduler.type == "WarmupLR"
+    assert config.scheduler.params == {"warmup_num_steps": 0, "warmup_max_lr": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "value"),
+    [
+        ({"zero_optimization": True}, "zero_optimization.stage", 1),
+        ({"zero_optimization": False}, "zero_optimization.stage", 0),
+        ({"bfloat16": {"enabled": True}}, "bf16.enabled", True),
+        (zero(prefetch_bucket_size=7), "zero_optimization.stage3_prefetch_bucket_size", 7),
+        (zero(param_persistence_threshold="auto"), "zero_optimization.stage3_param_persistence_threshold", "auto"),
+        (
+            zero(stage3_gather_fp16_weights_on_model_save=True),
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            True,
+        ),
+        (zero(stage=3, mics_shard_size=4), "zero_optimization.shard_group_size", 4),
+        (zero(stage=3, zero_hpz_partition_size=8), "zero_optimization.shard_group_size", 8),
+        ({"fp16": None, "zero_optimization": {"stage": None}}, "zero_optimization.stage", 0),
+        (zero(leaf_module={"classes": ["Moe"]}), "zero_optimization.leaf_module.classes", ("Moe",)),
+    ],
+)
+def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: str, value: Any) -> None:
+    assert load_config(source).value_at(path) == value
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        # misspelled
+        (zero(stge=1), 'zero_optimization.stge: is not a key in "zero_optimization". Did you mean "stage"?'),
+        (
+            {"zero_optimisation": {}},
+            'zero_optimisation: is not a key at the top level. Did you mean "zero_optimization"?',
+        ),
+        (
+            {"flops_profiler": {"enabled": True, "enable": True}},
+            'flops_profiler.enable: is not a key in "flops_profiler". Did you mean "enabled"?',
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentun": 1}}},
+            'optimizer.params.momentun: is not a parameter of SGD. Did you mean "momentum"?',
+        ),
+        # in the wrong place
+        ({"stage": 2}, 'stage: does not belong at the top level. Move it to "zero_optimization.stage".'),
+        (
+            {"offload_optimizer": {"device": "cpu"}},
+            'offload_optimizer: does not belong at the top level. Move it to "zero_optimization.offload_optimizer".',
+        ),
+        (
+            {"optimizer": {"type": "Adam", "lr": 1}},
+            'optimizer.lr: does not belong in "optimizer". Move it to "optimizer.params.lr".',
+        ),
+        (
+            zero(gradient_clipping=1),
+            'zero_optimization.gradient_clipping: does not belong in "zero_optimization". '
+            'Move it to the top level, as "gradient_clipping".',
+        ),
+        (
+            {"max_grad_norm": 1},
+            'max_grad_norm: does not belong at the top level. Move it to the top level, as "gradient_clipping".',
+        ),
+        # unknown in a strict section
+        (
+            {"bf16": {"colour": 1}},
+            'bf16.colour: is not a key in "bf16". Remove it; the keys are auto_cast, bf16_master_weights_and_grads, '
+            "bf16_optimizer_states, check_grad_overflow, enabled, hysteresis, immediate_grad_update, "
+            "initial_scale_power, loss_scale, loss_scale_window, min_loss_scale.",
+        ),
+        # values
+        (zero(stage=4), "zero_optimization.stage: 4 is not one of 0, 1, 2, 3"),
+        (
+            zero(stage="auto"),
+            'zero_optimization.stage: "auto" has no source to be filled from: neither TrainingArguments nor the model '
+            "decides this key. Write a value, or remove the key to get the default.",
+        ),
+        ({"train_batch_size": 2.5}, "train_batch_size: 2.5 is not a whole number of at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not a whole number of at least 1"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping: Infinity is not a number of at least 0"),
+        (zero(overlap_comm="yes"), 'zero_optimization.overlap_comm: "yes" is not true or false'),
+        (
+            {"communication_data_type": "bfp16"},
+            'communication_data_type: "bfp16" is not one of fp16, bf16, fp32. Did you mean "bf16"?',
+        ),
+        ({"fp16": True}, 'fp16: true is not an object. Write "fp16": {"enabled": true} or {"enabled": false}.'),
+        (
+            {"optimizer": {"params": {}}},
+            "optimizer.type: is missing. Add it (for example AdamW), or remove the section.",
+        ),
+        (
+            {"optimizer": {"type": "AdmaW"}},
+            'optimizer.type: "AdmaW" is not a known optimizer. Did you mean "AdamW"?',
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+            "optimizer.params.betas: [0.9] is not a list of two numbers",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+            "optimizer.params.max_grad_norm: 1.0 is not a parameter of the optimizer. "
+            'Use the top-level key "gradient_clipping".',
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+            'scheduler.params.total_num_steps: is missing; WarmupDecayLR needs it. Add "total_num_steps": "auto".',
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_stps": 1}}},
+            'scheduler.params.warmup_num_stps: is not a parameter of WarmupLR. Did you mean "warmup_num_steps"?',
+        ),
+        # contradictions
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            'bf16.enabled: true contradicts "fp16.enabled", which is true too. Set one of them to false.',
+        ),
+        (
+            zero(stage=3, mics_shard_size=2, zero_hpz_partition_size=4),
+            'zero_optimization.zero_hpz_partition_size: 4 contradicts "mics_shard_size" 2: both set the size of a '
+            "shard group. Keep one of the two.",
+        ),
+        (
+            zero(prefetch_bucket_size=1, stage3_prefetch_bucket_size=2),
+            'zero_optimization.prefetch_bucket_size: 1 contradicts "zero_optimization.stage3_prefetch_bucket_size", '
+            'the newer name of the same key. Remove "zero_optimization.prefetch_bucket_size".',
+        ),
+        # refused
+        (
+            zero(stage=3, offload_optimizer={"device": "cpu", "pin_memory": True}),
+            'zero_optimization.offload_optimizer.device: "cpu" is not available yet in this version of hf_dist. '
+            'Remove the key or set device to "none".',
+        ),
+        (
+            zero(cpu_offload=True),
+            "zero_optimization.cpu_offload: true is not available yet in this version of hf_dist. "
+            'Remove the key or set device to "none".',
+        ),
+        (
+            {"pipeline": {"stages": 2}},
+            "pipeline.stages: 2 is not available yet in this version of hf_dist. Remove the key or set it to 1.",
+        ),
+        (
+            {"tensor_parallel": {"tp": {"tp_size": 2}}},
+            "tensor_parallel.tp.tp_size: 2 is not available yet in this version of hf_dist. "
+            "Remove the key or set it to 1.",
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "torch_autocast.enabled: true is not available yet in this version of hf_dist. "
+            'Use "bf16": {"enabled": true}.',
+        ),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "activation_checkpointing.cpu_checkpointing: true is not available yet in this version of hf_dist. "
+            "Remove the key or set it to false.",
+        ),
+        (
+            {"gradient_allreduce_op": "sum"},
+            'gradient_allreduce_op: "sum" is not available yet in this version of hf_dist. '
+            "Remove the key; gradients are averaged.",
+        ),
+        (
+            {"hf_dist": {"strict": True}, "steps_per_print": 10},
+            "steps_per_print: has no effect (use the Trainer's logging and callbacks). Remove it, or hf_dist.strict.",
+        ),
+    ],
+)
+def test_one_wrong_setting_is_one_sentence(source: dict[str, Any], message: str) -> None:
+    assert messages(source) == [message]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "zerooneadam", "OneBitLamb", "Lamb", "Muon", "MuAdam", "LBFGS"])
+def test_an_optimizer_that_is_not_served_is_refused_by_name(name: str) -> None:
+    (message,) = messages({"optimizer": {"type": name, "params": {"freeze_step": 3, "cuda_aware": False}}})[:1]
+    assert message.startswith(f'optimizer.type: "{name}" is ') and "Use one of Adam, AdamW" in message
+
+
+@pytest.mark.parametrize("name", ["OneCycle", "LRRangeTest", "LambdaLR", "ReduceLROnPlateau"])
+def test_a_schedule_that_is_not_served_is_refused_by_name(name: str) -> None:
+    (message,) = messages({"scheduler": {"type": name, "params": {}}})
+    assert message.startswith(f'scheduler.type: "{name}" ') and "Use one of WarmupLR" in message
+
+
+def test_every_problem_is_reported_with_its_line_in_one_error() -> None:
+    text = """{
+      "train_batch_size": -1,
+      "fp16": {
+        "enabled": "maybe"
+      },
+      "zero_optimization": {
+        "stage": 7,
+        "offload_param": {
+          "device": "nvme"
+        }
+      }
+    }"""
+    assert [message.split(" ")[:3] for message in messages(text)] == [
+        ["JSON", "text:2:", "train_batch_size:"],
+        ["JSON", "text:4:", "fp16.enabled:"],
+        ["JSON", "text:7:", "zero_optimization.stage:"],
+        ["JSON", "text:9:", "zero_optimization.offload_param.device:"],
+    ]
+
+
+def test_settings_that_are_off_are_accepted_without_a_word() -> None:
+    off = {
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "elasticity": {"enabled": False, "version": 0.1},
+        "compression_training": {"layer_reduction": {"enabled": False}},
+        "flops_profiler": {"enabled": False, "profile_step": 1},
+        "wall_clock_breakdown": False,
+        "pipeline": {"stages": 1},
+        "zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": None, "cpu_offload": False},
+        "torch_autocast": {"enabled": "false"},
+    }
+    assert load_config(off).notes == ()
+
+
+def test_keys_without_effect_are_noted_once_with_the_reason() -> None:
+    config = load_config(
+        {
+            "_comment": "mine",
+            "steps_per_print": 10,
+            "tensorboard": {"enabled": True, "output_path": "x"},
+            "zero_optimization": {"_note": "x", "stage": 2, "contiguous_gradients": True, "prefetch_bucket_size": 5},
+            "hidden-size": 64,
+            "trainer": {"device": "cuda"},
+        }
+    )
+    assert [(note.path, note.reason) for note in config.notes] == [
+        ("_comment", "a comment"),
+        ("steps_per_print", "use the Trainer's logging and callbacks"),
+        ("tensorboard", "use the Trainer's logging and callbacks"),
+        ("zero_optimization._note", "a comment"),
+        ("zero_optimization.contiguous_gradients", "a detail of DeepSpeed's implementation"),
+        ("hidden-size", "not a key of this schema"),
+        ("trainer", "not a key of this schema"),
+        ("zero_optimization.prefetch_bucket_size", "read at stage 3 only"),
+    ]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "none", "true", "5e8", "", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["enabled", "device", "params", "type", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(SUPPORT)), VALUES, max_size=6), st.booleans())
+def test_any_value_anywhere_loads_or_raises_config_error(keys: dict[str, Any], nest: bool) -> None:
+    source: dict[str, Any] = {}
+    for path, value in keys.items():
+        node = source
+        *parents, leaf = path.split(".") if nest else [path]
+        for part in parents:
+            child = node.setdefault(part, {})
+            node = child if isinstance(child, dict) else {}
+        node[leaf] = value
+    try:
+        load_config(source)
+    except ConfigError as error:
+        assert error.problems

@@ -1,0 +1,38 @@
+"""The table for the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_dist.config import format_table, load_config, resolve_without_trainer
+
+
+def test_the_table_shows_set_values_with_sources_and_idle_keys_once(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("""{
+  "_comment": "for the small box",
+  "train_batch_size": 32,
+  "train_micro_batch_size_per_gpu": 4,
+  "steps_per_print": 10,
+  "wall_clock_breakdown": true,
+  "bfloat16": {"enabled": true},
+  "zero_optimization": {"stage": 3, "overlap_comm": true, "contiguous_gradients": true,
+    "mics_shard_size": -1}
+}""")
+    assert format_table(resolve_without_trainer(load_config(path), data_ranks=2, hidden_size=64)) == (
+        f"Configuration from {path}\n"
+        "  train_batch_size                32    line 3\n"
+        "  train_micro_batch_size_per_gpu  4     line 4\n"
+        "  bf16.enabled                    true  line 7\n"
+        "  zero_optimization.stage         3     line 8\n"
+        "  zero_optimization.overlap_comm  true  line 8\n"
+        "  gradient_clipping               1.0   absent <- default\n"
+        "  gradient_accumulation_steps     4     absent <- the other batch sizes\n"
+        "Accepted without effect:\n"
+        "  steps_per_print, wall_clock_breakdown: use the Trainer's logging and callbacks\n"
+        "  zero_optimization.contiguous_gradients: a detail of DeepSpeed's implementation"
+    )
+
+
+def test_a_dict_without_settings_says_so() -> None:
+    assert format_table(load_config({})) == "Configuration from a dict: defaults only"

@@ -1,0 +1,163 @@
+"""The support table against DeepSpeed's schema, the typed fields and torch's names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from hf_dist.config.keys import SECTIONS, known_keys
+from hf_dist.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULES, TORCH_SCHEDULES
+from hf_dist.config.schema import DistConfig
+from hf_dist.config.spelling import closest, distance
+from hf_dist.config.support import SECTION_ALIASES, STRICT, SUPPORT, Status, is_off
+
+SCHEMA = Path(__file__).resolve().parents[3] / "shared" / "reference" / "config" / "schema.json"
+
+ABBREVIATED = {
+    "zero_optimization.prefetch_bucket_size": [
+        f"zero_optimization.{key}"
+        for key in (
+            *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+            *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+            *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+        )
+    ],
+    "bf16.loss_scale": [
+        f"bf16.{key}"
+        for key in (
+            *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast"),
+        )
+    ],
+    "tensor_parallel.tensor_parallel.tp_size (alias tp.tp_size)": ["tensor_parallel.tensor_parallel.tp_size"],
+    "tensor_parallel.tensor_parallel.mpu / tp_group": [
+        "tensor_parallel.tensor_parallel.mpu",
+        "tensor_parallel.tensor_parallel.tp_group",
+    ],
+    "tensor_parallel.replace_with_kernel_inject (alias kernel_inject)": [
+        "tensor_parallel.replace_with_kernel_inject",
+        "tensor_parallel.kernel_inject",
+    ],
+}
+"""Rows of the schema that stand for several keys."""
+
+OURS = {"hf_dist.strict", "zero_optimization.leaf_module.classes"} | {
+    f"zero_optimization.leaf_module.{key}" for key in ("names", "name_suffixes")
+}
+"""Keys of our table that the schema lists only inside another row."""
+
+
+def schema_rows() -> list[dict[str, Any]]:
+    if not SCHEMA.exists():
+        pytest.skip("the schema table is not here")
+    rows: list[dict[str, Any]] = json.loads(SCHEMA.read_text())["rows"]
+    return rows
+
+
+def test_every_key_of_the_schema_has_a_row_and_no_row_is_invented() -> None:
+    keys = {key for row in schema_rows() for key in ABBREVIATED.get(row["key"], [row["key"]])}
+    assert keys - set(SUPPORT) == set()
+    assert set(SUPPORT) - keys == OURS
+
+
+def test_rows_agree_with_what_the_schema_recommends() -> None:
+    """What the schema rejects is refused or belongs to a section that is; what it only notes is not refused."""
+    wrong = []
+    for row in schema_rows():
+        for key in ABBREVIATED.get(row["key"], [row["key"]]):
+            support = SUPPORT[SUPPORT[key].target or key]
+            gated = f"{key.split('.')[0]}.enabled" in SUPPORT and key.split(".")[0] == "expert_parallel"
+            if row["rec"] == "REJECT" and support.status is not Status.REFUSED and not gated:
+                wrong.append((key, "is rejected by the schema"))
+            if row["rec"] == "NOTE" and support.status is Status.REFUSED:
+                wrong.append((key, "is a note in the schema"))
+    assert wrong == [
+        ("optimizer.params.amsgrad", "is rejected by the schema"),  # refused unless torch_adam, see params.py
+        ("zero_optimization.legacy_stage1", "is a note in the schema"),  # only true is refused
+    ]
+
+
+def test_every_row_says_what_its_status_needs() -> None:
+    for key, support in SUPPORT.items():
+        if support.status is Status.REFUSED:
+            assert support.reason.startswith(("is ", "belongs ", "no longer ")), key
+            assert support.fix.endswith("."), key
+        if support.status is Status.NO_EFFECT:
+            assert support.reason and not support.reason.endswith("."), key
+        if support.status is Status.MAPPED:
+            assert SUPPORT[support.target].status is not Status.MAPPED, key
+
+
+def test_a_used_key_is_a_typed_field_and_every_field_has_a_row() -> None:
+    def leaves(model: type[BaseModel], path: str = "") -> set[str]:
+        found = set()
+        for name, info in model.model_fields.items():
+            where = f"{path}{name}"
+            kinds = [info.annotation, *getattr(info.annotation, "__args__", ())]
+            nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+            found |= leaves(nested[0], f"{where}.") if nested else {where}
+        return found
+
+    fields = leaves(DistConfig)
+    used = {key for key, support in SUPPORT.items() if support.status is Status.USED and key not in SECTIONS}
+    free = {key for key in used if key.startswith(("optimizer.params.", "scheduler.params."))}
+    assert used - free <= fields
+    assert {path for path in fields - used if path not in SECTIONS} == {
+        "fp16.auto_cast",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    }
+
+
+def test_sections_named_elsewhere_exist() -> None:
+    assert set(STRICT) <= SECTIONS
+    assert all(target in SECTIONS for target in SECTION_ALIASES.values())
+    assert {"stage", "offload_param", "leaf_module"} <= known_keys("zero_optimization")
+    assert {"fp16", "train_batch_size", "timers"} <= known_keys("")
+
+
+def test_optimizer_names_are_those_of_torch() -> None:
+    existing = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)} - {"Optimizer"}
+    assert set(OPTIMIZERS) - {"Lion"} <= existing
+    assert existing <= {*OPTIMIZERS, *REFUSED_OPTIMIZERS}
+
+
+def test_schedule_names_are_those_of_torch() -> None:
+    module = torch.optim.lr_scheduler
+    existing = {
+        name
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, module.LRScheduler) and not name.startswith(("_", "LRScheduler"))
+    }
+    assert existing == {*TORCH_SCHEDULES, *REFUSED_SCHEDULES} - {"OneCycle", "LRRangeTest"}
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", "none", "false", {}, {"enabled": False}, {"a": {"enabled": 0}}])
+def test_a_value_that_asks_for_nothing_is_off(value: Any) -> None:
+    assert is_off(value)
+
+
+@pytest.mark.parametrize("value", [True, 1, "true", {"enabled": True}, {"a": {"b": {"enabled": "true"}}}])
+def test_a_value_that_asks_for_something_is_not_off(value: Any) -> None:
+    assert not is_off(value)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "edits"),
+    [("stage", "stge", 1), ("stage", "satge", 1), ("abc", "abc", 0), ("", "ab", 2), ("fp16", "bf16", 2)],
+)
+def test_distance_counts_edits_and_swaps(a: str, b: str, edits: int) -> None:
+    assert distance(a, b) == distance(b, a) == edits
+
+
+def test_a_near_miss_is_at_most_two_edits_away_and_one_for_short_names() -> None:
+    assert closest("Gradient-Cliping", ["gradient_clipping", "fp16"]) == "gradient_clipping"
+    assert closest("fp61", ["fp16", "bf16"]) == "fp16"
+    assert closest("norm", ["amp", "aio"]) is None
+    assert closest("4", ["1"]) is None
