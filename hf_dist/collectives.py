@@ -1,0 +1,226 @@
+"""Collectives on 1-D tensors, and the recorder of the bytes they send.
+
+The only file besides `mesh.py` that calls `torch.distributed`. Every function takes a `MeshAxis`; an axis with one process
+costs nothing. Handles complete on `wait()`; on GPUs that makes the current stream wait, on CPUs it blocks.
+
+On gloo a reduce-scatter is an exchange of parts plus a local sum, and an all-gather is pairwise transfers: gloo's own
+`reduce_scatter_tensor` puts twice the needed bytes on the wire, its all-gather takes about three times as long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_dist.mesh import MeshAxis
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank put on the wire for one collective."""
+
+    op: str
+    axis: str
+    nbytes: int
+    """Bytes this rank sends."""
+
+
+@dataclass
+class CommLog:
+    """Collectives recorded while a `record()` block was open."""
+
+    entries: list[Sent] = field(default_factory=list)
+
+    def nbytes(self, op: str | None = None) -> int:
+        """Bytes sent by this rank, of one operation or of all."""
+        return sum(e.nbytes for e in self.entries if op in (None, e.op))
+
+    def count(self, op: str) -> int:
+        """How often `op` ran."""
+        return sum(e.op == op for e in self.entries)
+
+
+_logs: list[CommLog] = []
+
+
+@contextmanager
+def record() -> Iterator[CommLog]:
+    """Count every collective that this process starts inside the block."""
+    log = CommLog()
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        _logs.remove(log)
+
+
+def _count(op: str, axis: MeshAxis, nbytes: int) -> None:
+    for log in _logs:
+        log.entries.append(Sent(op, axis.name, nbytes))
+
+
+class Handle:
+    """A collective under way. `wait()` may be called more than once; only the first does something."""
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block (CPU) or order the current stream (GPU) until the result is there."""
+        works, finish, self._works, self._finish = self._works, self._finish, [], None
+        for work in works:
+            work.wait() if isinstance(work, Handle) else _block_on(work)
+        if finish is not None:
+            finish()
+
+
+_wait_seconds = 0.0
+
+
+def wait_seconds() -> float:
+    """Seconds that this process has been blocked in waits. Says little on GPUs, where a wait blocks a stream."""
+    return _wait_seconds
+
+
+def _block_on(work: Any) -> None:
+    global _wait_seconds
+    start = time.perf_counter()
+    work.wait()
+    _wait_seconds += time.perf_counter() - start
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
+    """Fill `full` (1-D, `axis.size` equal parts) in place from every rank's own part, already in its place.
+
+    Collective over `axis`. Sends (size - 1) parts per rank.
+    """
+    if axis.group is None:
+        return Handle([])
+    part = full.numel() // axis.size
+    _count("all_gather", axis, (axis.size - 1) * part * full.element_size())
+    own = full.narrow(0, axis.rank * part, part)
+    if not _is_gloo(axis.group):
+        return Handle([dist.all_gather_into_tensor(full, own, group=axis.group, async_op=True)])
+    if full.is_cuda:
+        return _through_host(full, lambda host: _exchange_gather(axis, host).wait())
+    return _exchange_gather(axis, full)
+
+
+def _exchange_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
+    parts = list(full.chunk(axis.size)) if full.numel() else [full] * axis.size
+    works: list[Any] = []
+    for step in range(1, axis.size):
+        to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        works.append(dist.irecv(parts[source], group=axis.group, group_src=source))
+        works.append(dist.isend(parts[axis.rank], group=axis.group, group_dst=to))
+    return Handle(works)
+
+
+def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Handle:
+    """Mean over `axis` of every rank's `full`; each rank gets its own part in `out`, valid after `wait()`.
+
+    Collective over `axis`. `full`: 1-D, `axis.size` equal parts, in the dtype that travels; it must stay untouched until
+    `wait()`. `out`: 1-D, one part; its dtype may be wider, on gloo the sum is then made in it. Sends (size - 1) parts.
+    """
+    if axis.reduce_group is None:
+        out.copy_(full)
+        return Handle([])
+    part = out.numel()
+    _count("reduce_scatter", axis, (axis.size - 1) * part * full.element_size())
+    if not _is_gloo(axis.reduce_group):
+        same = out if out.dtype == full.dtype else torch.empty(part, dtype=full.dtype, device=full.device)
+        work = dist.reduce_scatter_tensor(same, full, op=dist.ReduceOp.AVG, group=axis.reduce_group, async_op=True)
+        return Handle([work], None if same is out else lambda: _copy(out, same))
+    if full.is_cuda:
+        host = torch.empty(part, dtype=out.dtype)
+        _exchange_sum(axis, full.cpu(), host).wait()
+        out.copy_(host)
+        return Handle([])
+    return _exchange_sum(axis, full, out)
+
+
+def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
+    out.copy_(source)
+
+
+def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Handle:
+    part = out.numel()
+    received = torch.empty((axis.size - 1) * part, dtype=full.dtype)
+    works: list[Any] = []
+    for step in range(1, axis.size):
+        to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        slot = received.narrow(0, (step - 1) * part, part)
+        works.append(dist.irecv(slot, group=axis.reduce_group, group_src=source))
+        works.append(dist.isend(full.narrow(0, to * part, part), group=axis.reduce_group, group_dst=to))
+
+    def finish() -> None:
+        out.copy_(full.narrow(0, axis.rank * part, part))
+        for step in range(axis.size - 1):
+            out.add_(received.narrow(0, step * part, part))
+        if axis.size > 1:
+            out.mul_(1.0 / axis.size)
+
+    return Handle(works, finish)
+
+
+def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle:
+    """Combine `tensor` in place over `axis` (`op`: mean, sum or max), valid after `wait()`.
+
+    Collective over `axis`. Sends 2 (size - 1) / size of the tensor.
+    """
+    group = axis.reduce_group
+    if group is None:
+        return Handle([])
+    _count("all_reduce", axis, 2 * (axis.size - 1) * tensor.numel() * tensor.element_size() // axis.size)
+    code = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    if _is_gloo(group) and tensor.is_cuda:
+        return _through_host(tensor, lambda host: dist.all_reduce(host, op=code, group=group))
+    return Handle([dist.all_reduce(tensor, op=code, group=group, async_op=True)])
+
+
+def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
+    """Give every rank of `axis` the `tensor` of the rank with coordinate `source`, in place. Collective, blocking."""
+    group = axis.group
+    if group is None:
+        return
+    _count("broadcast", axis, tensor.numel() * tensor.element_size() if axis.rank == source else 0)
+    if _is_gloo(group) and tensor.is_cuda:
+        _through_host(tensor, lambda host: dist.broadcast(host, group=group, group_src=source))
+    else:
+        dist.broadcast(tensor, group=group, group_src=source)
+
+
+def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
+    """Every rank's small picklable `item`, by coordinate. Collective, blocking; for set-up and checks, not for steps."""
+    if axis.group is None:
+        return [item]
+    items: list[Any] = [None] * axis.size
+    dist.all_gather_object(items, item, group=axis.group)
+    return items
+
+
+def barrier(axis: MeshAxis) -> None:
+    """Wait until every rank of `axis` is here."""
+    if axis.group is not None:
+        dist.barrier(group=axis.group)
+
+
+def _through_host(tensor: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Handle:
+    """gloo with GPU tensors (several test ranks on one GPU): the bytes take the way over host memory, blocking."""
+    host = tensor.cpu()
+    run(host)
+    tensor.copy_(host)
+    return Handle([])

@@ -1,0 +1,179 @@
+"""The mesh of processes: named axes, their process groups, one timeout for all of them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hf_dist.errors import TopologyError
+from hf_dist.launch import Launch, detect_launch
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshAxis:
+    """One axis of the mesh, as this process sees it."""
+
+    name: str
+    """dp, dp_shard, dp_replicate."""
+    size: int
+    """Number of processes along the axis."""
+    rank: int
+    """This process's coordinate on the axis."""
+    group: dist.ProcessGroup | None
+    """For weights and small things; None where nobody else is on the axis, then every collective is local."""
+    reduce_group: dist.ProcessGroup | None = None
+    """A second group of the same ranks for gradients, so that reductions do not queue behind gathers."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelMesh:
+    """All axes of this process. `dp` = `dp_replicate` x `dp_shard`, ranks in that order (dp_shard innermost)."""
+
+    launch: Launch
+    device: torch.device
+    backend: str
+    """nccl, gloo, or none in a single process without a process group."""
+    dp: MeshAxis
+    dp_shard: MeshAxis
+    dp_replicate: MeshAxis
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
+        # Process groups cannot be copied, and a copied model belongs to the same processes.
+        return self
+
+    def describe(self) -> str:
+        """One line for the start-up report, such as `4 ranks = dp_replicate 2 x dp_shard 2, gloo on cpu`."""
+        world = self.dp.size
+        return (
+            f"{world} rank{'s' if world > 1 else ''} = dp_replicate {self.dp_replicate.size} x dp_shard "
+            f"{self.dp_shard.size}, {self.backend} on {self.device.type}"
+        )
+
+
+def build_mesh(
+    *,
+    shard_size: int | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    facts: Mapping[str, str] | None = None,
+) -> ParallelMesh:
+    """Make the mesh; every process of the job must call it, in the same order as other meshes.
+
+    `shard_size`: ranks among which states are sharded (None: all); the remaining factor becomes `dp_replicate` (HSDP).
+    `facts`: settings that must be equal on every rank (the configuration); compared before any group is made from them.
+    Starts `torch.distributed` if nobody did: NCCL on GPUs, gloo on CPUs; a process without a launcher stays alone.
+    Raises `TopologyError` when `shard_size` does not divide the number of ranks, or when `facts` differ.
+    """
+    launch = detect_launch()
+    chosen = _choose_device(launch, device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if launch.world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
+    ready = dist.is_initialized()
+    if ready and chosen.type == "cpu":
+        _leave_in_order()
+    world, rank = (dist.get_world_size(), dist.get_rank()) if ready else (1, 0)
+    if world != launch.world_size and launch.launcher != "none":
+        raise TopologyError(
+            f"the launcher started {launch.world_size} processes (WORLD_SIZE) but torch.distributed has {world}: each "
+            "process would train alone on the same data. On a machine without GPUs set ACCELERATE_USE_CPU=true."
+        )
+    _check_agreement(facts or {}, world)
+    shard = world if shard_size is None else shard_size
+    if shard < 1 or world % shard:
+        raise TopologyError(
+            f"zero_optimization.mics_shard_size / zero_hpz_partition_size: {shard} does not divide the {world} ranks of "
+            f"this job. Use a divisor of {world}, or remove the key to shard over all ranks."
+        )
+    groups = _Groups(rank, _backend(chosen) if ready else "none", timeout)
+    return ParallelMesh(
+        launch=launch,
+        device=chosen,
+        backend=groups.backend,
+        dp=groups.axis("dp", [list(range(world))]),
+        dp_shard=groups.axis("dp_shard", [list(range(s, s + shard)) for s in range(0, world, shard)], two=True),
+        dp_replicate=groups.axis("dp_replicate", [list(range(s, world, shard)) for s in range(shard)]),
+        timeout=timeout,
+    )
+
+
+def _backend(device: torch.device) -> str:
+    """Named for every group: a default group made elsewhere may have one backend per device, or call it undefined."""
+    return "gloo" if device.type == "cpu" or dist.get_backend() == "gloo" else "nccl"
+
+
+@functools.cache  # once per process
+def _leave_in_order() -> None:
+    """Have gloo's threads joined before the interpreter ends.
+
+    Otherwise one exit in several aborts ("terminate called without an active exception"), and a launcher takes the job
+    that was done for failed. Not on GPUs: there this could wait for a collective that a failed rank never joins.
+    """
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(leave)
+
+
+def _check_agreement(facts: Mapping[str, str], world: int) -> None:
+    if not dist.is_initialized() or world == 1:
+        return
+    everyone: list[Mapping[str, str]] = [{}] * world
+    dist.all_gather_object(everyone, dict(facts))
+    lines = []
+    for key in sorted(set().union(*everyone)):
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(key) != everyone[0].get(key):
+                lines.append(
+                    f"{key}: {everyone[0].get(key, 'not set')} on rank 0, {theirs.get(key, 'not set')} on rank {rank}"
+                )
+                break
+    if lines:
+        raise TopologyError(
+            "the ranks were started with different settings:\n- " + "\n- ".join(lines[:20]) + "\nGive every rank the "
+            "same configuration file and arguments (on several machines: check that each has the same file)."
+        )
+
+
+def _choose_device(launch: Launch, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
+        return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Makes the process groups of one mesh, all with the same backend and timeout."""
+
+    rank: int
+    backend: str
+    timeout: timedelta
+
+    def axis(self, name: str, rows: list[list[int]], two: bool = False) -> MeshAxis:
+        """`rows`: the global ranks of every line along this axis. Every process makes every group, as torch demands."""
+        size = len(rows[0])
+        mine = next(row for row in rows if self.rank in row)
+        # A job of one process with a process group keeps it: NCCL with one rank then runs the very code of many ranks.
+        if not dist.is_initialized() or (size == 1 and dist.get_world_size() > 1):
+            return MeshAxis(name, size, mine.index(self.rank), None, None)
+        group = self._make(rows, mine)
+        return MeshAxis(name, size, mine.index(self.rank), group, self._make(rows, mine) if two else group)
+
+    def _make(self, rows: list[list[int]], mine: list[int]) -> dist.ProcessGroup | None:
+        groups = [dist.new_group(row, timeout=self.timeout, backend=self.backend) for row in rows]
+        return groups[rows.index(mine)]
