@@ -1,0 +1,104 @@
+"""Full parameters for a moment: `gathered()` for users, `full_tensors()` for saving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hf_dist import collectives
+from hf_dist.errors import ModelError
+from hf_dist.log import warn_once
+from hf_dist.sharding.group import FlatGroup, _copy_overlap
+from hf_dist.sharding.guard import OWNER
+from hf_dist.sharding.layout import ParamSlot
+
+__all__ = ["full_tensors", "gathered"]
+
+
+@contextmanager
+def gathered(
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
+) -> Iterator[None]:
+    """Inside the block the parameters of `what` are full and may be read; at every ZeRO stage, also after a forward in it.
+
+    Collective: every rank enters and leaves. With `modifier_rank` the changes that this global rank made become everyone's
+    weights (master weights included). Without it nothing may be changed: sharded weights lose the change, and replicated
+    ones would differ between the ranks; a warning tells. Counterpart of DeepSpeed's `GatheredParameters`.
+    Raises `ModelError` for parameters that hf_dist does not hold.
+    """
+    groups = _groups_of(what)
+    was_full = {id(group) for group in groups if group.fresh}  # inside another block, or in a forward: not ours to free
+    for group in groups:
+        group.pins += 1
+        group.unshard()
+    for group in groups:
+        group.wait_unshard()
+    versions = [[p._version for p in group.params] for group in groups]
+    try:
+        yield
+    finally:
+        for group, before in zip(groups, versions, strict=True):
+            group.pins -= 1
+            if modifier_rank is not None:
+                _adopt_changes(group, modifier_rank)
+            elif before != [p._version for p in group.params]:
+                warn_once(
+                    f"weights ({group.layout.slots[0].name} or a neighbour) were changed inside `gathered` without "
+                    "modifier_rank: name the rank whose changes everyone shall have, or they are lost or differ between ranks"
+                )
+            if id(group) not in was_full:
+                group.reshard()
+
+
+@torch.no_grad()
+def _adopt_changes(group: FlatGroup, modifier_rank: int) -> None:
+    """Make the full weights of one rank everyone's. Collective over dp."""
+    collectives.broadcast(group.mesh.dp, group.full, modifier_rank)
+    if group.separate:
+        start, stop = group.resting
+        new = group.full[start:stop]
+        # Only what changed: the rest of the master weights keeps the bits that the compute dtype has no room for.
+        torch.where(new == group.source.to(new.dtype), group.source, new.to(group.source.dtype), out=group.source)
+
+
+def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[FlatGroup]:
+    if isinstance(what, nn.Module):
+        params: list[nn.Parameter] = list(what.parameters())
+    else:
+        params = [what] if isinstance(what, nn.Parameter) else list(what)
+    groups: dict[int, FlatGroup] = {}
+    for p in params:
+        if not hasattr(p, OWNER):
+            raise ModelError(
+                f"a parameter of shape {tuple(p.shape)} does not belong to a model prepared by hf_dist; pass the model "
+                "(or its parameters) after `hf_dist.initialize` or `prepare`"
+            )
+        group = getattr(p, OWNER)[0]()
+        groups[id(group)] = group
+    return list(groups.values())
+
+
+def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
+    """(slot, full tensor on the device) of each parameter, in the dtype the model was loaded in.
+
+    Collective over dp_shard. Taken from the fp32 master weights where there are any, so that a model loaded in fp32 and
+    trained in bf16 is saved with all its bits.
+    """
+    wide = group.source.dtype if torch.float32 in group.loaded_dtypes else group.dtype
+    full = torch.zeros(group.layout.numel, dtype=wide, device=group.mesh.device)
+    start, stop = group.resting
+    full[start:stop].copy_(group.source)
+    if stop - start < group.layout.numel:
+        collectives.all_gather(group.mesh.dp_shard, full).wait()
+    for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True):
+        yield slot, full[slot.offset : slot.stop].view(slot.shape).to(dtype)
+
+
+def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> None:
+    """Overwrite the stored weights of one parameter from its full value; local. Follow with `weights_changed()`."""
+    if tuple(value.shape) != slot.shape:
+        raise ModelError(f"{slot.name}: the checkpoint has shape {tuple(value.shape)}, the model {slot.shape}")
+    _copy_overlap(group.source, group.resting[0], value.to(group.mesh.device).reshape(-1), slot.offset)

@@ -1,0 +1,240 @@
+"""The parameters of a unit that travel together: same device, dtype and `requires_grad`, in one flat buffer.
+
+Flat is storage, never identity: the `nn.Parameter` objects stay as they were made and become views into `full`, once.
+`full` comes and goes by resizing its storage. Never re-point a view at another storage: autograd keeps aliases such as
+`weight.t()`, and with rotating buffers gradients are silently wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_dist import collectives
+from hf_dist.errors import FreedParameterError, ModelError
+from hf_dist.mesh import ParallelMesh
+from hf_dist.sharding.guard import guard, set_owner, unguard
+from hf_dist.sharding.layout import FlatLayout, ParamSlot
+from hf_dist.sharding.placement import Placement, StatePlacements
+from hf_dist.sharding.precision import MASTER_DTYPE, Precision
+
+
+class FlatGroup:
+    """Weights, master weights and gradients of some parameters, each one 1-D tensor."""
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        placements: StatePlacements,
+        mesh: ParallelMesh,
+        precision: Precision,
+    ) -> None:
+        self.params = [p for _, p in params]
+        self.mesh = mesh
+        self.placements = placements
+        self.precision = precision
+        self.trainable = self.params[0].requires_grad
+        self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
+        self.loaded_dtypes = [p.dtype for p in self.params]
+        self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], mesh.dp_shard.size)
+        self.grad: torch.Tensor | None = None  # 1D, at `optim`: reduced gradient of the window so far
+        self.partial: torch.Tensor | None = None  # 1D, whole layout: this rank's contribution, not yet reduced
+        self.filled: list[bool] = [False] * len(self.params)  # slots of `partial` that hold a gradient
+        self.used: list[bool] = [False] * len(self.params)  # had a gradient on this rank in this window
+        self.fresh = True  # `full` holds (or is being filled with) the current weights
+        self.pins = 0  # `gathered()` blocks that want the full weights to stay
+        self._guarded = False
+        self._gather: collectives.Handle | None = None
+        self._gaps = self._gap_index()
+        self._build_storage()
+        for slot, p in zip(self.layout.slots, self.params, strict=True):
+            set_owner(p, weakref.ref(self), slot.name)
+
+    # ------------------------------------------------------------------ storage
+
+    def _gap_index(self) -> torch.Tensor | None:
+        gaps = [torch.arange(a, b) for a, b in self.layout.gaps()]
+        return torch.cat(gaps).to(self.mesh.device) if gaps else None
+
+    def _build_storage(self) -> None:
+        """Move the elements into flat buffers and make every parameter a view of `full`, once and for all."""
+        layout, device = self.layout, self.mesh.device
+        # 1D, compute dtype; its storage is empty while the weights rest sharded
+        self.full = torch.zeros(layout.numel, dtype=self.dtype, device=device)
+        start, stop = self.interval(self.placements.optim if self.trainable else self.placements.params)
+        self.resting = (start, stop)
+        # What the optimizer steps (fp32), or the resting shard of frozen weights. Where the weights are fp32 and rest
+        # replicated it is `full` itself: no second copy.
+        rests_sharded = self.placements.params is Placement.SHARD
+        self.separate = rests_sharded or (self.trainable and self.dtype != MASTER_DTYPE)
+        dtype = MASTER_DTYPE if self.trainable else self.dtype
+        self.source = torch.zeros(stop - start, dtype=dtype, device=device) if self.separate else self.full[start:stop]
+        for slot, p in zip(layout.slots, self.params, strict=True):
+            if self.separate:  # from the loaded dtype, so that fp32 weights keep their low bits in the master
+                _copy_overlap(self.source, start, p.detach().reshape(-1), slot.offset)
+            view = self.full[slot.offset : slot.stop].view(slot.shape)
+            view.copy_(p.detach())
+            p.data = view
+        self.reshard()
+
+    def interval(self, placement: Placement) -> tuple[int, int]:
+        """Interval of the flat buffer that this rank holds at `placement`."""
+        if placement is Placement.SHARD:
+            return self.layout.shard(self.mesh.dp_shard.rank)
+        return 0, self.layout.numel
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """Interval that this rank answers for when every element must be counted once over `dp_shard`."""
+        return self.layout.shard(self.mesh.dp_shard.rank)
+
+    def fragment(self, slot: ParamSlot) -> tuple[int, int]:
+        """Interval of `source` (and of `grad`) that belongs to `slot`; start == stop when none does."""
+        start, stop = self.resting
+        first = min(max(slot.offset, start), stop)
+        return first - start, max(min(slot.stop, stop), first) - start
+
+    # ------------------------------------------------------------------ weights
+
+    @property
+    def resident(self) -> bool:
+        """Whether the storage of the full weights is allocated."""
+        return self.layout.numel == 0 or self.full.untyped_storage().nbytes() > 0
+
+    def unshard(self) -> None:
+        """Start to fill `full` with the current weights; nothing to do when it holds them. Collective over dp_shard."""
+        if self.fresh:
+            return
+        storage = self.full.untyped_storage()
+        with torch.autograd._unsafe_preserve_version_counter(self.full), torch.no_grad():
+            if not self.resident:
+                storage.resize_(self.layout.numel * self.full.element_size())
+            start, stop = self.resting
+            if self.separate:
+                self.full[start:stop].copy_(self.source)
+            if stop - start < self.layout.numel:
+                self._gather = collectives.all_gather(self.mesh.dp_shard, self.full)
+        self.fresh = True
+
+    def wait_unshard(self) -> None:
+        """After this the parameters can be read. Local."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+        if self._guarded:
+            self._guarded = False
+            for p in self.params:
+                unguard(p)
+
+    def _guard(self) -> None:
+        if not self._guarded:
+            self._guarded = True
+            for p in self.params:
+                guard(p)
+
+    def reshard(self) -> None:
+        """Give the full weights back if they rest sharded and nobody pins them; else keep them. Local."""
+        if self.placements.params is not Placement.SHARD or self.pins:
+            return
+        if self._gather is not None:  # never free what a collective still writes into
+            self._gather.wait()
+            self._gather = None
+        self.fresh = False
+        self._guard()
+        with torch.autograd._unsafe_preserve_version_counter(self.full):
+            self.full.untyped_storage().resize_(0)
+
+    def weights_changed(self) -> None:
+        """`source` was stepped: what `full` holds is old. Reads wait for the next gather from now on. Local."""
+        if not self.trainable:
+            return
+        if self.pins:
+            raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
+        if self.placements.params is Placement.SHARD:
+            self.reshard()
+            return
+        self.fresh = False
+        self._guard()
+
+    def make_readable(self, name: str) -> None:
+        """Called by the guard. Weights that are on their way are waited for; freed ones raise."""
+        if self.fresh:
+            self.wait_unshard()
+            return
+        raise FreedParameterError(
+            f"parameter {name} was read while only a shard of it is in memory (ZeRO stage 3 frees full weights outside "
+            "a module's forward and backward). Read it inside `with hf_dist.gathered(model):`, which every rank enters."
+        )
+
+    # ---------------------------------------------------------------- gradients
+
+    def add_gradient(self, index: int) -> None:
+        """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it."""
+        p, slot = self.params[index], self.layout.slots[index]
+        grad = p.grad
+        if grad is None:
+            return
+        if self.partial is None:
+            self.partial = self._new_partial()
+            self.filled = [False] * len(self.params)
+        into = self.partial[slot.offset : slot.stop].view(slot.shape)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self.filled[index]:
+            into.add_(grad)
+        else:
+            into.copy_(grad)
+        self.filled[index] = self.used[index] = True
+        p.grad = None
+
+    def _new_partial(self) -> torch.Tensor:
+        # What is reduced right away has the dtype of the wire; what is accumulated first has the wider one.
+        keeps = self.placements.grads is Placement.PARTIAL
+        dtype = self.precision.grads if keeps else self.precision.reduce
+        partial = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
+        if self._gaps is not None:
+            partial.index_fill_(0, self._gaps, 0)
+        return partial
+
+    def reduce(self) -> collectives.Handle:
+        """Start the mean of `partial` over `dp_shard`; it is added to `grad` when the handle completes.
+
+        Collective over dp_shard, in the same order on every rank. A parameter without a gradient contributes zeros.
+        """
+        if self.partial is None:
+            self.partial = self._new_partial()
+            self.filled = [False] * len(self.params)
+        for slot, filled in zip(self.layout.slots, self.filled, strict=True):
+            if not filled:
+                self.partial[slot.offset : slot.stop].zero_()
+        full = self.partial.to(self.precision.reduce)
+        self.partial = None
+        if self.placements.optim is not Placement.SHARD:
+            handle, out = collectives.all_reduce(self.mesh.dp_shard, full), full
+        else:
+            wide = torch.promote_types(self.precision.reduce, self.precision.grads)
+            out = torch.empty(self.layout.shard_numel, dtype=wide, device=full.device)
+            handle = collectives.reduce_scatter(self.mesh.dp_shard, full, out)
+        return collectives.Handle([handle], lambda: self._add_reduced(out))
+
+    def _add_reduced(self, reduced: torch.Tensor) -> None:
+        if self.grad is None:
+            self.grad = reduced.to(self.precision.grads)
+        else:
+            self.grad.add_(reduced)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the window."""
+        self.grad = self.partial = None
+        self.used = [False] * len(self.params)
+
+
+def _copy_overlap(target: torch.Tensor, target_start: int, source: torch.Tensor, source_start: int) -> None:
+    """Copy the part of `source` (its flat interval starts at `source_start`) that falls into `target`'s interval."""
+    first = max(target_start, source_start)
+    last = min(target_start + target.numel(), source_start + source.numel())
+    if first < last:
+        target[first - target_start : last - target_start].copy_(source[first - source_start : last - source_start])

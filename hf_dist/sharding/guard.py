@@ -1,0 +1,197 @@
+"""A parameter whose elements are not in memory answers metadata and refuses everything else, by name.
+
+Without this, reading it (`p.norm()`, `p + 1`, even `repr`) ends in a segmentation fault, or in garbage. The guard is a
+subclass put on the object with `__class__`, so object, `isinstance`, name, shape and dtype stay; it costs nothing while the
+parameter is gathered, because then the class is the original one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hf_dist.errors import FreedParameterError, ModelError
+
+OWNER = "_hf_dist_owner"
+
+
+class Owner(Protocol):
+    """What a guard asks when a guarded tensor is read."""
+
+    def make_readable(self, name: str) -> None:
+        """Return when the elements are in memory, or raise `FreedParameterError` naming the parameter and the fix."""
+
+
+# What a tensor answers without its elements: attributes (read), attributes (written), methods.
+_READS = """shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_cuda is_cpu is_meta is_sparse is_quantized
+is_mps is_xpu is_nested itemsize nbytes output_nr retains_grad names volatile grad_dtype _backward_hooks
+_post_accumulate_grad_hooks _version is_mkldnn is_sparse_csr"""
+_WRITES = "requires_grad grad _backward_hooks _post_accumulate_grad_hooks grad_dtype"
+_METHODS = """numel size dim stride is_floating_point is_complex is_contiguous element_size storage_offset requires_grad_
+register_hook register_post_accumulate_grad_hook is_same_size get_device __len__ __hash__ nelement is_inference is_signed
+is_pinned is_shared new_zeros new_ones new_empty new_full __dir__"""
+# Functions that make a tensor of the same shape (Adagrad's constructor does).
+_FACTORIES = "zeros_like ones_like full_like empty_like rand_like randn_like"
+
+
+def _metadata() -> frozenset[Any]:
+    found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel}
+    for name in _READS.split():
+        descriptor: Any = getattr(torch.Tensor, name, None)
+        if hasattr(descriptor, "__get__"):
+            found.add(descriptor.__get__)
+    for name in _WRITES.split():
+        descriptor = getattr(torch.Tensor, name, None)
+        if hasattr(descriptor, "__set__"):
+            found.add(descriptor.__set__)
+    found.add(torch.Tensor.grad.__delete__)  # type: ignore[union-attr]
+    found.update(getattr(torch, name) for name in _FACTORIES.split())
+    return frozenset(found | {getattr(torch.Tensor, name) for name in _METHODS.split()})
+
+
+_METADATA = _metadata()
+_ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
+
+
+class _Guard:
+    """The behaviour that `guarded_class` mixes into the class of a parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.__repr__:
+            tensor = args[0]
+            return f"<parameter {_name(tensor)} not in memory, shape {tuple(tensor.shape)}, {tensor.dtype}>"
+        if func is torch.Tensor.to and _changes_nothing(*args, **kwargs):
+            return args[0]
+        if func is torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
+            return None  # how `module.to(...)` ends where `to` had nothing to do
+        if func in _ALIASES:
+            return _guarded_alias(args[0], func)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Guard):
+                _make_readable(leaf)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _make_readable(self)
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _make_readable(self)
+        return super().__deepcopy__(memo)  # type: ignore[misc]
+
+
+def guarded_class(cls: type) -> type:
+    """The guarded twin of a parameter class; one per class, so that `__class__` can go back and forth."""
+    return _twin(cls)
+
+
+@functools.cache
+def _twin(cls: type) -> type:
+    return type(cls)(
+        cls.__name__, (_Guard, cls), {"__slots__": (), "__module__": cls.__module__, "_hf_dist_plain": cls}
+    )
+
+
+def guard(param: nn.Parameter) -> None:
+    """Refuse reads of `param` from now on. Its owner must have been set with `set_owner`."""
+    if not isinstance(param, _Guard):
+        param.__class__ = guarded_class(type(param))
+
+
+def unguard(param: nn.Parameter) -> None:
+    """Give `param` its own class back."""
+    if isinstance(param, _Guard):
+        param.__class__ = type(param)._hf_dist_plain  # type: ignore[attr-defined]
+
+
+def set_owner(param: torch.Tensor, owner: Callable[[], Owner | None], name: str) -> None:
+    """`owner` is a weak reference: a strong one would make the buffers wait for the cyclic garbage collector."""
+    setattr(param, OWNER, (owner, name))
+
+
+def refuse_moves(model: nn.Module) -> None:
+    """Make `model.to(...)`, `.half()`, `.cuda()` raise when they would change anything: they would tear views apart.
+
+    A call that changes nothing (`.to(the same device)`, which many loops make) passes.
+    """
+    model.__dict__["_apply"] = _Moves(model, sharded=True)
+
+
+class _Moves:
+    """Stands in for the `_apply` of one model, which it holds weakly; on a copy of the model it is the ordinary one."""
+
+    def __init__(self, model: nn.Module, *, sharded: bool) -> None:
+        self._model = weakref.ref(model)
+        self._sharded = sharded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Moves:
+        # A copy has plain parameters of its own. `deepcopy` has noted it in `memo` before it comes to the attributes.
+        return _Moves(memo[id(self._model())], sharded=False)
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        if not self._sharded:
+            return type(model)._apply(model, fn, *args, **kwargs)
+        _refuse_change(model, fn)
+        return model
+
+
+def _refuse_change(model: nn.Module, fn: Callable[..., Any]) -> None:
+    for dtype, device in {(t.dtype, t.device): None for t in (*model.parameters(), *model.buffers())}:
+        probe = fn(torch.empty(0, dtype=dtype, device=device))
+        if (probe.dtype, probe.device) != (dtype, device):
+            raise ModelError(
+                f"{type(model).__name__} is sharded by hf_dist and cannot go from {dtype} on {device} to {probe.dtype} on "
+                f"{probe.device}. The compute dtype is chosen in the config (bf16.enabled, fp16.enabled), the device when "
+                "it is prepared; for evaluation alone nothing needs to be cast."
+            )
+
+
+def _name(tensor: Any) -> str:
+    return cast(str, getattr(tensor, OWNER, (None, "?"))[1])
+
+
+def _make_readable(tensor: Any) -> None:
+    reference, name = getattr(tensor, OWNER)
+    owner = reference()
+    if owner is None:
+        raise FreedParameterError(
+            f"parameter {name} was read after the engine that held its shards was dropped. Keep the engine for as long as "
+            "the model is used, or save the weights before."
+        )
+    owner.make_readable(name)
+
+
+def _guarded_alias(tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
+    """`.data` and `.detach()` share the empty storage, so they are guarded as well (and let through once gathered)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = cast(torch.Tensor, func(tensor))
+        alias.__class__ = _twin(torch.Tensor)
+    setattr(alias, OWNER, getattr(tensor, OWNER))
+    return alias
+
+
+def _changes_nothing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    if kwargs.get("copy"):
+        return False
+    other = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs.get("other")
+    if other is not None:
+        return bool(other.dtype == tensor.dtype and other.device == tensor.device)
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
+    same_device = device is None or device == tensor.device or (device.type == "cpu" and tensor.device.type == "cpu")
+    return same_device and dtype in (None, tensor.dtype)

@@ -1,0 +1,97 @@
+"""Which interval of a flat buffer belongs to which parameter and to which rank. Pure arithmetic.
+
+FlatLayout of one FlatGroup, 4 ranks, offsets aligned to 64 elements
+
+          slot q_proj        slot k_proj   slot o_proj          slot norm  pad
+elements |------------------|-------------|--------------------|-----|....|
+rank      0        |   1          |     2            |      3             (equal shards; slots may straddle ranks)
+
+fragment of q_proj on rank 1 = interval [start, stop) of its flattened elements
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGNMENT = 64
+"""Elements. 128 bytes in bf16: enough for vector loads, for grouped matrix products (16 bytes), and for Inductor."""
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """The place of one parameter in the flat buffer."""
+
+    name: str
+    """Full parameter name in the model."""
+    shape: tuple[int, ...]
+    offset: int
+    """First element in the flat buffer."""
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements, 0 for an empty parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the flat buffer."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Slots one after another, cut into `num_shards` equal shards."""
+
+    slots: tuple[ParamSlot, ...]
+    num_shards: int
+    shard_numel: int
+    """Elements of one shard, padding included."""
+
+    @classmethod
+    def pack(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], num_shards: int) -> FlatLayout:
+        """Lay out named shapes in the given order; padding is less than 64 elements per slot and per rank."""
+        slots: list[ParamSlot] = []
+        end = 0
+        for name, shape in shapes:
+            slot = ParamSlot(name, tuple(shape), _align(end))
+            slots.append(slot)
+            end = slot.stop
+        return cls(tuple(slots), num_shards, _align(-(-end // num_shards)))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shard_numel * self.num_shards
+
+    @cached_property
+    def num_params(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Interval [start, stop) of the buffer that `rank` holds when sharded."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def fragment(self, slot: ParamSlot, rank: int) -> tuple[int, int]:
+        """Interval [start, stop) of the flattened parameter that lies in `rank`'s shard; start == stop when none does."""
+        first, last = self.shard(rank)
+        start = min(max(first, slot.offset), slot.stop)
+        stop = min(max(last, slot.offset), slot.stop)
+        return start - slot.offset, stop - slot.offset
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Intervals of the buffer that belong to no parameter."""
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                yield end, slot.offset
+            end = max(end, slot.stop)
+        if end < self.numel:
+            yield end, self.numel
+
+
+def _align(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,35 @@
+"""Tensors inside the inputs and outputs of a module: plain containers, HF's `ModelOutput`, dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def differentiable(value: Any) -> list[torch.Tensor]:
+    """Tensors that require grad in plain containers and HF's `ModelOutput` (a mapping), each once."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []  # caches and other objects keep their identity: a copy of a KV cache would lose its updates
+    found = {id(t): t for item in value for t in differentiable(item)}
+    return list(found.values())
+
+
+def inside_object(value: Any) -> list[torch.Tensor]:
+    """Tensors that require grad among the attributes of an object that is no container, such as a dataclass."""
+    return [] if isinstance(value, (torch.Tensor, nn.Module)) else differentiable(getattr(value, "__dict__", None))
+
+
+def map_plain(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `fn` to the leaves of tuples, lists and dicts; other objects pass as they are."""
+    if type(value) in (tuple, list):
+        return type(value)(map_plain(fn, item) for item in value)
+    if type(value) is dict:
+        return {key: map_plain(fn, item) for key, item in value.items()}
+    return fn(value)

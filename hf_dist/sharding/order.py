@@ -1,0 +1,75 @@
+"""The order in which units are gathered or reduced: the same on every rank, whatever path a rank's data takes.
+
+Until the first training step is over it is the order of registration in the model; then the ranks agree on what really
+happened. A rank that reaches a unit first issues everything that comes before it, so a rank whose batch skips a unit (no
+image in it, an unused tower) still takes part in that unit's collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class IssueOrder:
+    """A cursor over unit indices. Pure bookkeeping, no communication."""
+
+    def __init__(self, order: Iterable[int]) -> None:
+        self.seen: list[int] = []  # units this rank reached in the current pass, first times only
+        self.replace(order)
+
+    def replace(self, order: Iterable[int], unseen: Iterable[int] = ()) -> None:
+        """Use another order from the next pass on; `unseen`: units that no rank has used yet, they come last."""
+        used = list(order)
+        self.last = used[-1] if used else None
+        """The unit that a pass ends with."""
+        self._order = [*used, *(unit for unit in unseen if unit not in used)]
+        self._position = {unit: i for i, unit in enumerate(self._order)}
+        self._cursor = 0
+
+    def restart(self) -> None:
+        """A new pass begins."""
+        self._cursor = 0
+        self.seen = []
+
+    def reach(self, unit: int) -> list[int]:
+        """Units to issue now that `unit` is needed, in order, `unit` last; only `unit` if the cursor has passed it."""
+        if unit not in self.seen:
+            self.seen.append(unit)
+        position = self._position.get(unit, -1)
+        if position < self._cursor:
+            return [unit]
+        todo = self._order[self._cursor : position + 1]
+        self._cursor = position + 1
+        return todo
+
+    def ahead_of(self, unit: int) -> list[int]:
+        """Units after `unit` that have been issued already."""
+        position = self._position.get(unit)
+        return [] if position is None else self._order[position + 1 : self._cursor]
+
+    def peek(self) -> int | None:
+        """The next unit to issue, None at the end."""
+        return self._order[self._cursor] if self._cursor < len(self._order) else None
+
+    def advance(self) -> None:
+        """The unit from `peek` was issued."""
+        self._cursor += 1
+
+    def rest(self) -> list[int]:
+        """What was not issued in this pass; the pass is over after this."""
+        todo = self._order[self._cursor :]
+        self._cursor = len(self._order)
+        return todo
+
+
+def merge(orders: Sequence[Sequence[int]]) -> list[int]:
+    """One order out of every rank's, the same on every rank: the first rank's, and what only later ranks met after the
+    unit that came before it there. At the end instead, a rank would gather everything else before its first tower."""
+    merged: list[int] = []
+    for order in orders:
+        place = 0
+        for unit in order:
+            if unit not in merged:
+                merged.insert(place, unit)
+            place = merged.index(unit) + 1
+    return merged

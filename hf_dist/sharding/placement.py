@@ -1,0 +1,48 @@
+"""Where the model states rest: the one place that knows what a ZeRO stage is.
+
+    stage   params      grads      optim
+    0       REPLICATE   PARTIAL    REPLICATE     plain data parallelism (DDP)
+    1       REPLICATE   PARTIAL    SHARD
+    2       REPLICATE   SHARD      SHARD
+    3       SHARD       SHARD      SHARD         (FSDP)
+
+Source: ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054). Everything else in the package asks a column, never the number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """What one rank of `dp_shard` holds of a flat tensor."""
+
+    REPLICATE = "replicate"
+    """All elements, equal on every rank."""
+    PARTIAL = "partial"
+    """All elements, but only this rank's contribution to their mean."""
+    SHARD = "shard"
+    """One of `dp_shard` equal intervals."""
+
+
+@dataclass(frozen=True)
+class StatePlacements:
+    """How each kind of model state rests between uses."""
+
+    params: Placement
+    """Weights in the compute dtype."""
+    grads: Placement
+    """Gradients between the microbatches of one accumulation window."""
+    optim: Placement
+    """Master weights, optimizer state, and the gradients that the optimizer reads."""
+
+
+_R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+
+ZERO_STAGES: dict[int, StatePlacements] = {
+    0: StatePlacements(params=_R, grads=_P, optim=_R),
+    1: StatePlacements(params=_R, grads=_P, optim=_S),
+    2: StatePlacements(params=_R, grads=_S, optim=_S),
+    3: StatePlacements(params=_S, grads=_S, optim=_S),
+}

@@ -1,0 +1,84 @@
+"""Gradients on their way: when a unit is reduced, in which order, and how much is in flight."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+
+from hf_dist import collectives
+from hf_dist.collectives import Handle
+from hf_dist.mesh import ParallelMesh
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.order import IssueOrder
+from hf_dist.sharding.placement import Placement, StatePlacements
+from hf_dist.sharding.unit import ShardUnit
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class Reducer:
+    """Reduces complete units in an order that is the same on every rank, never by readiness."""
+
+    def __init__(self, units: list[ShardUnit], placements: StatePlacements, mesh: ParallelMesh, max_numel: int) -> None:
+        """`max_numel`: elements in flight (at least one unit), 0 to wait for each reduction at once."""
+        self.units = units
+        self.placements = placements
+        self.mesh = mesh
+        self.max_numel = max_numel
+        self.is_last_microbatch = True
+        self.order = IssueOrder([u.index for u in reversed(units) if u.trainable])
+        self._in_flight: deque[tuple[int, Handle]] = deque()  # (elements, handle)
+        self._replicating: list[Handle] = []
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self.placements.grads is Placement.SHARD or self.is_last_microbatch
+
+    def unit_complete(self, unit: ShardUnit) -> None:
+        """All gradients of `unit` are there: reduce what is next in the order, as far as it is complete."""
+        if not self._reduces_now:
+            return
+        if unit.index not in self.order.seen:
+            self.order.seen.append(unit.index)
+        while (index := self.order.peek()) is not None and self.units[index].complete:
+            self.order.advance()
+            self._reduce(self.units[index])
+
+    def finish_backward(self) -> None:
+        """The units that did not complete on this rank take part all the same, with zeros for what is missing."""
+        if not self._reduces_now:
+            return
+        for index in self.order.rest():
+            self._reduce(self.units[index])
+        # Reentrant checkpointing runs a backward of its own per call of a unit: what came after the first reduction.
+        for unit in self.units:
+            if any(g.partial is not None for g in unit.trainable):
+                self._reduce(unit)
+
+    def _reduce(self, unit: ShardUnit) -> None:
+        numel = sum(g.layout.numel for g in unit.trainable)
+        while self._in_flight and (
+            len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT
+            or sum(n for n, _ in self._in_flight) + numel > self.max_numel
+        ):
+            self._in_flight.popleft()[1].wait()
+        for group in unit.trainable:
+            handle = group.reduce()
+            if self.is_last_microbatch and self.mesh.dp_replicate.size > 1:
+                handle = Handle([handle], functools.partial(self._replicate, group))
+            self._in_flight.append((group.layout.numel, handle))
+        while self._in_flight and not self.max_numel:
+            self._in_flight.popleft()[1].wait()
+
+    def _replicate(self, group: FlatGroup) -> None:
+        """HSDP: the mean over the replicas, once per window."""
+        assert group.grad is not None
+        self._replicating.append(collectives.all_reduce(self.mesh.dp_replicate, group.grad))
+
+    def wait(self) -> None:
+        """Until nothing is in flight. Local."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].wait()
+        for handle in self._replicating:
+            handle.wait()
+        self._replicating.clear()

@@ -1,0 +1,367 @@
+"""The sharded model at work: hooks on the user's own modules, prefetch, reduction, the end of each backward.
+
+Five sentences describe every ZeRO stage; one with nothing to do returns at once (see `placement.py`):
+before a unit's forward and backward its weights are gathered; after them they rest; when its gradients are complete they
+are reduced, if they rest sharded or the window ends; the optimizer steps `source`; then replicated weights are gathered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from hf_dist import collectives
+from hf_dist.mesh import ParallelMesh
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.guard import refuse_moves
+from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
+from hf_dist.sharding.order import IssueOrder, merge
+from hf_dist.sharding.placement import Placement, StatePlacements
+from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.reducer import Reducer
+from hf_dist.sharding.unit import Call, ShardUnit, post_backward
+from hf_dist.sharding.wrap import LeafModules, build_units, containers
+
+
+class ShardedModel:
+    """Units of one model and the state of the pass under way. The model itself is never wrapped."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        placements: StatePlacements,
+        mesh: ParallelMesh,
+        precision: Precision,
+        prefetch_numel: int = 50_000_000,
+        gather_numel: int = 500_000_000,
+        reduce_numel: int = 500_000_000,
+        leaf_modules: LeafModules = ((), (), ()),
+    ) -> None:
+        """Shard `model` in place. Collective: every rank of the mesh, with the same model.
+
+        `prefetch_numel`: elements gathered ahead of their use (at least one unit, 0 for none); `gather_numel`: elements of
+        weight gathers in flight after a step; `reduce_numel`: elements of gradient reductions in flight, 0 to wait for
+        each at once; `leaf_modules`: class names, module names and name endings that are units whatever the structure.
+        """
+        self.model = model
+        self.mesh = mesh
+        self.placements = placements
+        self.precision = precision
+        self.prefetch_numel = prefetch_numel
+        self.gather_numel = gather_numel
+        self.units = build_units(model, placements, mesh, precision, leaf_modules)
+        self.root = self.units[0]
+        self.reducer = Reducer(self.units, placements, mesh, reduce_numel)
+        indices = range(len(self.units))
+        backward = [u.index for u in reversed(self.units[1:]) if u.needed_in_backward]
+        self.forward_order = IssueOrder(indices)
+        self.backward_order = IssueOrder([0, *backward])
+        self._agreed = False
+        self._depth = 0  # how many modules that contain every unit are in their forward
+        self._in_backward = False
+        self._num_backwards = 0
+        self._install_hooks()
+        refuse_moves(model)
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the next backward ends its accumulation window; set it before every backward."""
+        return self.reducer.is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self.reducer.is_last_microbatch = value
+
+    @property
+    def groups(self) -> list[FlatGroup]:
+        """All groups, unit by unit."""
+        return [g for u in self.units for g in u.groups]
+
+    @property
+    def trainable_groups(self) -> list[FlatGroup]:
+        """Groups that have gradients, unit by unit."""
+        return [g for g in self.groups if g.trainable]
+
+    # -------------------------------------------------------------------- hooks
+
+    def _install_hooks(self) -> None:
+        # Hooks refer to this object weakly, and to a unit by its index: a strong reference from a module or a parameter
+        # would close a cycle, and the buffers would wait for the cyclic collector.
+        me = weakref.ref(self)
+
+        def bind(method: Callable[..., Any], index: int | None = None, *bound: Any) -> Callable[..., Any]:
+            def hook(*args: Any, **kwargs: Any) -> Any:
+                sharded = me()
+                if sharded is None:
+                    return None
+                unit = () if index is None else (sharded.units[index],)
+                return method(sharded, *unit, *bound, *args, **kwargs)
+
+            return hook
+
+        cls = type(self)
+        for module in containers(self.model, self.units):
+            module.register_forward_pre_hook(bind(cls._enter), with_kwargs=True, prepend=True)
+            module.register_forward_hook(bind(cls._leave), always_call=True)
+        for module in self.root.modules:
+            module.register_forward_pre_hook(bind(cls._touch_root), prepend=True)
+        for unit in self.units[1:]:
+            for module in unit.modules:
+                hook = bind(cls._pre_forward, unit.index)
+                module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                module.register_forward_hook(bind(cls._post_forward, unit.index))
+        for unit in self.units:
+            for g, group in enumerate(unit.groups):
+                for i, p in enumerate(group.params if group.trainable else ()):
+                    p.register_post_accumulate_grad_hook(bind(cls._gradient_ready, unit.index, g, i))
+
+    # ------------------------------------------------------------------ forward
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the forward of a module that contains every unit; the outermost one begins the pass."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        if _recomputing():
+            self._regather(self.root)
+            return None
+        if self._in_backward:  # the last backward raised; what it left behind belongs to no step
+            self._in_backward = False
+            self.drop_gradients()
+        self.forward_order.restart()
+        self._issue(self.forward_order.reach(0))
+        self.root.wait_unshard()
+        self._prefetch(self.forward_order, 0)
+        return self._cast_inputs(args, kwargs)
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
+        """Floating point inputs (images, embeddings) follow the compute dtype; there is no autocast."""
+        compute = self.precision.compute
+        if compute == torch.float32:
+            return None
+
+        def cast(value: Any) -> Any:
+            return value.to(compute) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+        return map_plain(cast, (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After it. The root stays for backward; in evaluation everything rests."""
+        self._depth -= 1
+        if self._depth > 0 or _recomputing():
+            return
+        tensors = differentiable(output) or inside_object(output)
+        # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
+        # rank's data reached it: a rank that holds weights which another has freed would skip a gather.
+        keep = {0, self.forward_order.last} if tensors and torch.is_grad_enabled() else set()
+        for index in self.forward_order.rest():  # units that only other ranks' data may have used
+            self.units[index].unshard()
+            if index not in keep:
+                self.units[index].reshard()
+        for unit in self.units:
+            if unit.index not in keep:
+                unit.reshard()
+        if keep:
+            self._watch_outputs(self.root, tensors, Call(has_inputs=False))
+
+    def _touch_root(self, module: nn.Module, args: Any) -> None:
+        """A module with root parameters was called on its own (an encoder in `generate`, say)."""
+        if self._depth == 0 and not _recomputing():
+            self.root.unshard()
+            self.root.wait_unshard()
+
+    def _pre_forward(self, unit: ShardUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if _recomputing():
+            self._regather(unit)
+        elif self._depth > 0:
+            self._issue(self.forward_order.reach(unit.index))
+            unit.wait_unshard()
+            self._prefetch(self.forward_order, unit.index)
+        else:
+            unit.unshard()
+            unit.wait_unshard()
+        return self._watch_inputs(unit, args, kwargs)
+
+    def _regather(self, unit: ShardUnit) -> None:
+        """Activation checkpointing runs the forward again, with the weights of the backward.
+
+        The reentrant kind hides a unit's outputs from autograd, so this may be the first that backward hears of it.
+        """
+        self._begin_backward()
+        self._issue(self.backward_order.reach(unit.index))
+        unit.wait_unshard()
+        self._prefetch(self.backward_order, unit.index)
+
+    def _watch_inputs(self, unit: ShardUnit, args: Any, kwargs: Any) -> Any:
+        """Route differentiable inputs through an identity that tells when the call's backward has reached them."""
+        unit_call = Call(has_inputs=False)
+        self._call = unit_call
+        # Only early freeing asks for the arrival. Without it a block may write into its inputs in place.
+        if not torch.is_grad_enabled() or self.placements.params is not Placement.SHARD:
+            return None
+        leaves: list[Any] = []
+        map_plain(leaves.append, (args, kwargs))
+        inputs = list({id(t): t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad}.values())
+        hidden = any(differentiable(v) or inside_object(v) for v in leaves if not isinstance(v, torch.Tensor))
+        unit_call.has_inputs = bool(inputs) or hidden
+        if hidden or not inputs:  # what cannot be routed is never seen to arrive: freed at the end of backward
+            return None
+        me, them = weakref.ref(self), weakref.ref(unit)
+
+        def notify() -> None:
+            sharded, reached = me(), them()
+            if sharded is not None and reached is not None:
+                sharded._inputs_reached(reached, unit_call)
+
+        passed = dict(zip(map(id, inputs), post_backward(notify, *inputs), strict=True))
+        return map_plain(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
+
+    def _post_forward(self, unit: ShardUnit, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = differentiable(output) or inside_object(output)
+        if tensors and torch.is_grad_enabled():
+            self._watch_outputs(unit, tensors, self._call)
+        # The last unit's backward comes next, its weights may stay: `_leave` decides. (Before the ranks agreed this is a
+        # guess.) A recomputed forward is followed by its backward at once.
+        if not _recomputing() and not (self._depth > 0 and self.forward_order.last == unit.index):
+            unit.reshard()
+
+    def _watch_outputs(self, unit: ShardUnit, tensors: list[torch.Tensor], call: Call) -> None:
+        me, them = weakref.ref(self), weakref.ref(unit)
+
+        def hook(grad: torch.Tensor) -> None:
+            sharded, reached = me(), them()
+            if sharded is not None and reached is not None:
+                sharded._pre_backward(reached, call)
+
+        for tensor in tensors:
+            tensor.register_hook(hook)
+
+    # ----------------------------------------------------------------- backward
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._num_backwards += 1
+        self.backward_order.restart()
+        self.reducer.order.restart()
+        for unit in self.units:
+            unit.begin_backward()
+        Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _pre_backward(self, unit: ShardUnit, call: Call) -> None:
+        """The first gradient arrived at the outputs of one call of `unit`."""
+        self._begin_backward()
+        if call.started_in == self._num_backwards:
+            return
+        call.started_in = self._num_backwards  # a graph that is kept goes through backward again
+        unit.open_calls += call.has_inputs
+        if not unit.needed_in_backward:
+            return
+        self._issue(self.backward_order.reach(unit.index))
+        unit.wait_unshard()
+        self._prefetch(self.backward_order, unit.index)
+
+    def _inputs_reached(self, unit: ShardUnit, call: Call) -> None:
+        if call.started_in == self._num_backwards:
+            unit.open_calls -= 1
+            self._check_complete(unit)
+
+    def _gradient_ready(self, unit: ShardUnit, group: int, index: int, param: nn.Parameter) -> None:
+        self._begin_backward()
+        unit.groups[group].add_gradient(index)
+        unit.waiting.discard((group, index))
+        self._check_complete(unit)
+
+    def _check_complete(self, unit: ShardUnit) -> None:
+        if unit.waiting or unit.open_calls:
+            return
+        if unit.frees_early:
+            unit.reshard()
+        if unit.trainable and not unit.complete:
+            unit.complete = True
+            self.reducer.unit_complete(unit)
+
+    def _finish_backward(self) -> None:
+        """Runs when autograd is through: units that did not complete on this rank still take part."""
+        if not self._in_backward:
+            return
+        for index in self.backward_order.rest():
+            self.units[index].unshard()
+            self.units[index].reshard()
+        self.reducer.finish_backward()
+        for unit in self.units:
+            unit.reshard()
+        self._in_backward = False
+        if not self._agreed:
+            self._agree()
+
+    def _agree(self) -> None:
+        """After the first backward all ranks use the order that was seen. Collective over dp."""
+        self._agreed = True
+        seen = (self.forward_order.seen, self.backward_order.seen, self.reducer.order.seen)
+        everyone = collectives.all_gather_object(self.mesh.dp, seen)
+        forward, backward, reduce = (merge([ranks[k] for ranks in everyone]) for k in range(3))
+        # Units that no rank has used so far: the data of some rank may use them one day, then all must take part.
+        unused = [u.index for u in self.units if u.index not in forward]
+        self.forward_order.replace(forward, unused)
+        self.backward_order.replace(backward, (i for i in reversed(unused) if self.units[i].needed_in_backward))
+        self.reducer.order.replace(reduce, [u.index for u in reversed(self.units) if u.trainable])
+
+    # ------------------------------------------------------------------- issuing
+
+    def _issue(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.units[index].unshard()
+
+    def _prefetch(self, order: IssueOrder, current: int) -> None:
+        """Start the next gathers while `current` computes: one unit, and more while they fit the budget."""
+        ahead = sum(self.units[i].numel for i in order.ahead_of(current))
+        while self.prefetch_numel and (index := order.peek()) is not None:
+            unit = self.units[index]
+            if ahead and ahead + unit.numel > self.prefetch_numel:
+                return
+            order.advance()
+            unit.unshard()
+            ahead += unit.numel
+
+    # --------------------------------------------------------------------- step
+
+    def finish_gradients(self) -> None:
+        """Wait for all reductions; after this `group.grad` is the mean over all data ranks. Local."""
+        self.reducer.wait()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the window (`zero_grad`)."""
+        self.finish_gradients()
+        for group in self.trainable_groups:
+            group.drop_gradients()
+
+    def weights_changed(self) -> None:
+        """Call after `source` was written: weights that rest replicated are gathered, overlapping what follows.
+
+        Collective over dp_shard at stages 1 and 2. Each unit waits for its own gather just before it is read.
+        """
+        in_flight: deque[ShardUnit] = deque()
+        order = dict.fromkeys([*self.forward_order._order, *range(len(self.units))])
+        for unit in (self.units[i] for i in order):
+            for group in unit.groups:
+                group.weights_changed()
+            if self.placements.params is Placement.SHARD or not unit.trainable:
+                continue
+            while in_flight and sum(u.numel for u in in_flight) + unit.numel > self.gather_numel:
+                in_flight.popleft().wait_unshard()
+            unit.unshard()
+            in_flight.append(unit)
+
+
+def _recomputing() -> bool:
+    """Whether autograd is running a backward, so that a forward now is a recomputation (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1

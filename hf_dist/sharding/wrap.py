@@ -1,0 +1,152 @@
+"""Which modules become units: found from the structure of the model, never from class names that a user must list."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.mesh import ParallelMesh
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.placement import StatePlacements
+from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.unit import ShardUnit
+
+OWN_UNIT_EMBEDDING_NUMEL = 1 << 20
+"""An untied embedding of at least this many elements is a unit of its own; a smaller one travels with the root."""
+
+
+LeafModules = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+"""Class names, full module names, endings of module names (`zero_optimization.leaf_module`)."""
+
+
+def find_unit_modules(model: nn.Module, leaf: LeafModules = ((), (), ())) -> dict[str, nn.Module]:
+    """Modules to gather one at a time, by path, in order of registration; what is left belongs to the root unit.
+
+    First the classes that the model's author marked as blocks (`_no_split_modules`, read from any submodule), then repeated
+    siblings: two or more children of the same class in an `nn.ModuleList` or `nn.Sequential`. Outermost matches only, so
+    the experts inside a decoder block stay with the block. `leaf` names further units.
+    """
+    classes, names, suffixes = leaf
+    hinted: set[str] = set()
+    for module in model.modules():
+        hinted.update(getattr(module, "_no_split_modules", None) or ())
+    units: dict[str, nn.Module] = {}
+    # A list of what is left, not a recursive closure: that would be a cycle which holds the modules.
+    left: list[tuple[str, nn.Module, bool]] = [("", model, False)]
+    while left:
+        path, module, repeated = left.pop()
+        marked = type(module).__name__ in hinted
+        embedding = isinstance(module, nn.Embedding) and module.weight.numel() >= OWN_UNIT_EMBEDDING_NUMEL
+        named = type(module).__name__ in classes or path in names or any(path.endswith(s) for s in suffixes)
+        if path and (marked or repeated or embedding or named) and any(True for _ in module.parameters()):
+            units[path] = module
+            continue
+        children = list(module.named_children())
+        siblings = _repeated_classes(module, [c for _, c in children])
+        for name, child in reversed(children):
+            left.append((f"{path}.{name}" if path else name, child, type(child) in siblings))
+    return units
+
+
+def _repeated_classes(module: nn.Module, children: list[nn.Module]) -> set[type]:
+    """Classes of the blocks among `children`; hybrids alternate between several, a Sequential may begin with another."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return set()
+    # Leaf layers in a row (Linear, Linear) are not blocks: gathering them one by one costs latency for nothing.
+    counts = Counter(type(c) for c in children if any(True for _ in c.children()))
+    # A list in a list is not a block either, its elements may be.
+    return {cls for cls, count in counts.items() if count > 1 and not issubclass(cls, (nn.ModuleList, nn.ModuleDict))}
+
+
+def build_units(
+    model: nn.Module,
+    placements: StatePlacements,
+    mesh: ParallelMesh,
+    precision: Precision,
+    leaf: LeafModules = ((), (), ()),
+) -> list[ShardUnit]:
+    """Flatten all parameters of `model` into units; unit 0 is the root. Rearranges memory, keeps the parameter objects."""
+    _check_materialized(model)
+    modules = find_unit_modules(model, leaf)
+    inside: dict[nn.Parameter, set[str]] = defaultdict(set)
+    for path, module in modules.items():
+        for p in module.parameters():
+            inside[p].add(path)
+    owners = _owners(model)
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {"": []}
+    members.update({path: [] for path in modules})
+    for name, p in model.named_parameters():
+        # Shared between units, or between a unit and the rest (tied embedding and head): it must live as long as the
+        # longest user, which is the root.
+        paths = inside[p]
+        outside = any(not _within(owner, paths) for owner in owners[p])
+        members[next(iter(paths)) if len(paths) == 1 and not outside else ""].append((name, p))
+    units: list[ShardUnit] = []
+    for path, named in members.items():
+        if not named and path:
+            continue
+        groups = [FlatGroup(g, placements, mesh, precision) for g in _groups(named, precision)]
+        used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
+        units.append(ShardUnit(len(units), path, used_by, groups, is_root=not path))
+    return units
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Paths of the modules that hold each parameter, aliases of tied ones included."""
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for p in module.parameters(recurse=False):
+            owners[p].append(path)
+    return owners
+
+
+def _within(owner: str, paths: Iterable[str]) -> bool:
+    return any(owner == path or owner.startswith(path + ".") for path in paths)
+
+
+def _direct_owners(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Module]:
+    return [m for m in model.modules() if any(p in params for p in m.parameters(recurse=False))]
+
+
+def _groups(named: list[tuple[str, nn.Parameter]], precision: Precision) -> list[list[tuple[str, nn.Parameter]]]:
+    groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, p in named:
+        groups[precision.compute_dtype(name, p.dtype), p.requires_grad].append((name, p))
+    return list(groups.values())
+
+
+def _check_materialized(model: nn.Module) -> None:
+    meta = [n for n, p in model.named_parameters() if p.is_meta]
+    if meta:
+        raise ModelError(
+            f"{len(meta)} parameters have no memory (device 'meta'), the first is {meta[0]}. Load the weights first, for "
+            "example with from_pretrained(...) without device_map, or call model.to_empty(device=...) and initialise."
+        )
+    device_map: Any = getattr(model, "hf_device_map", None)
+    if device_map and len(set(device_map.values())) > 1:
+        raise ModelError(
+            f"the model is spread over devices by device_map ({sorted(map(str, set(device_map.values())))[:4]}). "
+            "hf_dist places parameters itself: load it without device_map."
+        )
+    if any(hasattr(p, "_hf_dist_owner") for p in model.parameters()):
+        raise ModelError("the model is already sharded by hf_dist; prepare each model once")
+
+
+def containers(model: nn.Module, units: list[ShardUnit]) -> list[nn.Module]:
+    """Modules whose forward covers the whole model: the root, and those below it that hold every block (`model.model`).
+
+    `generate` of a PEFT model enters at the base model, and TRL calls the decoder itself; each is the start of a pass.
+    """
+    blocks = {id(m) for u in units if not u.is_root for m in u.modules if not isinstance(m, nn.Embedding)}
+    found = [model]
+    for module in model.modules():
+        if module is model or not blocks or isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        if blocks <= {id(m) for m in module.modules()}:
+            found.append(module)
+    return found
