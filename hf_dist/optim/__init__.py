@@ -1,0 +1,1 @@
+"""Optimizers on fragments, gradient norm and clipping, loss scaling, DeepSpeed's schedules."""

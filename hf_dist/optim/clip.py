@@ -1,0 +1,64 @@
+"""The global gradient norm, exact at every ZeRO stage, and clipping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.sharding.runtime import ShardedModel
+
+
+@dataclass
+class GradientSummary:
+    """What all ranks agree on before a step."""
+
+    norm: torch.Tensor  # 0D fp32
+    """L2 norm over all trainable parameters, of the mean gradient, before clipping; inf or nan on overflow."""
+    used: dict[tuple[int, int], bool]
+    """(id of group, index) of parameters without a gradient on this rank: whether another rank had one."""
+
+
+def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSummary:
+    """Norm of `scale` times the reduced gradients, and which parameters had a gradient anywhere.
+
+    Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats. Every rank counts the interval it
+    owns, so shared and replicated elements count once. The flags are read on the host only by a rank that has a parameter
+    without a gradient; on the others nothing waits.
+    """
+    sharded.finish_gradients()
+    mesh = sharded.mesh
+    groups = sharded.trainable_groups
+    flags = [float(used) for g in groups for used in g.used]
+    vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
+    norms = []
+    for g in groups:
+        if g.grad is not None:
+            first, last = g.owned
+            start = first - g.resting[0]
+            norms.append(torch.linalg.vector_norm(g.grad[start : start + last - first], dtype=torch.float32))
+    if norms:
+        vector[0] = torch.stack(norms).square().sum()
+    if flags:
+        vector[1:] = torch.tensor(flags)
+    collectives.all_reduce(mesh.dp, vector, op="sum").wait()
+    norm = (vector[0] / mesh.dp_replicate.size).sqrt() * scale
+    places = [(id(g), i) for g in groups for i in range(len(g.used))]
+    missing = [k for k, used in enumerate(flags) if not used]
+    if not missing:
+        return GradientSummary(norm, {})
+    anywhere = vector[1:].tolist()
+    return GradientSummary(norm, {places[k]: anywhere[k] > 0 for k in missing})
+
+
+def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float) -> None:
+    """Multiply the reduced gradients in place. Local."""
+    for g in sharded.trainable_groups:
+        if g.grad is not None:
+            g.grad.mul_(factor)
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm / norm), as `torch.nn.utils.clip_grad_norm_` computes it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,250 @@
+"""Learning-rate schedules of the `scheduler` section: DeepSpeed's warm-ups, or any of torch by its own name.
+
+Source of the formulas: DeepSpeed runtime/lr_schedules.py.
+
+[Note: schedule index] DeepSpeed's index is -1 when the schedule is built and grows by one per `step()`, which runs
+after each optimizer step that was applied. So the steps 0 and 1 of a warm-up both run at its minimum. torch's
+`last_epoch` is 0 where that index is -1; everything here is written in DeepSpeed's index.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.optim.build import argument_names, checked_arguments, construct, find_class
+
+__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_scheduler"]
+
+logger = logging.getLogger(__name__)
+
+_NOT_YET = ("OneCycle", "LRRangeTest")
+_NOT_IN_JSON = {
+    "LambdaLR": "a function",
+    "MultiplicativeLR": "a function",
+    "ChainedScheduler": "other schedulers",
+    "SequentialLR": "other schedulers",
+    "ReduceLROnPlateau": "a metric at every step",
+}
+
+
+class _Warmup(LRScheduler):
+    """The index, the warm-up factor and the state that the three schedules share.
+
+    A subclass sets its own attributes, calls this constructor last, and gives the learning rates in `_lr_at`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_num_steps: int,
+        warmup_type: str,
+        last_batch_iteration: int,
+    ) -> None:
+        if warmup_type not in ("log", "linear"):
+            raise _problem("warmup_type", warmup_type, 'is not "log" or "linear"', 'DeepSpeed would use "log".')
+        num_steps = _count("warmup_num_steps", warmup_num_steps)
+        self._has_warmup = num_steps > 0
+        self._num_warmup_steps = max(2, num_steps) if self._has_warmup else 0  # ln(1) would divide by zero
+        self._is_log = warmup_type == "log"
+        if not self._has_warmup:
+            logger.warning("scheduler.params.warmup_num_steps: 0 means no warm-up here; DeepSpeed refuses it")
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))  # torch demands it of a schedule that is resumed
+        super().__init__(optimizer, last_epoch=last_batch_iteration)
+
+    def _lr_at(self, index: int) -> list[float]:
+        """The learning rate of each param group; index as in [Note: schedule index]."""
+        raise NotImplementedError
+
+    def _is_first_step(self, index: int) -> bool:
+        return index < 0 and self._has_warmup
+
+    def _warmup_factor(self, index: int) -> float:
+        """How far the warm-up has come at `index` < number of warm-up steps, from 0 to 1."""
+        if self._is_log:
+            return 1.0 / math.log(self._num_warmup_steps) * math.log(index + 1)
+        return index / self._num_warmup_steps
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """The learning rate of each param group for the next optimizer step; a function of the step count alone."""
+        return [*self._lr_at(self.last_epoch - 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Progress only, as in DeepSpeed: a run resumed with another configuration follows that one."""
+        return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, and set the optimizer's learning rates to where that is."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = state_dict["_step_count"]
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+
+class WarmupLR(_Warmup):
+    """Warm-up from `warmup_min_lr` to `warmup_max_lr` (the optimizer's lr if None), then constant.
+
+    Both may be a list with one value for each param group. `warmup_num_steps` 0 means no warm-up.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        initial = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        self._min_lrs = _per_group("warmup_min_lr", warmup_min_lr, len(initial))
+        self._max_lrs = initial if warmup_max_lr is None else _per_group("warmup_max_lr", warmup_max_lr, len(initial))
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _lr_at(self, index: int) -> list[float]:
+        if self._is_first_step(index):
+            return list(self._min_lrs)
+        is_warm = index >= self._num_warmup_steps
+        factor = self._decay_factor(index) if is_warm or not self._has_warmup else self._warmup_factor(index)
+        return [low + (high - low) * factor for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
+
+    def _decay_factor(self, index: int) -> float:
+        """What is left of the way from minimum to maximum once the warm-up is over."""
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then a linear decay that is back at `warmup_min_lr` (not at 0) after `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total_num_steps = _total(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _decay_factor(self, index: int) -> float:
+        num_left = self._total_num_steps - index
+        # The upper bound only matters without a warm-up, where the index starts at -1.
+        return min(1.0, max(0.0, num_left / max(1.0, self._total_num_steps - self._num_warmup_steps)))
+
+
+class WarmupCosineLR(_Warmup):
+    """Warm-up from `warmup_min_ratio` to 1, then a cosine down to `cos_min_ratio`; both times the optimizer's lr.
+
+    The first step of all runs at 0, whatever `warmup_min_ratio` is: so it does in DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total_num_steps = _total(total_num_steps, warmup_num_steps)
+        self._warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
+        self._cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _lr_at(self, index: int) -> list[float]:
+        ratio = 0.0 if self._is_first_step(index) else self._ratio(index)
+        return [float(base) * ratio for base in self.base_lrs]
+
+    def _ratio(self, index: int) -> float:
+        if self._has_warmup and index < self._num_warmup_steps:
+            return self._warmup_min_ratio + (1.0 - self._warmup_min_ratio) * self._warmup_factor(index)
+        num_done = index - self._num_warmup_steps + 1
+        progress = min(1.0, num_done / max(1, self._total_num_steps - self._num_warmup_steps))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self._cos_min_ratio + (1.0 - self._cos_min_ratio) * cosine)
+
+
+_OWN: dict[str, type[_Warmup]] = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+
+
+def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule that `scheduler.type` (case-sensitive) and `scheduler.params` stand for in DeepSpeed.
+
+    It sets the learning rate of `optimizer` at once. Call its `step()` after each optimizer step that was applied,
+    and not after one skipped for an overflow. No "auto" may be left in `params`.
+
+    Raises:
+        ConfigError: an unknown or unavailable type, or params it does not take; names all of them.
+    """
+    if type in _NOT_YET:
+        raise ConfigError(
+            Problem("scheduler.type", repr(type), "is not available yet", f"Use one of {', '.join(_OWN)}.")
+        )
+    if type in _NOT_IN_JSON:
+        expected = f"needs {_NOT_IN_JSON[type]}, which JSON cannot express"
+        fix = "Remove the section and pass the scheduler to the Trainer, or use another type."
+        raise ConfigError(Problem("scheduler.type", repr(type), expected, fix))
+    if type in _OWN:
+        return _construct(_OWN[type], params, optimizer)
+    return _construct(
+        find_class("scheduler", type, torch.optim.lr_scheduler, LRScheduler, others=_OWN), params, optimizer
+    )
+
+
+def _construct(cls: type[LRScheduler], params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    arguments, problems = checked_arguments("scheduler", cls, params, argument_names(cls))
+    if problems:
+        raise ConfigError(problems)
+    return construct("scheduler", cls, optimizer, arguments)
+
+
+def _problem(key: str, value: object, expected: str, fix: str = "") -> ConfigError:
+    return ConfigError(Problem(f"scheduler.params.{key}", repr(value), expected, fix))
+
+
+def _number(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _problem(key, value, "is not a number")
+    return float(value)
+
+
+def _count(key: str, value: object) -> int:
+    number = _number(key, value)
+    if number < 0 or number != int(number):
+        raise _problem(key, value, "is not an integer >= 0")
+    return int(number)
+
+
+def _per_group(key: str, value: float | list[float], num_groups: int) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        return [_number(key, value)] * num_groups
+    if len(value) != num_groups:
+        raise _problem(key, value, f"does not have one value for each of the {num_groups} param groups")
+    return [_number(key, v) for v in value]
+
+
+def _total(total_num_steps: object, warmup_num_steps: object) -> int:
+    total = _count("total_num_steps", total_num_steps)
+    if total < _count("warmup_num_steps", warmup_num_steps):
+        logger.warning(
+            "scheduler.params.total_num_steps: %s is less than warmup_num_steps: %s, so training ends in the warm-up",
+            total,
+            warmup_num_steps,
+        )
+    return total

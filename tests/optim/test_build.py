@@ -1,0 +1,186 @@
+"""`build_optimizer` follows DeepSpeed's naming rules and defaults, and refuses by path what torch cannot do."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dist.errors import ConfigError
+from hf_dist.optim.build import build_optimizer
+from hf_dist.optim.lion import Lion
+
+
+def _parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(shape)) for shape in shapes or ((3,),)]
+
+
+@pytest.mark.parametrize(
+    ("type", "params", "cls", "weight_decay"),
+    [
+        ("Adam", {}, torch.optim.AdamW, 0.0),
+        ("adam", {"adam_w_mode": True, "torch_adam": False}, torch.optim.AdamW, 0.0),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, torch.optim.Adam, 0.1),
+        ("Adam", {"torch_adam": True}, torch.optim.AdamW, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, 0.0),
+        ("AdamW", {}, torch.optim.AdamW, 0.0),
+        ("ADAMW", {"adam_w_mode": False}, torch.optim.AdamW, 0.0),
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW, 0.01),
+        ("adagrad", {}, torch.optim.Adagrad, 0.0),
+        ("lion", {}, Lion, 0.0),
+        ("SGD", {"momentum": 0.9}, torch.optim.SGD, 0.0),
+        ("RMSprop", {"lr": 0.1}, torch.optim.RMSprop, 0.0),
+    ],
+)
+def test_type_names_the_class_that_deepspeed_would_use(
+    type: str, params: dict[str, Any], cls: type[torch.optim.Optimizer], weight_decay: float
+) -> None:
+    optimizer = build_optimizer(type, params, _parameters())
+    assert optimizer.__class__ is cls
+    assert optimizer.defaults["weight_decay"] == weight_decay
+
+
+@pytest.mark.parametrize(
+    ("type", "defaults"),
+    [
+        ("Adam", {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}),
+        ("Adagrad", {"lr": 1e-2, "eps": 1e-10}),
+        ("Lion", {"lr": 1e-3, "betas": (0.9, 0.999)}),
+        ("SGD", {"lr": 1e-3, "momentum": 0}),
+    ],
+)
+def test_defaults_are_those_of_deepspeed(type: str, defaults: dict[str, Any]) -> None:
+    optimizer = build_optimizer(type, {}, _parameters())
+    assert {key: optimizer.defaults[key] for key in defaults} == defaults
+
+
+def test_the_usual_deepspeed_section_is_taken_whole() -> None:
+    params = {
+        "lr": 3e-4,
+        "betas": [0, 0.99],
+        "eps": 1e-7,
+        "weight_decay": 0.1,
+        "bias_correction": True,
+        "torch_adam": True,
+        "adam_w_mode": True,
+        "fp32_optimizer_states": True,
+        "amsgrad": True,
+    }
+    optimizer = build_optimizer("AdamW", params, _parameters())
+    expected = {"lr": 3e-4, "betas": (0.0, 0.99), "eps": 1e-7, "weight_decay": 0.1, "amsgrad": True}
+    assert {key: optimizer.defaults[key] for key in expected} == expected
+
+
+def test_param_groups_keep_their_own_options_and_may_come_from_a_generator() -> None:
+    groups = [{"params": (p for p in _parameters((2,), (3,))), "weight_decay": 0.0}, {"params": _parameters((4,))[0]}]
+    optimizer = build_optimizer("AdamW", {"weight_decay": 0.1}, iter(groups))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+
+
+@pytest.mark.parametrize("type", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_kernels_are_used_unless_the_user_chooses(type: str) -> None:
+    assert build_optimizer(type, {}, _parameters()).defaults["fused"] is True
+    assert build_optimizer(type, {"fused": None}, _parameters()).defaults["fused"] is True
+    assert build_optimizer(type, {"fused": False}, _parameters()).defaults["fused"] is False
+    assert build_optimizer(type, {"foreach": True}, _parameters()).defaults["fused"] is None
+    assert build_optimizer(type, {"differentiable": True}, _parameters()).defaults["fused"] is None
+
+
+@pytest.mark.parametrize("type", ["Adam", "AdamW", "SGD", "Adagrad", "Lion"])
+@pytest.mark.parametrize("params", [{"weight_decay": 0.1}, {"weight_decay": 0.1, "adam_w_mode": False}], ids=str)
+def test_the_fused_step_equals_the_plain_one_with_empty_and_gradless_parameters(
+    type: str, params: dict[str, Any]
+) -> None:
+    if type != "Adam":
+        params = {key: value for key, value in params.items() if key != "adam_w_mode"}
+    plain_choice = {} if type == "Lion" else {"foreach": False}
+    fused, plain = (_parameters((5, 3), (0,), (2,)) for _ in range(2))
+    optimizers = [build_optimizer(type, params, fused), build_optimizer(type, {**params, **plain_choice}, plain)]
+    for step in range(3):
+        for a, b in zip(fused[:2], plain[:2], strict=True):
+            a.grad = torch.sin(torch.arange(a.numel(), dtype=torch.float32) + step).reshape(a.shape)
+            b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(fused, plain)
+    assert torch.equal(fused[2], torch.ones(2))
+
+
+def test_lion_steps_as_the_paper_writes_it() -> None:
+    (p,) = _parameters((4,))
+    optimizer = Lion([p], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    expected, momentum = torch.ones(4), torch.zeros(4)
+    for gradient in (torch.tensor([1.0, -2.0, 0.5, 0.0]), torch.tensor([-0.1, 30.0, -9.0, 0.0])):
+        p.grad = gradient.clone()
+        optimizer.step()
+        update = torch.sign(0.9 * momentum + 0.1 * gradient)
+        expected = expected - 0.1 * (update + 0.5 * expected)
+        momentum = 0.99 * momentum + 0.01 * gradient
+        assert torch.equal(p.grad, gradient)
+    torch.testing.assert_close(p.detach(), expected)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], momentum)
+
+
+def test_lion_resumes_from_its_state_dict() -> None:
+    (a,), (b,) = _parameters((4,)), _parameters((4,))
+    first, second = Lion([a]), Lion([b])
+    a.grad = torch.tensor([1.0, -1.0, 2.0, 0.0])
+    assert first.step(lambda: 7.0) == 7.0
+    b.data.copy_(a.data)
+    second.load_state_dict(first.state_dict())
+    a.grad = b.grad = torch.tensor([-0.1, 5.0, -9.0, 1.0])
+    first.step()
+    second.step()
+    assert torch.equal(a, b)
+
+
+def test_a_setting_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        build_optimizer("Adam", {"set_grad_none": True}, _parameters())
+    assert "set_grad_none has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("type", "params", "path", "words"),
+    [
+        ("OneBitAdam", {"freeze_step": 400, "cuda_aware": False}, "optimizer.type", "compresses gradients"),
+        ("ZeroOneAdam", {}, "optimizer.type", "compresses gradients"),
+        ("OneBitLamb", {}, "optimizer.type", "compresses gradients"),
+        ("LAMB", {}, "optimizer.type", "norm of the whole tensor"),
+        ("Muon", {}, "optimizer.type", "whole matrix"),
+        ("MuAdamW", {}, "optimizer.type", "muP"),
+        ("MuSGD", {}, "optimizer.type", "muP"),
+        ("AdamX", {}, "optimizer.type", "Did you mean"),
+        ("sgd", {}, "optimizer.type", 'Did you mean "SGD"?'),
+        ("lr_scheduler", {}, "optimizer.type", "is not one of"),
+        ("Optimizer", {}, "optimizer.type", "is not one of"),
+        ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm", "gradient_clipping"),
+        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction", "only true is"),
+        ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states", "only true is"),
+        ("Adam", {"amsgrad": True}, "optimizer.params.amsgrad", '"torch_adam": true'),
+        ("Adam", {"torch_adam": "true"}, "optimizer.params.torch_adam", "not true or false"),
+        ("Adam", {"freeze_step": 3}, "optimizer.params.freeze_step", "1-bit"),
+        ("Adam", {"max_coeff": 3}, "optimizer.params.max_coeff", "LAMB"),
+        ("Adam", {"wieght_decay": 0.1}, "optimizer.params.wieght_decay", 'Did you mean "weight_decay"?'),
+        ("Adam", {"decoupled_weight_decay": False}, "optimizer.params.decoupled_weight_decay", "adam_w_mode"),
+        ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode", "accepted are lr, momentum"),
+        ("Adam", {"lr": "auto"}, "optimizer.params.lr", "'auto' is not a number"),
+        ("Adam", {"lr": -1.0}, "optimizer.params", "is refused by AdamW: Invalid learning rate"),
+        ("Adam", {"eps": None}, "optimizer.params", "is refused by AdamW"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_path(type: str, params: dict[str, Any], path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(type, params, _parameters())
+    assert [problem.path for problem in caught.value.problems] == [path]
+    assert words in str(caught.value)
+
+
+def test_all_wrong_params_are_named_at_once() -> None:
+    params = {"max_grad_norm": 1, "lr": "1e-4", "foo": 1, "bias_correction": False}
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer("AdamW", params, _parameters())
+    assert {p.path.rpartition(".")[2] for p in caught.value.problems} == set(params)

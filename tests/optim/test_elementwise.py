@@ -1,0 +1,195 @@
+"""`check_elementwise` tells optimizers that can step fragments from those that need whole tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+from hf_dist.errors import ConfigError
+from hf_dist.optim import elementwise
+from hf_dist.optim.build import build_optimizer
+from hf_dist.optim.elementwise import check_elementwise
+from hf_dist.optim.lion import Lion
+
+ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+    (torch.optim.AdamW, {"capturable": True, "lr": torch.tensor(1e-5)}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "lr": 0.0}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.ASGD, {"t0": 1.0}),
+    (Lion, {"weight_decay": 0.1}),
+]
+WHOLE_TENSOR: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (TransformersAdafactor, {}),
+    (TransformersAdafactor, {"lr": 1e-3, "relative_step": False, "scale_parameter": False}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.Muon, {}),
+]
+
+
+class _Stepped(torch.optim.Optimizer):
+    """A base for the optimizers of these tests: subclasses give the update of one parameter."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.update(p, group), alpha=group["lr"])
+
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class TrustRatio(_Stepped):
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return p.grad * p.norm() / p.grad.norm()
+
+
+class ClippedByRms(_Stepped):
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return p.grad / p.grad.square().mean().sqrt().clamp(min=1.0)
+
+
+class SumOverParameters(_Stepped):
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return p.grad * sum(q.grad.abs().sum() for q in group["params"])
+
+
+class OrthogonalWhereAsked(_Stepped):
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return torch.linalg.qr(p.grad)[0] if group.get("use_qr") else p.grad
+
+
+class Noisy(_Stepped):
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        torch.rand(1)
+        return p.grad
+
+
+class Adafactor(_Stepped):
+    """Element-wise in fact, but of a name known not to be."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return p.grad
+
+
+class DerivedFromIt(Adafactor):
+    pass
+
+
+class NeedsTheModel(torch.optim.SGD):
+    def __init__(self, model: torch.nn.Module, params: Iterable[Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.model = model
+
+
+class NeverMoves(_Stepped):
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return torch.zeros_like(p)
+
+
+def _parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(3, 5))
+
+
+def _id(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else "-".join(value) or "default"
+
+
+@pytest.mark.parametrize(("cls", "options"), ELEMENTWISE, ids=_id)
+def test_elementwise_optimizers_pass_by_probe(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    check_elementwise(cls([_parameter()], **options))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("cls", "options"), WHOLE_TENSOR, ids=_id)
+def test_whole_tensor_optimizers_are_refused(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{cls.__name__} .*fragments.*AdamW"):
+        check_elementwise(cls([_parameter()], **options))
+
+
+@pytest.mark.parametrize(("cls", "options"), WHOLE_TENSOR, ids=_id)
+def test_the_probe_alone_would_refuse_them_too(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elementwise, "_WHOLE_TENSOR", {})
+    with pytest.raises(ConfigError):
+        check_elementwise(cls([_parameter()], **options))
+
+
+@pytest.mark.parametrize("cls", [TrustRatio, ClippedByRms, SumOverParameters])
+def test_an_unknown_optimizer_is_refused_by_what_it_does(cls: type[_Stepped]) -> None:
+    with pytest.raises(ConfigError, match="by the values of others"):
+        check_elementwise(cls([_parameter()]))
+
+
+@pytest.mark.parametrize("cls", [Adafactor, DerivedFromIt, torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_known_names_and_their_subclasses_are_refused(cls: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(ConfigError, match=cls.__name__):
+        check_elementwise(cls([_parameter()]))
+
+
+def test_options_of_every_param_group_are_probed() -> None:
+    groups = [{"params": [_parameter()]}, {"params": [_parameter()], "use_qr": True}]
+    check_elementwise(OrthogonalWhereAsked(groups[:1]))
+    with pytest.raises(ConfigError, match="cannot step a 1-D tensor"):
+        check_elementwise(OrthogonalWhereAsked(groups))
+
+
+def test_a_learning_rate_of_zero_in_warmup_does_not_blind_the_probe() -> None:
+    optimizer = TrustRatio([_parameter()])
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ConfigError):
+        check_elementwise(optimizer)
+
+
+@pytest.mark.parametrize("cls", [NeedsTheModel, NeverMoves])
+def test_an_optimizer_that_cannot_be_probed_passes_with_one_warning(
+    cls: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    elementwise._warn_once.cache_clear()
+    first = [torch.nn.Linear(1, 1)] if cls is NeedsTheModel else []
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check_elementwise(cls(*first, [_parameter()]))
+    assert [cls.__name__ in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_the_check_leaves_optimizer_and_random_state_alone() -> None:
+    parameter = _parameter()
+    optimizer = Noisy([parameter])
+    random_state = torch.get_rng_state()
+    check_elementwise(optimizer)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(parameter, torch.ones(3, 5))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("type", ["Adam", "SGD", "Adagrad", "Lion", "NAdam"])
+def test_what_the_configuration_builds_passes(type: str) -> None:
+    check_elementwise(build_optimizer(type, {}, [_parameter()]))
+
+
+def test_a_scheduler_on_the_optimizer_does_not_disturb_the_check(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.AdamW([_parameter()])
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    check_elementwise(optimizer)
+    assert not caplog.records
