@@ -1,0 +1,181 @@
+"""Assemble an engine from a model and a config. The order matters and is explained at each line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist import failure
+from hf_dist.config import (
+    BatchSizes,
+    DistConfig,
+    hidden_size_of,
+    load_config,
+    resolve_without_trainer,
+    settled,
+    solve_batch,
+)
+from hf_dist.engine import Engine
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.log import say
+from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
+from hf_dist.optim.build import build_optimizer
+from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.optim.schedules import build_scheduler
+from hf_dist.report import start_up_report
+from hf_dist.sharding.consistency import check_same_model, synchronize_weights
+from hf_dist.sharding.placement import ZERO_STAGES
+from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.runtime import ShardedModel
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+LrScheduler = Any
+"""An object with `step()`, or a function that makes one from the optimizer."""
+
+
+def initialize(
+    model: nn.Module,
+    *,
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: LrScheduler | Callable[[torch.optim.Optimizer], LrScheduler] | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Engine:
+    """An `Engine` for one's own training loop; counterpart of `deepspeed.initialize`.
+
+    Every rank of the job calls it with the same model and config, whatever launcher started it (torchrun, accelerate,
+    mpirun, srun) or none. The model is sharded in place and stays the same object. `optimizer`: any element-wise torch
+    optimizer over its parameters, or None to make the one in the config. `device`: where to train (default: the local
+    GPU, else CPU). `timeout`: for every process group. Raises `ConfigError`, `TopologyError` or `ModelError`.
+    """
+    failure.install()
+    read = config if isinstance(config, DistConfig) else load_config(config)
+    mesh = mesh_for(read, device=device, timeout=timeout)
+    hidden_size = hidden_size_of(getattr(model, "config", None))
+    resolved = resolve_without_trainer(read, data_ranks=mesh.dp.size, hidden_size=hidden_size)
+    batch = solve_batch(
+        settled(resolved.train_batch_size),
+        settled(resolved.train_micro_batch_size_per_gpu),
+        settled(resolved.gradient_accumulation_steps),
+        mesh.dp.size,
+    )
+    return build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler)
+
+
+def mesh_for(
+    config: DistConfig, *, device: torch.device | str | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+) -> ParallelMesh:
+    """The mesh that `config` asks for. Every rank calls it; ranks whose configs differ are told so."""
+    return build_mesh(
+        shard_size=config.zero_optimization.shard_group_size, device=device, timeout=timeout, facts=_facts(config)
+    )
+
+
+def _facts(config: DistConfig) -> dict[str, str]:
+    facts: dict[str, str] = {}
+
+    def walk(path: str, node: Any) -> None:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                walk(f"{path}.{key}" if path else key, value)
+        else:
+            facts[path] = json.dumps(node)
+
+    walk("", config.model_dump())
+    return facts
+
+
+def precision_for(config: DistConfig, model: nn.Module) -> Precision:
+    """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
+    compute = _DTYPES[config.dtype]
+    reduce = _DTYPES[config.communication_data_type or "fp32"]
+    grads = _DTYPES[config.data_types.grad_accum_dtype or "fp32"]
+    return Precision(compute=compute, reduce=reduce, grads=grads, keep_fp32=_kept_in_fp32(model, compute))
+
+
+def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
+    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the lenient list counts for fp16)."""
+    if compute == torch.float32:
+        return frozenset()
+    patterns: set[str] = set()
+    for module in model.modules():
+        patterns.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if compute == torch.float16:
+            patterns.update(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return frozenset(n for n, _ in model.named_parameters() if any(p in n.split(".") for p in patterns))
+
+
+def build_engine(
+    model: nn.Module,
+    config: DistConfig,
+    mesh: ParallelMesh,
+    batch: BatchSizes,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: LrScheduler | None = None,
+    trainable: bool = True,
+    make_optimizer: bool = True,
+) -> Engine:
+    """Shard `model` and put the engine together. Collective: every rank, same model, resolved config.
+
+    `trainable=False`: a frozen model (reference, reward, evaluation only), without gradient or optimizer memory.
+    `make_optimizer=False`: whoever calls makes and attaches optimizer and schedule, also those that the config asks for.
+    """
+    zero = config.zero_optimization
+    if not trainable:
+        model.requires_grad_(False)
+    # Before anything is sent: ranks that disagree about the model would hang, or mix each other's weights.
+    check_same_model(model, mesh)
+    synchronize_weights(model, mesh)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(mesh.device)
+    sharded = ShardedModel(
+        model,
+        placements=ZERO_STAGES[zero.stage],
+        mesh=mesh,
+        precision=precision_for(config, model),
+        prefetch_numel=settled(zero.stage3_prefetch_bucket_size),
+        gather_numel=settled(zero.allgather_bucket_size),
+        reduce_numel=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
+        leaf_modules=(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
+    )
+    # After sharding: the optimizer's state is made for fragments, never for whole parameters.
+    if optimizer is None and trainable and make_optimizer and config.optimizer is not None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, parameters)
+    engine = Engine(
+        sharded=sharded,
+        config=config,
+        batch=batch,
+        optimizer=optimizer,
+        scaler=DynamicLossScaler.from_config(config.fp16) if settled(config.fp16.enabled) and trainable else None,
+    )
+    # Last: a schedule reads and writes the param groups of the optimizer as it will be stepped.
+    engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
+    if trainable:
+        say(start_up_report(sharded, config, batch))
+    return engine
+
+
+def _scheduler(given: LrScheduler | None, config: DistConfig, optimizer: torch.optim.Optimizer | None) -> LrScheduler:
+    if given is None:
+        if config.scheduler is None or optimizer is None:
+            return None
+        return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+    if callable(given) and not hasattr(given, "step"):
+        if optimizer is None:
+            raise ConfigError(
+                Problem(
+                    "lr_scheduler", "", "is a function of the optimizer, but there is none", "Pass optimizer= as well."
+                )
+            )
+        return given(optimizer)
+    return given

@@ -1,0 +1,272 @@
+"""One training step, composed: forward and backward of a sharded model, norm, clipping, loss scale, optimizer, schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.checkpoint import rank_files
+from hf_dist.config import BatchSizes, DistConfig, settled
+from hf_dist.errors import ModelError
+from hf_dist.mesh import ParallelMesh
+from hf_dist.optim.attach import Fragment, FragmentedOptimizer
+from hf_dist.optim.clip import GradientSummary, clip_coefficient, scale_gradients, summarize_gradients
+from hf_dist.optim.elementwise import check_elementwise
+from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.sharding.runtime import ShardedModel
+
+
+class Engine:
+    """The loop API, with DeepSpeed's habits. Made by `hf_dist.initialize`; the Trainer uses the same object.
+
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()           # after every microbatch; acts at the accumulation boundary
+    """
+
+    def __init__(
+        self,
+        *,
+        sharded: ShardedModel,
+        config: DistConfig,
+        batch: BatchSizes,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Any = None,
+        scaler: DynamicLossScaler | None = None,
+    ) -> None:
+        self.sharded = sharded
+        self.config = config
+        self.batch = batch
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.fragments: FragmentedOptimizer | None = None
+        if optimizer is not None:
+            self.attach_optimizer(optimizer)
+        self.lr_scheduler = lr_scheduler
+        self.scaler = scaler
+        self.global_steps = 0
+        """Optimizer steps so far, skipped ones included."""
+        self.skipped_steps = 0
+        self.micro_steps = 0
+        """Microbatches of the window under way whose `step()` was called."""
+        self.step_was_skipped = False
+        self._boundary: bool | None = None
+        self._summary: GradientSummary | None = None
+        self._max_norm: float | None = None
+        self._norm: torch.Tensor | None = None
+
+    # ------------------------------------------------------------------ the parts
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own model object."""
+        return self.sharded.model
+
+    module = model
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Axes, ranks and devices."""
+        return self.sharded.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must be."""
+        return self.mesh.device
+
+    @property
+    def loss_scale(self) -> float:
+        """Current fp16 loss scale, 1 otherwise."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the model's training mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set the model's evaluation mode."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.model(*args, **kwargs)
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer`, made over the model's parameters, step this rank's fragments of them. Local."""
+        check_elementwise(optimizer)
+        self.optimizer = optimizer
+        self.fragments = FragmentedOptimizer(self.sharded, optimizer)
+
+    # --------------------------------------------------------------------- a step
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the microbatch under way is the last of its window."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say it oneself (a short last window); None returns to counting."""
+        self._boundary = is_boundary
+
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False) -> torch.Tensor:
+        """Backward of one microbatch; gradients are averaged over the data ranks. Every rank calls it.
+
+        `scale_wrt_gas`: divide by the number of microbatches of the window, right for a loss that is a mean over its
+        microbatch; pass False if the loss is already normalised over the window. Returns the loss as it was.
+        """
+        self.sharded.is_last_microbatch = self.is_gradient_accumulation_boundary()
+        self._summary = None
+        scale = self.loss_scale / (self.batch.accumulation if scale_wrt_gas else 1)
+        (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accepted at every stage: the microbatches inside are not the last of their window. The result is the same."""
+        before, self._boundary = self._boundary, False
+        try:
+            yield
+        finally:
+            self._boundary = before
+
+    def step(self) -> None:
+        """After every microbatch; clips, steps the optimizer and the schedule when the window is complete."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        self.micro_steps = 0
+        self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0)
+        self.apply_gradients()
+        if self.lr_scheduler is not None and not self.step_was_skipped:
+            self.lr_scheduler.step()
+
+    def clip_grad_norm(self, max_norm: float = 0.0) -> torch.Tensor:
+        """Global L2 norm of the window's gradient before clipping; clips at the step if `max_norm` is positive and finite.
+
+        Collective over dp the first time in a window; after that it only returns the norm.
+        """
+        if self._summary is None:
+            self._summary = summarize_gradients(self.sharded, 1.0 / self.loss_scale)
+            self._norm = self._summary.norm
+            self._max_norm = None
+        if 0 < max_norm < float("inf"):
+            self._max_norm = max_norm
+        return self._summary.norm
+
+    def clip_grad_value(self, max_value: float) -> None:
+        """Clamp every element of the window's mean gradient to +-max_value. Local; before `clip_grad_norm`."""
+        self.sharded.finish_gradients()
+        limit = max_value * self.loss_scale
+        for group in self.sharded.trainable_groups:
+            if group.grad is not None:
+                group.grad.clamp_(-limit, limit)
+        self._summary = None
+
+    def apply_gradients(self, closure: Any = None) -> None:
+        """Step the optimizer with the window's gradient and start the gathers of replicated weights.
+
+        Every rank calls it. A step with a gradient that is not finite is skipped (fp16 always; bf16 unless
+        `bf16.check_grad_overflow` is false): the optimizer and the schedule do not see it.
+        """
+        norm = self.clip_grad_norm()
+        assert self._summary is not None and self.fragments is not None
+        self.global_steps += 1
+        watches = self.scaler is not None or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
+        overflow = watches and not bool(torch.isfinite(norm))
+        self.step_was_skipped = overflow
+        if self.scaler is not None:
+            scale = self.scaler.scale
+            self.scaler.update(overflow)
+        if overflow:
+            self.skipped_steps += 1
+            self.zero_grad()
+            return
+        factor: torch.Tensor | float = 1.0
+        if self._max_norm is not None:
+            factor = clip_coefficient(norm, self._max_norm)
+        if self.scaler is not None:
+            factor = factor / scale
+        # On a GPU the comparison would make the host wait; there the product is always taken.
+        if (isinstance(factor, torch.Tensor) and factor.is_cuda) or float(factor) != 1.0:
+            scale_gradients(self.sharded, factor)
+        used = self._summary.used
+        if used and not self.config.zero_optimization.ignore_unused_parameters:
+            self._refuse_unused(used)
+        self.fragments.step(lambda f: _is_used(f, used), closure)
+        self.sharded.weights_changed()
+        self.zero_grad()
+
+    def _refuse_unused(self, used: dict[tuple[int, int], bool]) -> None:
+        names = [
+            slot.name
+            for group in self.sharded.trainable_groups
+            for i, slot in enumerate(group.layout.slots)
+            if not used.get((id(group), i), True)
+        ]
+        if names:
+            raise ModelError(
+                f"zero_optimization.ignore_unused_parameters is false, and {len(names)} trainable parameters had no gradient "
+                f"on any rank in this step, the first is {names[0]}. Freeze them, use them in the loss, or remove the key."
+            )
+
+    def zero_grad(self) -> None:
+        """Drop the window's gradients. `step()` does this; call it to abandon a window."""
+        self.sharded.drop_gradients()
+        self._summary = self._max_norm = None
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping; None before the first."""
+        return None if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group."""
+        return [g["lr"] for g in self.optimizer.param_groups] if self.optimizer else []
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Write this rank's training state below `directory`. Every rank calls it."""
+        rank_files.save(self, directory)
+
+    def load_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Restore what `save_checkpoint` wrote, on the same layout. Every rank calls it."""
+        rank_files.load(self, directory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's training state: master weights, optimizer state, scaler, counters (tensors, numbers, strings)."""
+        # Frozen weights do not change: they are in the HF folder, or in the base model that an adapter belongs to.
+        return {
+            "weights": {g.layout.slots[0].name: g.source for g in self.sharded.trainable_groups},
+            "optimizer": self.fragments.state_dict() if self.fragments else None,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "counters": {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], weights_only: bool = False) -> None:
+        """Restore `state_dict()` of the same rank in the same layout. Collective (replicated weights are gathered)."""
+        for g in self.sharded.trainable_groups:
+            g.source.copy_(state["weights"][g.layout.slots[0].name])
+        if weights_only:
+            self.sharded.weights_changed()
+            return
+        if self.fragments and state["optimizer"]:
+            self.fragments.load_state_dict(state["optimizer"])
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.lr_scheduler is not None and state["lr_scheduler"]:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.global_steps = state["counters"]["global_steps"]
+        self.skipped_steps = state["counters"]["skipped_steps"]
+        self.sharded.weights_changed()
+
+
+def _is_used(fragment: Fragment, used: dict[tuple[int, int], bool]) -> bool:
+    return used.get((id(fragment.group), fragment.index), True)

@@ -1,0 +1,118 @@
+"""The same five steps in one process with plain torch, and on ranks with the engine."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.parity.families import ROWS, make_batches, make_model, param_groups, summed_loss
+
+STEPS = 5
+LR, EPS, CLIP = 3e-3, 1e-3, 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the grid."""
+
+    family: str = "llama"
+    stage: int = 0
+    accumulation: int = 1
+    tied: bool = False
+    checkpointing: bool = False
+    lora: bool = False
+    shard_size: int | None = None
+
+    def __str__(self) -> str:
+        flags = [name for name in ("tied", "checkpointing", "lora") if getattr(self, name)]
+        hsdp = [f"shard{self.shard_size}"] if self.shard_size else []
+        return "-".join([self.family, f"z{self.stage}", f"acc{self.accumulation}", *flags, *hsdp])
+
+    @property
+    def model(self) -> tuple[str, bool, bool, bool]:
+        """Arguments of `make_model`."""
+        return self.family, self.tied, self.lora, self.checkpointing
+
+
+def window_rows(case: Case, step: int) -> int:
+    """Rows of a step: with accumulation the last window has two microbatches instead of three."""
+    return ROWS * 2 // 3 if case.accumulation == 3 and step == STEPS - 1 else ROWS
+
+
+@functools.cache
+def reference(case: Case) -> dict[str, Any]:
+    """Losses, norms and weights of one process on the joined batches; `case.stage` must be 0 (it plays no part)."""
+    model = make_model(*case.model)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=LR, eps=EPS)
+    losses, norms = [], []
+    for step, batch in enumerate(make_batches(case.family, STEPS)):
+        rows = window_rows(case, step)
+        total, items = summed_loss(model, {k: v[:rows] for k, v in batch.items()})
+        loss = total / items
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dict[str, Any]:
+    """The same through `hf_dist.initialize`; weights come back on rank 0."""
+    import hf_dist
+    from hf_dist import collectives
+
+    model = make_model(*case.model)
+    shapes = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
+    config: dict[str, Any] = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": case.stage, **({"mics_shard_size": case.shard_size} if case.shard_size else {})},
+    }
+    optimizer = torch.optim.AdamW(param_groups(model), lr=LR, eps=EPS, foreach=True)
+    engine = hf_dist.initialize(model, config=config, optimizer=optimizer, device=device)
+    micro = ROWS // (world * case.accumulation)
+    losses, norms = [], []
+    for step, batch in enumerate(make_batches(case.family, STEPS)):
+        count = window_rows(case, step) // (world * micro)
+        parts = [
+            {k: v[(i * world + rank) * micro :][:micro].to(device) for k, v in batch.items()} for i in range(count)
+        ]
+        joined = batch["labels"][: window_rows(case, step)]
+        causal = case.family not in ("vit", "t5")
+        items = int(((joined[:, 1:] if causal else joined) != -100).sum())
+        window = torch.zeros((), device=device)
+        for i, part in enumerate(parts):
+            engine.set_gradient_accumulation_boundary(i == count - 1)
+            total, _ = summed_loss(model, part)
+            engine.backward(total * (world / items), scale_wrt_gas=False)
+            engine.step()
+            window += total.detach() / items
+        collectives.all_reduce(engine.mesh.dp, window, op="sum").wait()
+        losses.append(window.item())
+        norms.append(engine.get_global_grad_norm())
+    assert shapes == {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}, "object, name or shape changed"
+    with hf_dist.gathered(model):
+        weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if rank == 0 else {}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def run_cases(rank: int, world: int, cases: list[Case], device: str = "cpu") -> list[Any]:
+    """Every case on this rank; a case that raises gives its traceback, so that the others still run."""
+    results: list[Any] = []
+    for case in cases:
+        try:
+            results.append(train_on_rank(rank, world, case, device))
+        except Exception:
+            results.append(traceback.format_exc())
+    return results
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference relative to the norm of `b`."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
