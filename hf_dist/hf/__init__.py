@@ -1,0 +1,7 @@
+"""The only package that imports transformers and accelerate."""
+
+from hf_dist.hf.accelerator import DistAccelerator
+from hf_dist.hf.args import DistArgsMixin, DistTrainingArguments
+from hf_dist.hf.trainer import DistTrainer, DistTrainerMixin
+
+__all__ = ["DistAccelerator", "DistArgsMixin", "DistTrainer", "DistTrainerMixin", "DistTrainingArguments"]

@@ -1,0 +1,210 @@
+"""`DistAccelerator`: the seam. The Trainer, TRL and raw `accelerate` loops all go through this object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from hf_dist import failure
+from hf_dist.build import build_engine, mesh_for
+from hf_dist.config import (
+    AutoSources,
+    BatchSizes,
+    DistConfig,
+    hidden_size_of,
+    load_config,
+    resolve,
+)
+from hf_dist.engine import Engine
+from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.hf.optimizer import DistOptimizer
+from hf_dist.hf.state import full_state_dict
+from hf_dist.launch import detect_launch
+from hf_dist.log import warn_once
+from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh
+from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.wrap import containers
+
+
+class DistAccelerator(Accelerator):
+    """An `Accelerator` whose `prepare` shards the model in place, as the JSON says; everything else is accelerate's.
+
+    `DistAccelerator(dist_config="zero3.json", ...)` for a loop of one's own; the Trainer's accelerator is adopted.
+    """
+
+    def __init__(self, *args: Any, dist_config: str | os.PathLike[str] | Mapping[str, Any], **kwargs: Any) -> None:
+        failure.install()
+        launch = detect_launch()
+        if launch.world_size > 1 and not torch.accelerator.is_available():
+            kwargs.setdefault("cpu", True)
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        wanted = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        read = load_config(dist_config)
+        accumulation = read.gradient_accumulation_steps
+        if isinstance(accumulation, int):
+            kwargs.setdefault("gradient_accumulation_steps", accumulation)
+        super().__init__(*args, mixed_precision="no", **kwargs)
+        if read.optimizer is not None or read.scheduler is not None:
+            warn_once(
+                '"optimizer" and "scheduler" of the configuration have no effect in a loop with DistAccelerator: it uses '
+                "those given to prepare(). The Trainer and hf_dist.initialize make them from the configuration."
+            )
+        sources = AutoSources(data_world_size=self.num_processes, bf16=wanted == "bf16", fp16=wanted == "fp16")
+        self._init_dist(resolve(read, sources))
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, config: DistConfig) -> DistAccelerator:
+        """Turn an existing accelerator into this class; references that others hold to it stay valid."""
+        accelerator.__class__ = cls
+        adopted: Any = accelerator
+        adopted._init_dist(config)
+        return adopted
+
+    def _init_dist(self, config: DistConfig) -> None:
+        launch = detect_launch()
+        if launch.world_size != self.num_processes:
+            raise ConfigError(
+                Problem(
+                    "WORLD_SIZE",
+                    str(launch.world_size),
+                    f"processes were started by {launch.launcher}, but accelerate sees {self.num_processes}: every process "
+                    "would train alone on the same data",
+                    "On a machine without GPUs set ACCELERATE_USE_CPU=true before starting, or create the "
+                    "DistTrainingArguments / DistAccelerator before any other accelerate object.",
+                )
+            )
+        self.dist_config = config
+        self.engines: list[Engine] = []
+        self.own_model: nn.Module | None = None
+        self.timeout: timedelta = DEFAULT_TIMEOUT
+        self._mesh: ParallelMesh | None = None
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Axes and groups; made at the first use, by all ranks."""
+        if self._mesh is None:
+            self._mesh = mesh_for(self.dist_config, device=self.device, timeout=self.timeout)
+        return self._mesh
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model that is trained."""
+        if not self.engines:
+            raise ModelError("no model was prepared yet: call accelerator.prepare(model, optimizer, ...) first")
+        return self.engines[0]
+
+    def engine_of(self, model: nn.Module) -> Engine | None:
+        """The engine of `model`, None if it was not prepared here."""
+        return next((e for e in self.engines if e.model is model), None)
+
+    # ------------------------------------------------------------------- prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shard models, bind optimizers to them, wrap loaders and schedulers; same order as given. Every rank calls it."""
+        ready: dict[int, Any] = {}
+        # Models before optimizers: an optimizer steps the fragments of a sharded model.
+        for obj in args:
+            if isinstance(obj, nn.Module):
+                ready[id(obj)] = self.prepare_model(obj)
+        for obj in args:
+            if isinstance(obj, torch.optim.Optimizer):
+                ready[id(obj)] = self.prepare_optimizer(obj)
+        rest = [obj for obj in args if id(obj) not in ready]
+        if rest:
+            prepared = super().prepare(*rest)
+            for obj, done in zip(rest, prepared if len(rest) > 1 else (prepared,), strict=True):
+                ready[id(obj)] = done
+        result = tuple(ready[id(obj)] for obj in args)
+        return result if len(result) != 1 else result[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard `model` in place and return it. A second model in evaluation mode is frozen and has no training state."""
+        if self.engine_of(model) is None:
+            trainable = not evaluation_mode or model is self.own_model
+            engine = build_engine(
+                model,
+                self._config_for(model),
+                self.mesh,
+                self._batch_sizes(),
+                trainable=trainable,
+                make_optimizer=False,
+            )
+            self.engines.insert(0 if trainable else len(self.engines), engine)
+            if engine.sharded.placements.params is Placement.SHARD and self.mesh.dp_shard.size > 1:
+                # HF's `generate` then keeps all ranks in step until the longest is done.
+                for module in containers(model, engine.sharded.units):
+                    module.__dict__["_is_fsdp_managed_module"] = True
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def _config_for(self, model: nn.Module) -> DistConfig:
+        """Settled but for the schedule, whose length is known only when it is made."""
+        width = hidden_size_of(getattr(model, "config", None))
+        config = self.dist_config
+        unknown = [p for p, source in config.sources.items() if p.startswith("scheduler.") and source == "auto"]
+        config = config.replaced({path: (config.value_at(path), "when the schedule is made") for path in unknown})
+        return resolve(config, AutoSources(data_world_size=self.num_processes, hidden_size=width), final=True)
+
+    def _batch_sizes(self) -> BatchSizes:
+        config = self.dist_config
+        micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+        steps = steps if isinstance(steps, int) else self.gradient_accumulation_steps
+        if not isinstance(micro, int):
+            return BatchSizes(None, None, steps, self.num_processes)
+        return BatchSizes(micro * steps * self.num_processes, micro, steps, self.num_processes)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """Bind `optimizer` to the engine of the model whose parameters it holds."""
+        if not isinstance(optimizer, DistOptimizer):
+            engine = self.engine
+            engine.attach_optimizer(optimizer)
+            optimizer = DistOptimizer(optimizer, engine)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    # ---------------------------------------------------------------------- step
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of one microbatch; reduces gradients when the window ends (`sync_gradients`)."""
+        kwargs.pop("learning_rate", None)
+        kwargs.pop("scale_wrt_gas", None)
+        for engine in self.engines[1:]:
+            engine.sharded.is_last_microbatch = self.sync_gradients
+        self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Global norm of all trainable parameters before clipping; equal on every rank, whatever `parameters` lists."""
+        if norm_type != 2:
+            raise NotImplementedError(f"norm_type={norm_type}: only the L2 norm (2) is available")
+        return self.engine.clip_grad_norm(float(max_norm))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp every element of the window's gradient."""
+        self.engine.clip_grad_value(float(clip_value))
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because of a gradient that is not finite."""
+        return bool(self.engines) and self.engine.step_was_skipped
+
+    # ----------------------------------------------------------------- state
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Full weights on the CPU of the main process, an empty dict elsewhere. Every rank calls it."""
+        engine = self.engine_of(model)
+        if engine is None:
+            return dict(super().get_state_dict(model, unwrap))
+        return full_state_dict(engine, keep=self.is_main_process)

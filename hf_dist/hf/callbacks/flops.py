@@ -1,0 +1,69 @@
+"""Floating point operations that training a transformer needs, by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_dist.hf.callbacks.tokens import text_config
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """Forward and backward, without what activation checkpointing computes again.
+
+        6 * N * tokens  +  12 * layers * width * (sum of squared text lengths)
+
+    N: parameters that take part in a matrix product for every token: no embedding tables (a head tied to one counts),
+    of a mixture's experts the share that a token visits. 6 = 2 forward + 2 gradient of the inputs + 2 gradient of the
+    weights; frozen parameters have 4. The second term is the scores and values of full attention (12 * layers * width *
+    length per token), width = heads * head size, nothing taken off for causal or sliding windows.
+
+    Source: PaLM, Chowdhery et al. 2022, arXiv 2204.02311, appendix B; 6 * N is Kaplan et al. 2020, arXiv 2001.08361.
+    """
+
+    per_token: float
+    per_pair: float
+    """Per query-key pair, 0 where the config does not tell layers and width."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TrainingFlops | None:
+        """For `model`; None for encoder-decoders, where a token meets only a part of the parameters. Local."""
+        config = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            return None
+        text = text_config(config)
+        return cls(_per_token(model, _expert_share(text)), _per_pair(text))
+
+    def total(self, tokens: int, pairs: int) -> float:
+        """Of `tokens` tokens in texts whose squared lengths add up to `pairs`."""
+        return self.per_token * tokens + self.per_pair * pairs
+
+
+def _per_token(model: nn.Module, expert_share: float) -> float:
+    total, seen = 0.0, set()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) not in seen:
+                seen.add(id(p))
+                share = expert_share if ".experts." in f".{path}.{name}" else 1.0
+                total += (6 if p.requires_grad else 4) * share * p.numel()
+    return total
+
+
+def _expert_share(config: Any) -> float:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    total = next((n for n in (getattr(config, name, None) for name in names) if n), None)
+    visited = getattr(config, "num_experts_per_tok", None)
+    return visited / total if total and visited else 1.0
+
+
+def _per_pair(config: Any) -> float:
+    layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    heads, head_size = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    width = heads * head_size if isinstance(heads, int) and isinstance(head_size, int) else hidden
+    return 12.0 * layers * width if isinstance(layers, int) and isinstance(width, int) else 0.0

@@ -1,0 +1,67 @@
+"""Peak memory of each log window, of the rank where it is largest."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.hf.callbacks.log_record import LogCallback
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class MemoryCallback(LogCallback):
+    """Adds `memory_peak_gb` (10**9 bytes) and `memory_peak_rank` to every training log; equal on all ranks.
+
+    On a GPU: the largest amount of memory held by tensors since the last log. On a CPU: the largest resident set of the
+    process (weights, Python and libraries together) since the last log, or since its start where the kernel does not
+    let it be reset. One small collective over `dp` per log.
+    """
+
+    _keeps_peak = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the first window."""
+        super().on_train_begin(args, state, control, **kwargs)
+        # HF's own tracker reads the same counter at the end and expects the peak of the whole run there.
+        self._keeps_peak = not args.skip_memory_metrics
+        if self.engine is not None and not self._keeps_peak:
+            reset_peak(self.engine.device)
+
+    def values(self) -> dict[str, float | int]:
+        """The largest peak of all ranks and the rank that had it (the lowest of several). Collective over `dp`."""
+        engine = self.engine
+        assert engine is not None
+        peaks: list[int] = collectives.all_gather_object(engine.mesh.dp, peak_nbytes(engine.device))
+        if not self._keeps_peak:
+            reset_peak(engine.device)
+        largest = max(peaks)
+        return {"memory_peak_gb": largest / 1e9, "memory_peak_rank": peaks.index(largest)}
+
+
+def peak_nbytes(device: torch.device) -> int:
+    """Most bytes held since the last `reset_peak`: by tensors on a GPU, by the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        import resource  # not on every system
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak start again from what is held now. Without effect on a CPU whose kernel does not permit it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5", encoding="ascii")

@@ -1,0 +1,86 @@
+"""Where the time of a log window goes: marks between the phases of a step, by the clock of the host or of the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any, Protocol
+
+import torch
+
+from hf_dist import collectives
+
+WAIT = "communication_wait"
+PAUSE = "pause"
+"""Evaluation and checkpoints: no part of the training speed."""
+
+
+class PhaseClock(Protocol):
+    """Adds up seconds by phase."""
+
+    def mark(self, phase: str) -> None:
+        """What happened since the last mark was `phase`."""
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since the last read."""
+
+
+def start_clock(device: torch.device) -> PhaseClock:
+    """The clock for this device, with its first mark now."""
+    return GpuClock(device) if device.type == "cuda" else HostClock()
+
+
+class HostClock:
+    """For CPUs. Time blocked in waits of collectives is taken out of the phases and counted as a phase of its own."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._last = time.perf_counter()
+        self._waited = collectives.wait_seconds()
+
+    def mark(self, phase: str) -> None:
+        """What happened since the last mark was `phase`."""
+        now, waited = time.perf_counter(), collectives.wait_seconds()
+        blocked = 0.0 if phase == PAUSE else waited - self._waited
+        self._seconds[phase] += now - self._last - blocked
+        self._seconds[WAIT] += blocked
+        self._last, self._waited = now, waited
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since the last read, `communication_wait` included."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
+
+
+class GpuClock:
+    """For GPUs: events in the current stream, because the host runs ahead and its clock would tell little.
+
+    A phase lasts from the end of the work queued before it to the end of its own. Time that the GPU idles (the host is
+    late with data, say) belongs to the phase in which it idles. Waits of collectives block a stream, never the host:
+    they stay in the phase that needs the result.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Any]] = []
+        self._last = self._event()
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def mark(self, phase: str) -> None:
+        """What is queued since the last mark is `phase`."""
+        self._marks.append((phase, self._event()))
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since the last read. Waits for the GPU, as HF just did for the loss."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        if self._marks:
+            self._marks[-1][1].synchronize()
+        for phase, event in self._marks:
+            seconds[phase] += self._last.elapsed_time(event) / 1e3
+            self._last = event
+        self._marks.clear()
+        return dict(seconds)

@@ -1,0 +1,129 @@
+"""Training speed, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.hf.callbacks.flops import TrainingFlops
+from hf_dist.hf.callbacks.log_record import LogCallback
+from hf_dist.hf.callbacks.phases import PAUSE, WAIT, PhaseClock, start_clock
+from hf_dist.hf.callbacks.tokens import TokenCounter
+
+
+class ThroughputCallback(LogCallback):
+    """Adds speed and a split of the time to every training log, for the window since the last one.
+
+    `tokens_per_second_per_rank`: real tokens, no padding; `model_tflops_per_rank`: 10**12 FLOP/s by the formula of
+    `TrainingFlops` (both only for models with `input_ids`); `samples_per_second`: rows of this rank times the number of
+    data ranks. Evaluation and saving are not part of the time they are divided by.
+
+    Percent of the wall time, evaluation and saving included (in `time_other`):
+    `time_data`: the loader, the transfer to the device, HF's count of the window's labels over all ranks, and what
+    reporters do after a log; `time_forward_backward`: all microbatches and the gradient norm; `time_optimizer`: the
+    optimizer and the schedule; `time_communication_wait`: blocked in waits of the engine's collectives, taken out of
+    the others (CPUs only, see `GpuClock`).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._clock: PhaseClock | None = None
+        self._counter = TokenCounter(None)
+        self._flops: TrainingFlops | None = None
+        self._hook: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch the forwards of the model from here to `on_train_end`."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self._stop()  # an earlier training may have ended in an exception
+        engine = self.engine
+        if engine is None:
+            return
+        self._counter = TokenCounter(getattr(engine.model, "config", None))
+        self._flops = TrainingFlops.of(engine.model)
+        self._hook = engine.model.register_forward_pre_hook(self._see, with_kwargs=True)
+        self._clock = start_clock(engine.device)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave nothing behind on the model."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._clock = None
+
+    def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        # At the model, not at the trainer: what a collator or a TRL trainer makes of the batch is what is computed.
+        if module.training and torch.is_grad_enabled():
+            self._counter.add(kwargs)
+
+    # --------------------------------------------------------------------- phases
+
+    def _mark(self, phase: str) -> None:
+        if self._clock is not None:
+            self._clock.mark(phase)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends what lies between two epochs."""
+        self._mark("other")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The batches of the window are here."""
+        self._mark("data")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """All microbatches are through, their gradient is clipped."""
+        self._mark("forward_backward")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Optimizer and schedule have stepped."""
+        self._mark("optimizer")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends what follows the last step."""
+        self._mark("other")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """An evaluation is over."""
+        self._mark(PAUSE)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint is written."""
+        self._mark(PAUSE)
+
+    # --------------------------------------------------------------------- values
+
+    def values(self) -> dict[str, float | int]:
+        """Speed and split of the window that ends now. Local."""
+        engine = self.engine
+        if self._clock is None or engine is None:
+            return {}
+        self._clock.mark("other")
+        seconds = self._clock.read()
+        samples, tokens, pairs = self._counter.read()
+        return {**self._speed(seconds, samples * engine.mesh.dp.size, tokens, pairs), **_split(seconds)}
+
+    def _speed(self, seconds: dict[str, float], samples: int, tokens: int, pairs: int) -> dict[str, float | int]:
+        busy = sum(seconds.values()) - seconds.get(PAUSE, 0.0)
+        if busy <= 0:
+            return {}
+        speed: dict[str, float | int] = {"samples_per_second": samples / busy} if samples else {}
+        if tokens:
+            speed["tokens_per_second_per_rank"] = tokens / busy
+            if self._flops is not None:
+                speed["model_tflops_per_rank"] = self._flops.total(tokens, pairs) / busy / 1e12
+        return speed
+
+
+def _split(seconds: dict[str, float]) -> dict[str, float | int]:
+    total = sum(seconds.values())
+    if total <= 0:
+        return {}
+    percent = {phase: 100 * spent / total for phase, spent in seconds.items()}
+    shown = ["data", "forward_backward", "optimizer", *([WAIT] if WAIT in seconds else [])]
+    split: dict[str, float | int] = {f"time_{phase}": percent.get(phase, 0.0) for phase in shown}
+    split["time_other"] = percent.get("other", 0.0) + percent.get(PAUSE, 0.0)
+    return split

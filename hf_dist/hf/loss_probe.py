@@ -1,0 +1,55 @@
+"""Does the model's own loss honour `num_items_in_batch`? Asked of the model, because its signature does not tell.
+
+HF's Trainer believes that any model with `**kwargs` in its forward divides a sum by `num_items_in_batch`; then it multiplies
+the loss by the number of ranks and does not divide by the accumulation steps. Many classes (BertForSequenceClassification,
+all heads with a plain `CrossEntropyLoss`) take `**kwargs` and return a mean all the same, so their loss and gradient
+grow with the number of ranks and microbatches, and differ from one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.log import say_once
+
+
+def counts_on_num_items(trainer: Any) -> bool:
+    """Whether the Trainer is about to rely on it, in a layout where that matters."""
+    return bool(
+        trainer.model_accepts_loss_kwargs
+        and trainer.compute_loss_func is None
+        and trainer.label_smoother is None
+        and (trainer.accelerator.num_processes > 1 or trainer.args.gradient_accumulation_steps > 1)
+    )
+
+
+def ignores_num_items(trainer: Any, model: nn.Module, inputs: Any) -> bool:
+    """Whether the loss of this batch is the same for another `num_items_in_batch`. Every rank calls it.
+
+    Two forwards without gradient, in evaluation mode, at the first microbatch of a run; no random number is drawn.
+    """
+    prepared = trainer._prepare_inputs(dict(inputs))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            count = torch.tensor(7.0, device=trainer.args.device)
+            losses = [_loss(model(**prepared, num_items_in_batch=n)) for n in (count, 2 * count)]
+    finally:
+        model.train(was_training)
+    if losses[0] is None or losses[1] is None or not torch.isclose(losses[0].float(), losses[1].float(), rtol=1e-3):
+        return False
+    say_once(
+        f"{type(model).__name__} ignores num_items_in_batch (its loss is a mean over the microbatch), although its signature "
+        "accepts it: the loss is averaged over microbatches and ranks, as in one process on the joined batch (with ragged "
+        "rows, a mean of the microbatches' means)"
+    )
+    return True
+
+
+def _loss(output: Any) -> torch.Tensor | None:
+    loss = output.get("loss") if isinstance(output, dict) else output[0]
+    return loss if isinstance(loss, torch.Tensor) else None

@@ -1,0 +1,59 @@
+"""What a rank does in the tests of the HF seam: a list of jobs in one spawn, each a function of this package's modules."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from tests.hf.recipes import RECIPES
+
+
+def run_jobs(rank: int, world: int, jobs: list[tuple[str, dict[str, Any]]], folder: str) -> list[Any]:
+    """The result of each job (function name in this module or `module:name`, its arguments); a traceback where it raised."""
+    import importlib
+
+    results: list[Any] = []
+    for index, (name, kwargs) in enumerate(jobs):
+        module, _, function = name.rpartition(":")
+        job = getattr(importlib.import_module(module or __name__), function)
+        try:
+            results.append(job(Path(folder) / str(index), **kwargs))
+        except Exception:
+            results.append(traceback.format_exc())
+    return results
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Full weights by name, on the main rank; every rank calls it."""
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def record_of(trainer: Trainer) -> dict[str, Any]:
+    """What two runs are compared by."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [float(entry["grad_norm"]) for entry in logs],
+        "rates": [entry["learning_rate"] for entry in logs],
+        "weights": weights_of(trainer),
+    }
+
+
+def dist_trainer(recipe: str, stage: int, folder: Path, config: Any = None, **changes: Any) -> Any:
+    """A DistTrainer with micro batches of two rows."""
+    from hf_dist.hf import DistTrainer, DistTrainingArguments
+
+    config = {"zero_optimization": {"stage": stage}, **(config or {})}
+    return RECIPES[recipe].build(DistTrainer, DistTrainingArguments, folder, 2, dist_config=config, **changes)
+
+
+def train(folder: Path, recipe: str, stage: int, **changes: Any) -> dict[str, Any]:
+    """One recipe at one stage."""
+    trainer = dist_trainer(recipe, stage, folder, **changes)
+    trainer.train()
+    return record_of(trainer)

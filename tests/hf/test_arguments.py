@@ -1,0 +1,155 @@
+"""Every way to hand over the JSON, and what TrainingArguments are used for beside training."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+
+from hf_dist.errors import ConfigError
+from hf_dist.hf import DistAccelerator, DistArgsMixin, DistTrainingArguments
+from tests.hf.recipes import RECIPES
+
+CONFIG: dict[str, Any] = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.25}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """CONFIG in a file."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(CONFIG))
+    return str(file)
+
+
+def arguments(folder: Path, **changes: Any) -> DistTrainingArguments:
+    """On the CPU, with the clipping of CONFIG."""
+    return DistTrainingArguments(str(folder), **{"use_cpu": True, "report_to": [], "max_grad_norm": 0.25, **changes})
+
+
+def stage_of(args: Any) -> int:
+    """The stage of arguments that carry a config."""
+    assert args.dist is not None
+    return int(args.dist.zero_optimization.stage)
+
+
+# ---- ways in
+
+
+def test_path_dict_text_and_base64_are_the_same(path: str, tmp_path: Path) -> None:
+    text = json.dumps(CONFIG)
+    forms: list[Any] = [path, CONFIG, text, base64.urlsafe_b64encode(text.encode()).decode()]
+    dumps = [arguments(tmp_path, dist_config=form).dist.model_dump() for form in forms]
+    assert all(dump == dumps[0] for dump in dumps)
+    assert dumps[0]["zero_optimization"]["stage"] == 2
+    assert json.loads(text) == CONFIG, "the user's dict is not changed"
+
+
+def test_the_deepspeed_argument_works_without_deepspeed(path: str, tmp_path: Path) -> None:
+    assert importlib.util.find_spec("deepspeed") is None, "this machine cannot tell"
+    for value in (path, CONFIG):
+        args = arguments(tmp_path, deepspeed=value)
+        assert stage_of(args) == 2
+        assert args.deepspeed is None
+        assert args.dist_config == value
+    with pytest.raises(ConfigError, match="Keep one"):
+        arguments(tmp_path, deepspeed=path, dist_config={})
+
+
+def test_a_variable_serves_scripts_that_cannot_be_edited(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert arguments(tmp_path).dist is None
+    monkeypatch.setenv("HF_DIST_CONFIG", path)
+    assert stage_of(arguments(tmp_path)) == 2
+    assert stage_of(arguments(tmp_path, dist_config={"zero_optimization": {"stage": 1}})) == 1
+
+
+@pytest.mark.parametrize("option", ["--dist_config", "--deepspeed"])
+def test_the_command_line_takes_a_file(option: str, path: str, tmp_path: Path) -> None:
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "--max_grad_norm", "0.25", option, path]
+    (args,) = HfArgumentParser(DistTrainingArguments).parse_args_into_dataclasses(line)  # type: ignore[arg-type]
+    assert stage_of(args) == 2
+    assert args.dist.gradient_clipping == 0.25
+
+
+def test_the_mixin_serves_other_argument_classes(path: str, tmp_path: Path) -> None:
+    @dataclass
+    class Arguments(DistArgsMixin, Seq2SeqTrainingArguments):
+        """As a user would write it."""
+
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "--max_grad_norm", "0.25", "--dist_config", path]
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(  # type: ignore[arg-type]
+        [*line, "--predict_with_generate"]
+    )
+    assert (stage_of(args), args.predict_with_generate) == (2, True)
+
+
+# ---- "auto" and precision
+
+
+def test_auto_is_filled_when_the_arguments_are_made(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path,
+        dist_config={"bf16": {"enabled": "auto"}, "train_batch_size": "auto", "gradient_clipping": "auto"},
+        bf16=True,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=5,
+    )
+    assert args.dist is not None
+    assert (args.dist.dtype, args.dist.train_batch_size, args.dist.gradient_clipping) == ("bf16", 15, 0.25)
+    assert args.mixed_precision == "no", "no autocast: the weights are in bf16"
+
+
+def test_a_later_stock_run_in_the_same_process_keeps_its_autocast(tmp_path: Path) -> None:
+    arguments(tmp_path, dist_config={"bf16": {"enabled": True}})
+    assert TrainingArguments(str(tmp_path), use_cpu=True, bf16=True).mixed_precision == "bf16"
+    trainer = RECIPES["plain"].in_one_process(tmp_path)
+    assert not isinstance(trainer.accelerator, DistAccelerator)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ACCELERATE_USE_DEEPSPEED", "true"), ("ACCELERATE_USE_FSDP", "true"), ("fsdp", "full_shard")]
+)
+def test_another_engine_beside_ours_is_refused(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"fsdp": value} if name == "fsdp" else {}
+    if not options:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}: .* starts another engine"):
+        arguments(tmp_path, dist_config=CONFIG, **options)
+
+
+# ---- other uses of the arguments
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_arguments_are_json_and_can_be_pickled(as_file: bool, path: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, dist_config=path if as_file else CONFIG)
+    assert json.loads(json.dumps(args.to_dict()))["dist_config"] == (path if as_file else CONFIG)
+    assert json.loads(args.to_json_string())["max_grad_norm"] == 0.25
+    assert "dist_config" in args.to_sanitized_dict()
+    torch.save(args, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert loaded.dist.model_dump() == args.dist.model_dump()
+    assert loaded.to_dict() == args.to_dict()
+
+
+def test_two_configurations_in_one_process_do_not_mix(tmp_path: Path) -> None:
+    first = arguments(tmp_path, dist_config={"zero_optimization": {"stage": 3}})
+    second = arguments(tmp_path, dist_config={"zero_optimization": {"stage": 1}})
+    assert (stage_of(first), stage_of(second)) == (3, 1)
+
+
+def test_an_optimizer_in_the_json_has_no_effect_in_a_raw_loop_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hf_dist"):
+        DistAccelerator(cpu=True, dist_config={"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
+    assert '"optimizer" and "scheduler" of the configuration have no effect' in caplog.text

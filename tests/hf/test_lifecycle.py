@@ -1,0 +1,234 @@
+"""Saving for `from_pretrained`, resuming bit for bit, the best model, precision, generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file
+
+from tests.harness import run_ranks
+from tests.hf.lifecycle import file_dtype, generate, pairs
+from tests.hf.on_ranks import run_jobs
+from tests.hf.recipes import make_model, plain_arguments
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+LIFE = "tests.hf.lifecycle:"
+Job = tuple[str, dict[str, Any]]
+
+SAVED = [
+    *(("plain", stage, None) for stage in (0, 2, 3)),
+    *(("plain", stage, BF16) for stage in (1, 3)),
+    *((name, stage, None) for name in ("moe", "lora") for stage in (1, 3)),
+]
+RESUMED = [
+    *(("plain", stage, None) for stage in (1, 3)),
+    *(("dropout", 3, BF16), ("lora", 3, None), ("moe", 3, None), ("adagrad", 1, None)),
+]
+BEST = [
+    *(
+        ("plain", stage, only_model, config)
+        for stage in (1, 3)
+        for only_model in (False, True)
+        for config in (None, BF16)
+    ),
+    *((name, 3, only_model, None) for name in ("lora", "moe") for only_model in (False, True)),
+]
+JOBS: list[Job] = [
+    *((LIFE + "saved", {"recipe": name, "stage": stage, "config": config}) for name, stage, config in SAVED),
+    *(
+        (LIFE + "resumed", {"recipe": name, "stage": stage, "config": config, "at": (3, 6)})
+        for name, stage, config in RESUMED
+    ),
+    *(
+        (LIFE + "best", {"recipe": name, "stage": stage, "only_model": only, "config": config})
+        for name, stage, only, config in BEST
+    ),
+    *((LIFE + "precision", {"stage": stage, "dtype": dtype}) for stage in (1, 3) for dtype in ("bf16", "fp16")),
+    *((LIFE + "generated", {"stage": stage}) for stage in (1, 3)),
+    (LIFE + "refused_optimizer", {"optim": "adafactor"}),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], list[Any]]:
+    """`outcomes(function, arguments)`: what each of two ranks returned; one spawn for all."""
+    results = run_ranks(run_jobs, 2, (JOBS, str(tmp_path_factory.mktemp("ranks"))), timeout=280)
+
+    def of(name: str, arguments: dict[str, Any]) -> list[Any]:
+        index = JOBS.index((LIFE + name, arguments))
+        for rank in results:
+            assert not isinstance(rank[index], str) or name == "refused_optimizer", rank[index]
+        return [rank[index] for rank in results]
+
+    return of
+
+
+def named(*values: Any) -> str:
+    """The id of a case."""
+    return "-".join("bf16" if v == BF16 else str(v) for v in values if v is not None)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Same structure and the same bits."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+def check_same_weights(loaded: Any, weights: dict[str, torch.Tensor]) -> None:
+    """`loaded`, a plain model, holds `weights` bit for bit, and they are not the ones training started from."""
+    state = loaded.state_dict()
+    assert state.keys() == weights.keys()
+    assert [n for n, w in weights.items() if not torch.equal(state[n].float(), w.float())] == []
+
+
+# ---- save
+
+
+@pytest.mark.parametrize(("recipe", "stage", "config"), [pytest.param(*c, id=named(*c)) for c in SAVED])
+def test_save_model_writes_what_from_pretrained_loads(recipe: str, stage: int, config: Any, outcomes: Any) -> None:
+    saved, _ = outcomes("saved", {"recipe": recipe, "stage": stage, "config": config})
+    start = make_model(recipe if recipe != "plain" else "llama").state_dict()
+    assert any(not torch.equal(start[n], w) for n, w in saved["weights"].items())
+    if recipe == "lora":
+        from peft import PeftModel
+
+        assert not Path(saved["folder"], "model.safetensors").exists()
+        check_same_weights(PeftModel.from_pretrained(make_model("llama"), saved["folder"]), saved["weights"])
+        return
+    loaded = tf.AutoModelForCausalLM.from_pretrained(saved["folder"])
+    check_same_weights(loaded, saved["weights"])
+    tied = recipe == "plain"
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    # Loaded in fp32: the file has all bits of the master weights, whatever the compute dtype.
+    assert file_dtype(saved["folder"]) == ("float32", {"float32"})
+
+
+def test_experts_are_saved_under_the_names_of_the_hub(outcomes: Any) -> None:
+    saved, _ = outcomes("saved", {"recipe": "moe", "stage": 3, "config": None})
+    names = load_file(f"{saved['folder']}/model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
+    assert not [n for n in names if n.endswith("experts.gate_up_proj")]
+
+
+# ---- resume
+
+
+@pytest.mark.parametrize(("recipe", "stage", "config"), [pytest.param(*c, id=named(*c)) for c in RESUMED])
+@pytest.mark.parametrize("step", [3, 6])  # inside the first epoch of four steps, inside the second
+def test_resume_equals_the_run_without_a_break_bit_for_bit(
+    step: int, recipe: str, stage: int, config: Any, outcomes: Any
+) -> None:
+    for rank in outcomes("resumed", {"recipe": recipe, "stage": stage, "config": config, "at": (3, 6)}):
+        whole, again = rank["whole"], rank["runs"][step]
+        assert [entry[0] for entry in again["logs"]] == list(range(1, 9))
+        assert again["logs"] == whole["logs"]
+        assert equal(again["state"], whole["state"])
+
+
+def test_resume_on_other_ranks_or_stages_says_what_differs(tmp_path: Path) -> None:
+    job = (LIFE + "resumed", {"recipe": "plain", "stage": 2, "at": ()})
+    run_ranks(run_jobs, 2, ([job], str(tmp_path)))
+    checkpoint = str(tmp_path / "0" / "checkpoint-3")
+    resume = "tests.hf.lifecycle:resume_only"
+    again = run_ranks(run_jobs, 2, ([(resume, {"checkpoint": checkpoint, "stage": s}) for s in (1, 3)], str(tmp_path)))
+    alone = run_ranks(run_jobs, 1, ([(resume, {"checkpoint": checkpoint, "stage": 2})], str(tmp_path)))
+    assert alone[0][0].startswith("CheckpointError")
+    for part in ("it holds 2 files", "Resume with the number of ranks", f"from_pretrained({checkpoint!r})"):
+        assert part in alone[0][0]
+    assert again[0] == again[1], "every rank must raise the same"
+    assert again[0][0] == "resumed", "stages 1 and 2 keep the same states"
+    assert "weights differ (replicate there, shard now)" in again[0][1]
+
+
+def test_a_damaged_file_of_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
+    run_ranks(run_jobs, 2, ([(LIFE + "resumed", {"recipe": "plain", "stage": 1, "at": ()})], str(tmp_path)))
+    checkpoint = tmp_path / "0" / "checkpoint-3"
+    damaged = checkpoint / "hf_dist_state" / "rank_00001_of_00002.pt"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    job = (LIFE + "resume_only", {"checkpoint": str(checkpoint), "stage": 1})
+    messages = [rank[0] for rank in run_ranks(run_jobs, 2, ([job], str(tmp_path)), timeout=60)]
+    assert messages[0] == messages[1]
+    for part in ("CheckpointError", "rank_00001_of_00002.pt cannot be read", "Resume from an older checkpoint"):
+        assert part in messages[0]
+
+
+def test_resume_into_a_model_that_is_already_sharded(tmp_path: Path) -> None:
+    whole = (LIFE + "resumed", {"recipe": "lora", "stage": 3, "at": ()})
+    first = run_ranks(run_jobs, 2, ([whole], str(tmp_path)))
+    again = (LIFE + "resumed_after_evaluation", {"recipe": "lora", "stage": 3})
+    again[1]["checkpoint"] = str(tmp_path / "0" / "checkpoint-3")
+    second = run_ranks(run_jobs, 2, ([again], str(tmp_path / "again")))
+    for rank in (0, 1):
+        assert not isinstance(second[rank][0], str), second[rank][0]
+        assert equal(second[rank][0]["state"], first[rank][0]["whole"]["state"])
+
+
+# ---- the best model
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stage", "only_model", "config"),
+    [pytest.param(*c, id=named(c[0], c[1], "only" if c[2] else "full", c[3])) for c in BEST],
+)
+def test_load_best_model_at_end_restores_it(
+    recipe: str, stage: int, only_model: bool, config: Any, outcomes: Any
+) -> None:
+    arguments = {"recipe": recipe, "stage": stage, "only_model": only_model, "config": config}
+    outcome, _ = outcomes("best", arguments)
+    assert outcome["checkpoint"].endswith("checkpoint-4"), "the first epoch, not the last"
+    assert outcome["losses"][0] == pytest.approx(outcome["losses"][1], rel=1e-6)
+    if recipe == "lora":
+        from peft import PeftModel
+
+        best: Any = PeftModel.from_pretrained(make_model("llama"), outcome["checkpoint"])
+    else:
+        best = tf.AutoModelForCausalLM.from_pretrained(outcome["checkpoint"])
+    check_same_weights(best, outcome["weights"])
+
+
+# ---- precision, optimizers
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_json_alone_turns_on_half_precision_without_autocast(stage: int, dtype: str, outcomes: Any) -> None:
+    outcome, _ = outcomes("precision", {"stage": stage, "dtype": dtype})
+    name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]
+    assert outcome["seen"] == {(False, name, name)}
+    assert outcome["masters"] == outcome["moments"] == {"torch.float32"}
+    assert len(outcome["losses"]) == 3
+    assert all(0 < loss < 10 for loss in outcome["losses"])
+    assert outcome["scale"] == (65536 if dtype == "fp16" else 1)
+    assert outcome["scaler"], "accelerate must neither scale nor autocast"
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_refused(outcomes: Any) -> None:
+    for message in outcomes("refused_optimizer", {"optim": "adafactor"}):
+        assert message.startswith("ConfigError: optimizer: Adafactor")
+        assert 'Use an element-wise optimizer such as "AdamW"' in message
+
+
+# ---- generation
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_generation_with_uneven_lengths_equals_one_process(stage: int, outcomes: Any, tmp_path: Path) -> None:
+    both = outcomes("generated", {"stage": stage})
+    arguments = tf.Seq2SeqTrainingArguments(
+        **plain_arguments(tmp_path, 12, max_steps=2, predict_with_generate=True, generation_max_length=12)
+        | {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4}
+    )
+    expected = generate(tf.Seq2SeqTrainer, arguments)
+    assert len(expected) == len(pairs(8))
+    assert len({len(row) for row in expected}) > 1, "lengths must differ for the test to say anything"
+    assert both[0] == both[1] == expected

@@ -1,0 +1,226 @@
+"""What a user sees when something is wrong: one message that names the setting and the fix, an exit code, no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dist import failure
+from hf_dist.errors import ConfigError
+from hf_dist.hf import DistTrainingArguments
+from tests.workers.failing import ROOT
+from tests.workers.launcher import launch
+
+LIMIT = 60  # seconds
+
+ON_BOTH_RANKS = {
+    "typo": ("zero_optimisation", "Did you mean", "zero_optimization"),
+    "mismatch": ("gradient_clipping", "--max_grad_norm 2.0", "--per_device_train_batch_size 3"),
+    "configs_differ": ("zero_optimization.stage: 3 on rank 0, 2 on rank 1", "same configuration file"),
+    "parameters_differ": ("rank 0 has 20 parameters, rank 1 has 22", "extra.weight", "same configuration"),
+    "frozen_on_one_rank": ("model.norm.weight", "requires_grad=False", "freeze the same parameters"),
+    "device_map": ("device_map", "0", "1", "load it without device_map"),
+    "no_checkpoint_state": ("weights_of_0", "holds no training state", "from_pretrained("),
+    "raw_loop_alone": ("WORLD_SIZE: 2", "accelerate sees 1", "ACCELERATE_USE_CPU=true"),
+}
+"""Case of the worker -> what the one message holds: the setting, and what to do."""
+
+
+def check_message(output: str, parts: tuple[str, ...], codes: list[int | None], rank: str = "") -> None:
+    """Exactly one message of ours, from one rank, with all `parts`; no traceback beside it; every rank failed."""
+    assert None not in codes, "hangs\n" + output
+    assert 0 not in codes, output
+    assert len(re.findall(r"hf_dist: \w+Error", output)) == 1, output
+    message = output[output.index("hf_dist: ") :]
+    for part in parts:
+        assert part in message, message
+    assert "Traceback" not in output
+    assert (" on rank 1: " in message.splitlines()[0]) is bool(rank)
+
+
+@pytest.mark.parametrize("case", ON_BOTH_RANKS)
+def test_an_error_of_all_ranks_is_said_once(case: str, tmp_path: Path) -> None:
+    codes, output, seconds = launch(case, tmp_path)
+    check_message(output, ON_BOTH_RANKS[case], codes)
+    assert seconds < LIMIT
+
+
+def test_an_error_of_one_rank_alone_is_said_by_it(tmp_path: Path) -> None:
+    codes, output, seconds = launch("typo_on_one_rank", tmp_path)
+    check_message(output, ("stages", "Did you mean", "stage"), codes, rank="1")
+    assert seconds < LIMIT
+
+
+def test_nothing_is_said_when_nothing_is_wrong(tmp_path: Path) -> None:
+    codes, output, _ = launch("nothing_wrong", tmp_path)
+    assert codes == [0, 0], output
+    assert "hf_dist: " not in output
+    assert "Traceback" not in output
+
+
+def test_process_groups_are_closed_at_exit(tmp_path: Path) -> None:
+    codes, output, _ = launch("leaves", tmp_path)
+    assert codes == [0, 0], output
+
+
+def test_arguments_made_after_a_stray_accelerator_still_see_all_ranks(tmp_path: Path) -> None:
+    codes, output, _ = launch("one_process_seen", tmp_path)
+    assert codes == [0, 0], output
+    assert "layout     2 ranks" in output
+
+
+# ---- in the middle of training, with the real launcher
+
+
+def torchrun(case: str, folder: Path) -> tuple[int, str, float]:
+    """Exit code, everything that was printed, seconds. A job that hangs fails the test."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command += [f"{ROOT}/tests/workers/failing.py", case, str(folder)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.returncode, done.stdout, time.monotonic() - start
+
+
+def test_torchrun_shows_a_config_error_once(tmp_path: Path) -> None:
+    code, output, _ = torchrun("typo", tmp_path)
+    # It ends the launcher's summary, the last thing in the log, and stands nowhere else.
+    assert output.count("hf_dist: ConfigError") == 1, output
+    check_message(output[output.index("Root Cause") :], ON_BOTH_RANKS["typo"], [code])
+
+
+def test_torchrun_shows_what_one_rank_raised_in_the_middle(tmp_path: Path) -> None:
+    code, output, _ = torchrun("raises", tmp_path)
+    assert code != 0
+    raised = re.findall(r"^\[rank (\d)\] RuntimeError: the data of step 2 is broken$", output, re.MULTILINE)
+    assert raised == ["1"], output
+    # The rank that only lost its peer has one line, not a second traceback.
+    assert "[rank 0] Traceback" not in output, output
+
+
+@pytest.mark.parametrize(("case", "status"), [("killed", "SIGKILL"), ("exits", "exitcode  : 3")])
+def test_torchrun_ends_when_a_rank_vanishes(case: str, status: str, tmp_path: Path) -> None:
+    code, output, _ = torchrun(case, tmp_path)
+    assert code != 0
+    assert status in output, output
+    assert "[rank 0] Traceback" not in output, output
+
+
+def test_a_rank_that_leaves_early_without_an_error_stops_the_others(tmp_path: Path) -> None:
+    codes, output, seconds = launch("exits_cleanly", tmp_path)
+    assert codes == [1, 0], output
+    assert output.count("[rank 0] lost the connection to another rank, which ended first") == 1, output
+    assert seconds < LIMIT
+
+
+# ---- mistakes in the configuration, as DistTrainingArguments report them
+
+
+WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "typo": ({"zero_optimization": {"stagee": 3}}, ("zero_optimization.stagee", 'Did you mean "stage"')),
+    "type": ({"gradient_clipping": "much"}, ("gradient_clipping", '"much"', "is not a number of at least 0")),
+    "value": ({"zero_optimization": {"stage": 4}}, ("zero_optimization.stage", "4", "0, 1, 2")),
+    "contradictory_batch": (
+        {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+        ("train_batch_size", "10", "= 6", "Set train_batch_size to 6"),
+    ),
+    "impossible_batch": ({"train_batch_size": 7}, ("train_batch_size", "7", "Set train_batch_size to 6")),
+    "two_precisions": (
+        {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+        ("bf16.enabled", "fp16.enabled", "false"),
+    ),
+    "comment": ('{\n  // stage three\n  "zero_optimization": {"stage": 3}\n}', ("ds.json:2", "comment")),
+    "duplicate": (
+        '{\n  "gradient_clipping": 1,\n  "gradient_clipping": 2\n}',
+        ("ds.json:3", "gradient_clipping", "line 2"),
+    ),
+    "trailing_comma": ('{\n  "gradient_clipping": 0.5,\n}', ("ds.json:2", "comma")),
+    "cut_off": ('{\n  "gradient_clipping": 0.5', ("ds.json:2", 'expected "," or "}"', "end of the text")),
+    "missing_file": ("dz.json", ("dz.json", "does not exist", "Did you mean ds.json?")),
+    "several": (
+        {
+            "gradient_clipping": 2.0,
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+        },
+        (
+            "3 problems",
+            "gradient_clipping",
+            "train_micro_batch_size_per_gpu",
+            "optimizer.params.lr",
+            "--learning_rate 1.0",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_in_the_configuration_names_the_key_and_the_fix(name: str, tmp_path: Path) -> None:
+    config, parts = WRONG[name]
+    (tmp_path / "ds.json").write_text(config if isinstance(config, str) and "{" in config else "{}")
+    source = config
+    if isinstance(config, str):
+        source = str(tmp_path / (config if "{" not in config else "ds.json"))
+    with pytest.raises(ConfigError) as caught:
+        DistTrainingArguments(
+            str(tmp_path),
+            dist_config=source,
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=3,
+            max_grad_norm=0.5,
+            learning_rate=5e-3,
+        )
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_the_same_mistakes_are_found_in_a_file_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"gradient_clipping": 2.0, "zero_optimization": {"stage": 9}}, indent=1))
+    with pytest.raises(ConfigError) as caught:
+        DistTrainingArguments(str(tmp_path), dist_config=str(path), use_cpu=True)
+    assert "ds.json:4: zero_optimization.stage: 9" in str(caught.value)
+
+
+# ---- the hook
+
+
+def test_one_process_keeps_its_excepthook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(failure, "_installed", False)
+    before = sys.excepthook
+    DistTrainingArguments(str(tmp_path), dist_config={}, use_cpu=True)
+    assert sys.excepthook is before
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    failure.install()
+    assert sys.excepthook is before
+
+
+def test_several_processes_get_it_once_whatever_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what detect_launch exports is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(failure, "_installed", False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name, value in {"SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    failure.install()
+    hook = sys.excepthook
+    assert hook is not sys.__excepthook__
+    failure.install()
+    assert sys.excepthook is hook

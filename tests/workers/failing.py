@@ -1,0 +1,140 @@
+"""A training that fails in the way its argument says: `torchrun --nproc_per_node 2 failing.py typo FOLDER`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def rank() -> int:
+    """Of this process."""
+    return int(os.environ["RANK"])
+
+
+def train(
+    folder: str,
+    config: Any = None,
+    model: Any = None,
+    act: Callable[[], None] | None = None,
+    resume: str | None = None,
+    **changes: Any,
+) -> None:
+    """Fifty short steps with the HF Trainer; `act` is called on rank 1 after the second."""
+    from transformers import TrainerCallback
+
+    from hf_dist.hf import DistTrainer, DistTrainingArguments
+    from tests.hf.recipes import make_model, pad, plain_arguments, texts
+
+    class Act(TrainerCallback):
+        """Runs `act`."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """In the middle of training."""
+            if act is not None and state.global_step == 2 and rank() == 1:
+                act()
+
+    config = {"zero_optimization": {"stage": 3}} if config is None else config
+    arguments = DistTrainingArguments(
+        **plain_arguments(folder, 2, max_steps=50, gradient_accumulation_steps=1, dist_config=config) | changes
+    )
+    model = make_model() if model is None else model
+    DistTrainer(model, arguments, train_dataset=texts(), data_collator=pad, callbacks=[Act()]).train(resume)
+
+
+def _model(change: Callable[[Any], None], only_rank: int | None = 1) -> Any:
+    from tests.hf.recipes import make_model
+
+    model = make_model()
+    if only_rank in (None, rank()):
+        change(model)
+    return model
+
+
+def _fail() -> None:
+    raise RuntimeError("the data of step 2 is broken")
+
+
+def _spread(model: Any) -> None:
+    model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": 0, "model.layers.1": 1, "lm_head": "disk"}
+
+
+def _one_process_seen(folder: str) -> None:
+    """What happens on a CPU machine when accelerate looks at the job before anything of ours."""
+    from accelerate import Accelerator
+
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    Accelerator()
+    train(folder, max_steps=2)
+
+
+def _raw_loop_alone(folder: str) -> None:
+    """The same with one's own loop."""
+    from accelerate import PartialState
+
+    from hf_dist.hf import DistAccelerator
+
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    PartialState()
+    DistAccelerator(dist_config={"zero_optimization": {"stage": 3}})
+
+
+def _one_rank_has_a_typo(folder: str) -> None:
+    train(folder, {"zero_optimization": {"stage": 3} | ({"stages": 3} if rank() == 1 else {})})
+
+
+def _resume_without_state(folder: str) -> None:
+    from transformers import TrainerState
+
+    from tests.hf.recipes import make_model
+
+    place = Path(folder) / f"weights_of_{rank()}"
+    make_model().save_pretrained(place)
+    TrainerState(train_batch_size=2).save_to_json(str(place / "trainer_state.json"))
+    train_from = place.with_name("weights_of_0")
+    while not (train_from / "trainer_state.json").exists():
+        time.sleep(0.05)
+    train(folder, resume=str(train_from))
+
+
+def _leaves(folder: str) -> None:
+    """What the interpreter does at its end."""
+    train(folder, max_steps=2)
+    atexit._run_exitfuncs()
+    assert not torch.distributed.is_initialized(), "gloo's threads are still running"
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    "typo": lambda folder: train(folder, {"zero_optimisation": {"stage": 3}}),
+    "mismatch": lambda folder: train(folder, {"gradient_clipping": 2.0, "train_micro_batch_size_per_gpu": 3}),
+    "typo_on_one_rank": _one_rank_has_a_typo,
+    "configs_differ": lambda folder: train(folder, {"zero_optimization": {"stage": 3 - rank()}}),
+    "parameters_differ": lambda folder: train(
+        folder, model=_model(lambda m: m.add_module("extra", m.lm_head.__class__(4, 4)))
+    ),
+    "frozen_on_one_rank": lambda folder: train(folder, model=_model(lambda m: m.model.norm.requires_grad_(False))),
+    "device_map": lambda folder: train(folder, model=_model(_spread, only_rank=None)),
+    "no_checkpoint_state": _resume_without_state,
+    "raises": lambda folder: train(folder, act=_fail),
+    "killed": lambda folder: train(folder, act=lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "exits": lambda folder: train(folder, act=lambda: sys.exit(3)),
+    "exits_cleanly": lambda folder: train(folder, act=lambda: sys.exit(0)),
+    "one_process_seen": _one_process_seen,
+    "raw_loop_alone": _raw_loop_alone,
+    "leaves": _leaves,
+    "nothing_wrong": lambda folder: train(folder, max_steps=3),
+}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, ROOT)
+    CASES[sys.argv[1]](sys.argv[2])

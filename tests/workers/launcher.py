@@ -1,0 +1,71 @@
+"""torchrun in small: starts ranks of a worker from a fork server, ends the others when one fails, returns the output.
+
+The processes see what torchrun's see (variables, uncaught exceptions through `sys.excepthook`, SIGTERM after a failure), but
+start in a fraction of a second because torch and transformers are loaded already.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.harness import free_port
+
+
+def launch(case: str, folder: Path, world: int = 2, timeout: float = 60) -> tuple[list[int | None], str, float]:
+    """Exit codes by rank, what all ranks printed, seconds. A rank that outlives `timeout` is killed and has code None."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "torch.distributed", "tests.preload"])
+    port, start = free_port(), time.monotonic()
+    logs = [folder / f"rank_{rank}.log" for rank in range(world)]
+    children = []
+    for rank in range(world):
+        child = context.Process(target=_child, args=(case, str(folder), rank, world, port, str(logs[rank])))
+        child.start()
+        children.append(child)
+    hung = _watch(children, start + timeout)
+    codes = [None if rank in hung else child.exitcode for rank, child in enumerate(children)]
+    return codes, "".join(log.read_text() for log in logs), time.monotonic() - start
+
+
+def _watch(children: list[BaseProcess], deadline: float) -> set[int]:
+    """Wait for all, as torchrun's agent does; the ranks that had to be killed at the deadline."""
+    while any(child.is_alive() for child in children):
+        if any(child.exitcode not in (None, 0) for child in children):
+            for child in children:
+                child.terminate()
+        if time.monotonic() > deadline:
+            hung = {rank for rank, child in enumerate(children) if child.is_alive()}
+            for rank in hung:
+                children[rank].kill()
+                children[rank].join()
+            return hung
+        time.sleep(0.1)
+    return set()
+
+
+def _child(case: str, folder: str, rank: int, world: int, port: int, log: str) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from tests.workers.failing import CASES
+
+    code = 0
+    try:
+        CASES[case](folder)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
