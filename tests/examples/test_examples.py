@@ -1,0 +1,77 @@
+"""Every shipped config loads; every shipped example runs three steps over two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+REPO = Path(__file__).resolve().parent.parent.parent
+CONFIGS = sorted((REPO / "configs").glob("*.json"))
+TIMEOUT_S = 240
+
+
+def run(*command: str) -> str:
+    """Run a Python command from the repository, offline and with one thread; its output, or a failure that shows it."""
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPO,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode} of {' '.join(command)}\n{done.stdout[-8000:]}"
+    return done.stdout
+
+
+def train(script: str, config: str, output: Path, *arguments: str) -> str:
+    """Three steps of an example over two CPU processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    paths = ["--dist_config", f"configs/{config}", "--output_dir", str(output)]
+    return run(*launcher, f"examples/{script}", *paths, "--use_cpu", "--max_steps", "3", *arguments)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_config_loads(path: Path) -> None:
+    from hf_dist.config import load_config
+
+    load_config(path)
+
+
+def test_all_configs_are_described_in_their_readme() -> None:
+    readme = (REPO / "configs" / "README.md").read_text()
+    assert CONFIGS
+    assert [path.name for path in CONFIGS if f"`{path.name}`" not in readme] == []
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_text_classification_trains_saves_and_classifies(tmp_path: Path) -> None:
+    small = ("--max_per_label", "16", "--num_labels", "4", "--max_length", "32")
+    said = train("finetune_text_classification.py", "zero3.json", tmp_path, *small)
+    assert "accuracy before:" in said
+    said = run("examples/classify.py", str(tmp_path), "Run a coroutine in the event loop.")
+    assert said.count("%") >= 3
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.parametrize("config", ["zero2.json", "zero3_fp32.json"])
+def test_causal_lm_trains_samples_and_saves(tmp_path: Path, config: str) -> None:
+    small = ("--max_characters", "100000", "--block_size", "32", "--vocab_size", "512", "--sample_tokens", "4")
+    said = train("train_clm.py", config, tmp_path, *small)
+    assert "perplexity before:" in said
+    assert "sample: 'def " in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
