@@ -143,7 +143,7 @@ def run(rank: int, world: int) -> dict[Any, Any]:
 def results(world: int) -> list[dict[Any, Any]] | str:
     """One spawn per number of ranks."""
     try:
-        return run_ranks(run, world, timeout=60)
+        return run_ranks(run, world, timeout=240)
     except RuntimeError as error:
         return str(error)
 

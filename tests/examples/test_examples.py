@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 REPO = Path(__file__).resolve().parent.parent.parent
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 
 
 def run(*command: str) -> str:

@@ -156,7 +156,7 @@ def plain_arguments(folder: Path | str, micro: int, **changes: Any) -> dict[str,
         **dict(logging_steps=1, num_train_epochs=2, per_device_train_batch_size=micro, gradient_accumulation_steps=3),
         **dict(learning_rate=5e-3, adam_epsilon=1e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2),
         **dict(
-            remove_unused_columns=False, per_device_eval_batch_size=micro, ddp_timeout=60, logging_nan_inf_filter=False
+            remove_unused_columns=False, per_device_eval_batch_size=micro, ddp_timeout=300, logging_nan_inf_filter=False
         ),
         **changes,
     }

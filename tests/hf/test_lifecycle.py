@@ -57,7 +57,7 @@ JOBS: list[Job] = [
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], list[Any]]:
     """`outcomes(function, arguments)`: what each of two ranks returned; one spawn for all."""
-    results = run_ranks(run_jobs, 2, (JOBS, str(tmp_path_factory.mktemp("ranks"))), timeout=280)
+    results = run_ranks(run_jobs, 2, (JOBS, str(tmp_path_factory.mktemp("ranks"))), timeout=800)
 
     def of(name: str, arguments: dict[str, Any]) -> list[Any]:
         index = JOBS.index((LIFE + name, arguments))
@@ -156,7 +156,7 @@ def test_a_damaged_file_of_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
     damaged = checkpoint / "hf_dist_state" / "rank_00001_of_00002.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
     job = (LIFE + "resume_only", {"checkpoint": str(checkpoint), "stage": 1})
-    messages = [rank[0] for rank in run_ranks(run_jobs, 2, ([job], str(tmp_path)), timeout=60)]
+    messages = [rank[0] for rank in run_ranks(run_jobs, 2, ([job], str(tmp_path)), timeout=240)]
     assert messages[0] == messages[1]
     for part in ("CheckpointError", "rank_00001_of_00002.pt cannot be read", "Resume from an older checkpoint"):
         assert part in messages[0]

@@ -44,7 +44,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(world: int) -> dict[str, Any]:
         jobs = [job for job, ranks in CASES if ranks == world]
         folder = str(tmp_path_factory.mktemp(f"world{world}"))
-        return dict(zip(map(str, jobs), run_ranks(run_jobs, world, (jobs, folder), timeout=280)[0], strict=True))
+        return dict(zip(map(str, jobs), run_ranks(run_jobs, world, (jobs, folder), timeout=800)[0], strict=True))
 
     return run
 

@@ -243,7 +243,7 @@ def run(rank: int, world: int) -> dict[tuple[str, int], Any]:
 def results() -> list[dict[tuple[str, int], Any]] | str:
     """One spawn; its error if it failed as a whole."""
     try:
-        return run_ranks(run, 2, timeout=60)
+        return run_ranks(run, 2, timeout=240)
     except RuntimeError as error:
         return str(error)
 

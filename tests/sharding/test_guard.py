@@ -242,7 +242,7 @@ def left_over(stage: int) -> list[str]:
 def spawned() -> list[dict[str, Any]] | str:
     """One spawn for the whole file; its error if it failed, so that it is not tried again."""
     try:
-        return run_ranks(probe, 2, timeout=60)
+        return run_ranks(probe, 2, timeout=240)
     except RuntimeError as error:
         return str(error)
 
