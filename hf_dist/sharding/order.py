@@ -26,6 +26,11 @@ class IssueOrder:
         self._position = {unit: i for i, unit in enumerate(self._order)}
         self._cursor = 0
 
+    @property
+    def units(self) -> list[int]:
+        """The whole order."""
+        return self._order
+
     def restart(self) -> None:
         """A new pass begins."""
         self._cursor = 0

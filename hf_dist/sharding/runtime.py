@@ -350,7 +350,7 @@ class ShardedModel:
         Collective over dp_shard at stages 1 and 2. Each unit waits for its own gather just before it is read.
         """
         in_flight: deque[ShardUnit] = deque()
-        order = dict.fromkeys([*self.forward_order._order, *range(len(self.units))])
+        order = dict.fromkeys([*self.forward_order.units, *range(len(self.units))])
         for unit in (self.units[i] for i in order):
             for group in unit.groups:
                 group.weights_changed()
