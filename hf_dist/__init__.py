@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from hf_dist.build import initialize
     from hf_dist.engine import Engine
     from hf_dist.hf import DistAccelerator, DistTrainer, DistTrainerMixin, DistTrainingArguments
+    from hf_dist.hf.loading import from_pretrained
     from hf_dist.sharding.gather import gathered
 
-__version__ = "0.1.0"
+from hf_dist.version import __version__ as __version__
 
 __all__ = [
     "DistAccelerator",
@@ -18,6 +19,7 @@ __all__ = [
     "DistTrainerMixin",
     "DistTrainingArguments",
     "Engine",
+    "from_pretrained",
     "gathered",
     "initialize",
 ]
@@ -29,9 +31,14 @@ _WHERE = {
     "DistTrainerMixin": "hf_dist.hf",
     "DistTrainingArguments": "hf_dist.hf",
     "Engine": "hf_dist.engine",
+    "from_pretrained": "hf_dist.hf.loading",
     "gathered": "hf_dist.sharding.gather",
     "initialize": "hf_dist.build",
 }
+
+
+# Knows how HF models are written; an engine made without the Trainer needs it as well.
+_NEEDS = {"initialize": "hf_dist.hf.model_files"}
 
 
 def __getattr__(name: str) -> Any:
@@ -39,4 +46,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hf_dist' has no attribute {name!r}")
     import importlib
 
+    if name in _NEEDS:
+        importlib.import_module(_NEEDS[name])
     return getattr(importlib.import_module(_WHERE[name]), name)

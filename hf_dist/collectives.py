@@ -203,6 +203,24 @@ def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
         dist.broadcast(tensor, group=group, group_src=source)
 
 
+def transfer(axis: MeshAxis, tensor: torch.Tensor, source: int, target: int) -> None:
+    """Send `tensor` (1-D, on the CPU) from coordinate `source` to `target`, where it is filled in place. Blocking.
+
+    Only these two ranks need to call it; for others, and from a rank to itself, it does nothing.
+    """
+    if source == target or axis.rank not in (source, target) or axis.group is None:
+        return
+    sends = axis.rank == source
+    _count("transfer", axis, tensor.numel() * tensor.element_size() if sends else 0)
+    wire = tensor if _is_gloo(axis.group) else tensor.cuda()  # NCCL carries GPU memory only
+    if sends:
+        dist.send(wire, group=axis.group, group_dst=target)
+        return
+    dist.recv(wire, group=axis.group, group_src=source)
+    if wire is not tensor:
+        tensor.copy_(wire)
+
+
 def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
     """Every rank's small picklable `item`, by coordinate. Collective, blocking; for set-up and checks, not for steps."""
     if axis.group is None:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from hf_dist.errors import (
@@ -28,8 +29,16 @@ _SAME_EVERYWHERE = (ConfigError, TopologyError, ModelError, CheckpointError, Ove
 # How gloo, NCCL and the store report that the other side is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted", "Broken pipe")
 _GRACE_SECONDS = 5.0
+_FINISH_SECONDS = 600.0
 
 _installed = False
+_unfinished: list[Callable[[float], None]] = []
+
+
+def finish_first(wait: Callable[[float], None]) -> None:
+    """Have `wait(seconds)` called before a failing process leaves: a checkpoint that is being written is not thrown away."""
+    if wait not in _unfinished:
+        _unfinished.append(wait)
 
 
 def install() -> None:
@@ -63,6 +72,8 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         _print("\n".join(f"[rank {rank}] {line}" for line in text.rstrip().splitlines()))
         _tell_launcher(f"{kind.__name__}: {error} (its traceback is above, each line begins with [rank {rank}])")
     sys.stdout.flush()
+    for wait in _unfinished:
+        wait(_FINISH_SECONDS)
     os._exit(1)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
+import socket
+import time
+import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -16,6 +20,7 @@ from hf_dist.errors import TopologyError
 from hf_dist.launch import Launch, detect_launch
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+BACKGROUND_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +28,7 @@ class MeshAxis:
     """One axis of the mesh, as this process sees it."""
 
     name: str
-    """dp, dp_shard, dp_replicate."""
+    """dp, dp_shard, dp_replicate, control, background."""
     size: int
     """Number of processes along the axis."""
     rank: int
@@ -45,6 +50,10 @@ class ParallelMesh:
     dp: MeshAxis
     dp_shard: MeshAxis
     dp_replicate: MeshAxis
+    control: MeshAxis
+    """All ranks over gloo, for what the host asks of the others (has anyone been told to stop?) while GPUs compute."""
+    background: MeshAxis
+    """All ranks over gloo, for the thread that writes checkpoints; a slow disk is no reason to end the job."""
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
@@ -78,6 +87,7 @@ def build_mesh(
     chosen = _choose_device(launch, device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    leave_agent_store()
     if launch.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
     ready = dist.is_initialized()
@@ -97,6 +107,7 @@ def build_mesh(
             f"this job. Use a divisor of {world}, or remove the key to shard over all ranks."
         )
     groups = _Groups(rank, _backend(chosen) if ready else "none", timeout)
+    on_host = replace(groups, backend="gloo")
     return ParallelMesh(
         launch=launch,
         device=chosen,
@@ -104,8 +115,59 @@ def build_mesh(
         dp=groups.axis("dp", [list(range(world))]),
         dp_shard=groups.axis("dp_shard", [list(range(s, s + shard)) for s in range(0, world, shard)], two=True),
         dp_replicate=groups.axis("dp_replicate", [list(range(s, world, shard)) for s in range(shard)]),
+        control=on_host.axis("control", [list(range(world))]),
+        background=replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", [list(range(world))]),
         timeout=timeout,
     )
+
+
+def leave_agent_store() -> None:
+    """Let the ranks of this start meet in a store of their own. Every rank calls it before there is a process group.
+
+    torchrun keeps one store for all its restarts (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and groups that
+    are made after a restart read the addresses of processes that are gone. Nothing changes under other launchers. Raises
+    `TopologyError` when the ranks do not find each other.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world == 1 or dist.is_initialized():
+        return
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    port = _agree_on_port(store, int(os.environ["RANK"]), world)
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+
+
+def _agree_on_port(store: dist.Store, rank: int, world: int) -> int:
+    """A free port of rank 0's machine, told through a store that may hold answers of an earlier start.
+
+    hello (a new word of each rank) -> offer (port and all hellos, again when one was old) -> ack (the offer, by the ranks that
+    find their word in it) -> go (the offer that all have acknowledged).
+    """
+    hello = uuid.uuid4().hex
+    store.set(f"hf_dist/hello/{rank}", hello)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    deadline = time.monotonic() + DEFAULT_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        if rank == 0:
+            hellos = [read(f"hf_dist/hello/{r}") for r in range(world)]
+            offer = json.dumps([port, hellos])
+            store.set("hf_dist/offer", offer)
+            if all(hellos) and all(read(f"hf_dist/ack/{r}") == offer for r in range(1, world)):
+                store.set("hf_dist/go", offer)
+                return int(port)
+        else:
+            offer = read("hf_dist/offer")
+            if hello in offer:
+                store.set(f"hf_dist/ack/{rank}", offer)
+                if read("hf_dist/go") == offer:
+                    return int(json.loads(offer)[0])
+        time.sleep(0.02)
+    raise TopologyError(f"rank {rank} did not find the {world} ranks of this job within {DEFAULT_TIMEOUT}")
 
 
 def _backend(device: torch.device) -> str:
@@ -171,9 +233,22 @@ class _Groups:
         # A job of one process with a process group keeps it: NCCL with one rank then runs the very code of many ranks.
         if not dist.is_initialized() or (size == 1 and dist.get_world_size() > 1):
             return MeshAxis(name, size, mine.index(self.rank), None, None)
-        group = self._make(rows, mine)
-        return MeshAxis(name, size, mine.index(self.rank), group, self._make(rows, mine) if two else group)
+        group = self._make(rows, mine, name)
+        return MeshAxis(
+            name, size, mine.index(self.rank), group, self._make(rows, mine, f"{name} reduce") if two else group
+        )
 
-    def _make(self, rows: list[list[int]], mine: list[int]) -> dist.ProcessGroup | None:
-        groups = [dist.new_group(row, timeout=self.timeout, backend=self.backend) for row in rows]
-        return groups[rows.index(mine)]
+    def _make(self, rows: list[list[int]], mine: list[int], purpose: str) -> dist.ProcessGroup | None:
+        # A group costs threads and sockets, and a process may prepare many models: meshes share theirs. All ranks run the
+        # same program, so the collectives of several models come in the same order on each.
+        made = _made_for(dist.group.WORLD)
+        key = (purpose, str(rows), self.backend, self.timeout)
+        if key not in made:
+            groups = [dist.new_group(row, timeout=self.timeout, backend=self.backend) for row in rows]
+            made[key] = groups[rows.index(mine)]
+        return made[key]
+
+
+@functools.lru_cache(maxsize=1)  # forgets the groups of a world that was destroyed
+def _made_for(world: object) -> dict[tuple[str, str, str, timedelta], dist.ProcessGroup]:
+    return {}
