@@ -34,7 +34,7 @@ def test_env_prints_versions_devices_and_launch_variables() -> None:
 
 
 def test_config_prints_the_resolved_table() -> None:
-    result = hf_dist("config", "configs/zero3.json")
+    result = hf_dist("config", "check", "configs/zero3.json")
     assert result.returncode == 0, result.stderr
     assert "zero_optimization.stage" in result.stdout
 
@@ -42,7 +42,7 @@ def test_config_prints_the_resolved_table() -> None:
 def test_config_of_a_wrong_file_names_the_key_and_exits_with_1(tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 7}}))
-    result = hf_dist("config", str(path))
+    result = hf_dist("config", "check", str(path))
     assert result.returncode == 1
     assert "zero_optimization.stage" in result.stderr
     assert "Traceback" not in result.stderr
@@ -53,7 +53,7 @@ def test_config_that_cannot_be_read_exits_with_1_and_its_name(tmp_path: Path, te
     path = tmp_path / "unreadable.json"
     if text is not None:
         path.write_text(text)
-    result = hf_dist("config", str(path))
+    result = hf_dist("config", "check", str(path))
     assert result.returncode == 1
     assert "unreadable.json" in result.stderr
     assert "Traceback" not in result.stderr

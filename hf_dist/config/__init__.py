@@ -1,5 +1,6 @@
 """The JSON configuration: DeepSpeed's schema read once, checked as a whole, resolved against TrainingArguments."""
 
+from hf_dist.config.accelerate import LauncherSettings
 from hf_dist.config.auto import resolve, resolve_without_trainer
 from hf_dist.config.batch import BatchSizes, solve_batch
 from hf_dist.config.findings import Note
@@ -7,13 +8,14 @@ from hf_dist.config.load import ConfigDocument, load_config, read_config
 from hf_dist.config.report import format_table
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.sources import AutoSources, hidden_size_of
-from hf_dist.config.values import settled
+from hf_dist.config.values import settled, shown
 
 __all__ = [
     "AutoSources",
     "BatchSizes",
     "ConfigDocument",
     "DistConfig",
+    "LauncherSettings",
     "Note",
     "format_table",
     "hidden_size_of",
@@ -22,5 +24,6 @@ __all__ = [
     "resolve",
     "resolve_without_trainer",
     "settled",
+    "shown",
     "solve_batch",
 ]

@@ -85,9 +85,12 @@ _DEFAULTED = tuple(
     for key in (
         *("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "stage3_prefetch_bucket_size"),
         *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
+        *("offload_param.buffer_size", "offload_param.max_in_cpu"),
     )
 )
 """Keys that cannot change a result: "auto" without a source is the default."""
+
+_DEFAULTS = DistConfig()
 
 
 @dataclass
@@ -101,8 +104,8 @@ class _Resolution:
         return self.changes[path][0] if path in self.changes else self.config.value_at(path)
 
     def explicit(self, path: str) -> bool:
-        """Whether the file holds a value, not "auto"."""
-        return self.config.source_of(path) == "file"
+        """Whether the file, or the launcher, gives a value, not "auto"."""
+        return self.config.source_of(path).startswith(("file", "launcher"))
 
     def fill(self, path: str, value: Any, origin: str) -> None:
         how = "absent" if self.config.source_of(path).split(" ")[0] in ("default", "absent") else "auto"
@@ -125,14 +128,22 @@ def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) ->
         _apply(rule, sources, work)
     _check_precision(work, sources)
     _resolve_batch(work, sources)
-    kind = sources.lr_scheduler_type
-    if config.scheduler is not None and kind not in ("", "linear"):
-        work.notes.append(
-            Note(f"--lr_scheduler_type {kind}", f'"scheduler" in the config decides: {config.scheduler.type}')
-        )
+    _note_overrides(work, sources)
     if final:
         _settle(work, 'Write a value, or remove the key; "auto" has no source here.')
     return work.result()
+
+
+def _note_overrides(work: _Resolution, sources: AutoSources) -> None:
+    """Sections of the file that win over an argument somebody chose."""
+    scheduler, optimizer = work.config.scheduler, work.config.optimizer
+    kind, optim = sources.lr_scheduler_type, sources.optim
+    if scheduler is not None and kind not in ("", "linear"):
+        reason = f'"scheduler" in the config decides: {scheduler.type}'
+        work.notes.append(Note(f"--lr_scheduler_type {kind}", reason, "override"))
+    if optimizer is not None and optim and not optim.startswith("adamw_torch"):
+        reason = f'"optimizer" in the config decides: {optimizer.type}'
+        work.notes.append(Note(f"--optim {optim}", reason, "override"))
 
 
 def resolve_without_trainer(
@@ -146,6 +157,9 @@ def resolve_without_trainer(
     work = _Resolution(config)
     if not work.explicit("gradient_clipping"):
         work.fill("gradient_clipping", 1.0, "default")
+    for section in ("tensorboard", "wandb", "csv_monitor", "comms_logger"):
+        if config.value_at(f"{section}.enabled"):
+            work.notes.append(Note(f"{section}.enabled", "read by the Trainer; a loop of one's own logs by itself"))
     given = {path: work.value(path) if work.explicit(path) else None for path in _BATCH}
     try:
         _write_batch(work, solve_batch(given[TRAIN], given[MICRO], given[STEPS], data_ranks), given)
@@ -168,23 +182,26 @@ def resolve_without_trainer(
 
 def _apply(rule: AutoRule, sources: AutoSources, work: _Resolution) -> None:
     """Fill the key of one rule, or compare it."""
-    value = getattr(sources, rule.source)
+    value, label = getattr(sources, rule.source), rule.label
+    if rule.source in ("fp16", "bf16"):
+        value, label = sources.precision(rule.source)
     if value is None or (rule.stage3 and work.config.zero_optimization.stage < 3):
         return
     path = rule.path
     source = work.config.source_of(path)
     found_by_trial = path == MICRO and sources.auto_find_batch_size
     if found_by_trial or source.startswith(("auto", "absent")) or (source == "default" and rule.fill_absent):
-        work.fill(path, value, rule.label)
-    elif rule.must_match and source == "file" and not _same(path, work.value(path), value):
+        work.fill(path, value, label)
+    elif rule.must_match and work.explicit(path) and not _same(path, work.value(path), value):
         line = work.config.lines.get(work.config.spelled(path))
         place = f" on line {line}" if line else ""
+        remedy = f'Set it to "auto"{place}'
+        if source.startswith("launcher"):
+            remedy = f"Delete {source.rpartition(' ')[2]} (the configuration of accelerate)"
         wanted = work.value(path)
         each = zip(rule.option.split(), wanted if isinstance(wanted, list) else [wanted], strict=True)
         options = " ".join(f"{option} {setting}" for option, setting in each)
-        work.problem(
-            path, f"differs from {rule.label} = {shown(value)}", f'Set it to "auto"{place}, or pass {options}.'
-        )
+        work.problem(path, f"differs from {label} = {shown(value)}", f"{remedy}, or pass {options}.")
 
 
 def _same(path: str, written: Any, value: Any) -> bool:
@@ -197,18 +214,22 @@ def _same(path: str, written: Any, value: Any) -> bool:
 
 def _check_precision(work: _Resolution, sources: AutoSources) -> None:
     """The file may turn a precision on alone; it may not turn off, or pair with another, what the arguments turn on."""
-    asked = {"fp16.enabled": sources.fp16, "bf16.enabled": sources.bf16}
-    for path, argument in asked.items():
-        if work.explicit(path) and work.config.value_at(path) is False and argument:
-            option = path.split(".")[0]
-            fix = f'Set it to "auto", or do not pass --{option}.'
-            work.problem(path, f"differs from TrainingArguments.{option}, which is true", fix)
+    for name in ("fp16", "bf16"):
+        path = f"{name}.enabled"
+        turned_on, origin = sources.precision(name)
+        if turned_on and work.explicit(path) and work.config.value_at(path) is False:
+            fix = f'Set it to "auto", or {_turn_off(name, origin)}.'
+            work.problem(path, f"differs from {origin}, which is true", fix)
     if work.value("fp16.enabled") is True and work.value("bf16.enabled") is True:
         path = "fp16.enabled" if work.explicit("fp16.enabled") else "bf16.enabled"
         other = "bf16" if path.startswith("fp16") else "fp16"
         origin = work.changes.get(f"{other}.enabled", ("", "the file"))[1].rpartition("<- ")[2]
         expected = f"contradicts {other}, which is turned on by {origin}"
-        work.problem(path, expected, f"Set it to false, or do not pass --{other}.")
+        work.problem(path, expected, f"Set it to false, or {_turn_off(other, origin)}.")
+
+
+def _turn_off(name: str, origin: str) -> str:
+    return f"do not pass --{name}" if origin.startswith("TrainingArguments") else "set that to no"
 
 
 def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
@@ -223,9 +244,12 @@ def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
         named = {MICRO: "--per_device_train_batch_size", STEPS: "--gradient_accumulation_steps"}
         filled = ", ".join(f"{path} comes from {named[path]}" for path in named if not work.explicit(path))
         hint = f"; {filled}" if filled else ""
+        line = work.config.lines.get(work.config.spelled(TRAIN))
+        delete = f"Delete line {line}: the product is what is used then" if line else f'Set {TRAIN} to "auto"'
         for problem in error.problems:
             expected, place = problem.expected + hint, work.config.place_of(problem.path)
-            work.problems.append(replace(problem, expected=expected, file=place))
+            fix = f"{delete}. Or: {problem.fix}" if problem.path == TRAIN and problem.fix else problem.fix
+            work.problems.append(replace(problem, expected=expected, fix=fix, file=place))
         return
     if free:
         work.fill(TRAIN, sizes.train, "micro batch x accumulation x data ranks")
@@ -243,8 +267,7 @@ def _settle(work: _Resolution, fix: str) -> None:
     zero = work.config.zero_optimization
     for path in _DEFAULTED:
         if is_auto(work.value(path)):
-            default = type(zero).model_fields[path.rpartition(".")[2]].default
-            work.fill(path, default, "default")
+            work.fill(path, _DEFAULTS.value_at(path), "default")
     if work.value(f"{_ZERO}.overlap_comm") is None:
         overlap = f"{_ZERO}.overlap_comm"
         source = work.changes[overlap][1] if overlap in work.changes else "default"

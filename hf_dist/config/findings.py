@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hf_dist.config.values import shown
 from hf_dist.errors import ConfigError, Problem
 
 _ABSENT = object()
 
+NoteKind = Literal["idle", "read", "override", "comment"]
+
 
 @dataclass(frozen=True)
 class Note:
-    """One accepted key that changes nothing, and why."""
+    """One accepted key that the user should know something about."""
 
     path: str
     """JSON path as the user wrote it."""
     reason: str
     """A few words."""
-    comment: bool = False
-    """Whether the key is only a remark of the user, like `_comment`."""
+    kind: NoteKind = "idle"
+    """"idle" changes nothing, "read" was written as another type, "override" wins over an argument, "comment" is a
+    remark of the user, like `_comment`."""
 
 
 @dataclass
@@ -48,9 +51,9 @@ class Findings:
         text = "" if value is _ABSENT else shown(value)
         self.problems.append(Problem(self.spelled(path), text, expected, fix, self.place(path)))
 
-    def note(self, path: str, reason: str, comment: bool = False) -> None:
-        """Record one accepted key without effect, once."""
-        note = Note(self.spelled(path), reason, comment)
+    def note(self, path: str, reason: str, kind: NoteKind = "idle") -> None:
+        """Record one accepted key, once."""
+        note = Note(self.spelled(path), reason, kind)
         if note not in self.notes:
             self.notes.append(note)
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dist.config.findings import Findings
+from hf_dist.config.rows import Status, is_off
 from hf_dist.config.spelling import closest
-from hf_dist.config.support import FREE_FORM, STRICT, SUPPORT, Status, is_off
+from hf_dist.config.support import FREE_FORM, IDLE_VALUES, STRICT, SUPPORT
+from hf_dist.config.values import BadValue
 
 SECTIONS = frozenset(key.rsplit(".", cut)[0] for key in SUPPORT for cut in range(1, key.count(".") + 1))
 """Every path that holds other keys."""
@@ -58,8 +60,20 @@ def _walk(section: Mapping[str, Any], path: str, findings: Findings) -> None:
                 _unknown(key, path, findings)
         elif row.status is Status.REFUSED and not row.accepted(value):
             findings.problem(where, row.reason, row.fix, found=value)
-        elif row.status is Status.NO_EFFECT and not row.accepted(value):
+        elif row.status is Status.NO_EFFECT and _is_sound(where, value, findings) and not row.accepted(value):
             findings.note(path if common else where, row.reason)
+
+
+def _is_sound(path: str, value: Any, findings: Findings) -> bool:
+    """Whether a value without effect is at least one that could have had one; records the problem if it is not."""
+    coerce = IDLE_VALUES.get(path)
+    try:
+        if coerce is not None:
+            coerce(value)
+    except BadValue as bad:
+        findings.problem(path, bad.clause, bad.fix, found=value)
+        return False
+    return True
 
 
 def _object_example(path: str) -> str:
@@ -83,7 +97,7 @@ def _unknown(key: str, path: str, findings: Findings) -> None:
     where = f"{path}.{key}" if path else key
     here = f'in "{path}"' if path else "at the top level"
     if is_comment(key):
-        findings.note(where, "a comment", comment=True)
+        findings.note(where, "a comment", "comment")
         return
     right = _PLACES.get(key)
     if right is not None and right != where:
@@ -91,8 +105,12 @@ def _unknown(key: str, path: str, findings: Findings) -> None:
         findings.problem(where, f"does not belong {here}", f"Move it to {target}.")
         return
     meant = closest(key, known_keys(path))
+    elsewhere = _HOMES.get(key, ())
     if meant is not None:
         findings.problem(where, f"is not a key {here}", f'Did you mean "{meant}"?')
+    elif elsewhere:
+        places = " or ".join(f'"{home}"' for home in elsewhere)
+        findings.problem(where, f"does not belong {here}", f"Move it to {places}.")
     elif path in STRICT:
         known = ", ".join(sorted(known_keys(path)))
         fix = "Remove it." if len(known) > 200 else f"Remove it; the keys are {known}."
@@ -118,4 +136,14 @@ def _places() -> dict[str, str]:
     }
 
 
-_PLACES = _places()
+def _homes() -> dict[str, tuple[str, ...]]:
+    """Key name -> every path where it belongs, for names of two words or more, which other programs hardly use."""
+    found: dict[str, list[str]] = {}
+    for path in SUPPORT:
+        key = path.rpartition(".")[2]
+        if "_" in key and key.isidentifier():
+            found.setdefault(key, []).append(path)
+    return {key: tuple(paths) for key, paths in found.items()}
+
+
+_PLACES, _HOMES = _places(), _homes()

@@ -13,12 +13,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from hf_dist.config.accelerate import LauncherSettings
 from hf_dist.config.findings import Findings
 from hf_dist.config.keys import check_keys
+from hf_dist.config.launched import take_launcher
 from hf_dist.config.normalise import normalised
 from hf_dist.config.params import checked_optimizer, checked_scheduler
 from hf_dist.config.scan import scan_json
 from hf_dist.config.schema import DistConfig, Provenance
+from hf_dist.config.together import check_together, note_coercions
 from hf_dist.config.values import BadValue, is_auto
 from hf_dist.errors import ConfigError, Problem
 
@@ -34,11 +37,17 @@ class ConfigDocument:
     problems: tuple[Problem, ...] = ()
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DistConfig:
-    """The checked config of a file, a dict, a JSON text or a base64 text; "auto" values stay until `resolve`."""
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, launcher: LauncherSettings | None = None
+) -> DistConfig:
+    """The checked config of a file, a dict, a JSON text or a base64 text; "auto" values stay until `resolve`.
+
+    `launcher`: what `accelerate launch` was told; fills "auto" and missing keys, and must agree with the others.
+    """
     document = read_config(source)
     findings = Findings(document.origin, document.lines or {}, problems=list(document.problems))
     data = normalised(document.data, findings)
+    filled = take_launcher(data, launcher, findings)
     check_keys(data, findings)
     sections = {
         "optimizer": checked_optimizer(data.get("optimizer"), findings),
@@ -46,16 +55,14 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DistConfi
     }
     typed = _typed(DistConfig, data) | {key: value for key, value in sections.items() if value is not None}
     config = _built(typed, findings)
-    _check_together(config, findings)
+    sources = _sources(typed, "") | filled
+    note_coercions(typed, config, findings)
+    check_together(config, sources, findings)
     if config.hf_dist.strict:
-        for note in findings.notes:
-            if not note.comment:
-                findings.problem(note.path, f"has no effect ({note.reason})", "Remove it, or hf_dist.strict.")
+        _refuse_notes(findings)
     findings.raise_if_any()
     spelled = {path: written for path, (written, _) in findings.written.items()}
-    config._provenance = Provenance(
-        document.origin, dict(findings.lines), tuple(findings.notes), _sources(typed, ""), spelled
-    )
+    config._provenance = Provenance(document.origin, dict(findings.lines), tuple(findings.notes), sources, spelled)
     return config
 
 
@@ -170,32 +177,12 @@ def _built(typed: dict[str, Any], findings: Findings) -> DistConfig:
     return DistConfig(**typed)
 
 
-def _check_together(config: DistConfig, findings: Findings) -> None:
-    """Settings that are each right and do not fit together."""
-    zero = config.zero_optimization
-    if config.fp16.enabled is True and config.bf16.enabled is True:
-        fix = "Set one of them to false."
-        findings.problem("bf16.enabled", 'contradicts "fp16.enabled", which is true too', fix, found=True)
-    if (
-        zero.mics_shard_size > 0
-        and zero.zero_hpz_partition_size > 1
-        and zero.mics_shard_size != zero.zero_hpz_partition_size
-    ):
-        expected = f'contradicts "mics_shard_size" {zero.mics_shard_size}: both set the size of a shard group'
-        findings.problem(
-            "zero_optimization.zero_hpz_partition_size",
-            expected,
-            "Keep one of the two.",
-            found=zero.zero_hpz_partition_size,
-        )
-    if zero.mics_shard_size == 0:
-        findings.problem(
-            "zero_optimization.mics_shard_size", "is not -1 (off) or at least 1", "Remove the key.", found=0
-        )
-    if zero.stage < 3:
-        for key in ("stage3_prefetch_bucket_size", "mics_shard_size", "zero_hpz_partition_size", "leaf_module"):
-            if key in zero.model_fields_set:
-                findings.note(f"zero_optimization.{key}", "read at stage 3 only")
+def _refuse_notes(findings: Findings) -> None:
+    """What `hf_dist.strict` asks for: no key without effect, no value of another type."""
+    for note in findings.notes:
+        if note.kind != "comment":
+            said = "has no effect" if note.kind == "idle" else "is not of the type of the key"
+            findings.problem(note.path, f"{said} ({note.reason})", "Correct or remove it, or hf_dist.strict.")
 
 
 def _sources(node: Mapping[str, Any], path: str) -> dict[str, str]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from hf_dist.config import values
 from hf_dist.config.findings import Findings
-from hf_dist.config.support import FREE_FORM, SECTION_ALIASES, SUPPORT, Status
+from hf_dist.config.rows import Status
+from hf_dist.config.support import FREE_FORM, SECTION_ALIASES, SUPPORT
 
 
 def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:

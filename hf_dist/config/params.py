@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dist.config import values
+from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, REQUIRED, TORCH_SCHEDULES
 from hf_dist.config.findings import Findings
-from hf_dist.config.keys import is_comment, known_keys
+from hf_dist.config.keys import is_comment
+from hf_dist.config.rows import Status
 from hf_dist.config.spelling import closest
-from hf_dist.config.support import SUPPORT, Status
-
-OPTIMIZERS = (
-    *("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Adadelta"),
-    *("Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
-)
-"""Accepted `optimizer.type`: Lion, and the classes of torch.optim that treat each element on its own."""
+from hf_dist.config.support import SUPPORT
 
 _WHOLE_TENSOR = "looks at whole tensors, which are split here"
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
-    **{name: "is a 1-bit optimizer, which is not supported" for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")},
+    **{
+        name: 'is a 1-bit optimizer, which is not supported; "Adam" is what it starts as'
+        for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+    },
     **{name: "is not supported: it needs the mup package" for name in ("MuAdam", "MuAdamW", "MuSGD")},
     **{name: f"is not available yet in this version of hf_dist: it {_WHOLE_TENSOR}" for name in ("Lamb", "Muon")},
     **{name: f"is not supported: it {_WHOLE_TENSOR}" for name in ("Adafactor", "LBFGS")},
@@ -27,87 +26,71 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
 }
 """Optimizers known by name and not served, with the clause that says why."""
 
-_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
-WARMUP_SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "WarmupLR": _WARMUP,
-    "WarmupDecayLR": ("total_num_steps", *_WARMUP),
-    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *_WARMUP[2:]),
-}
-"""DeepSpeed's schedules that exist here, with their arguments."""
-
-TORCH_SCHEDULES = (
-    *("ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts"),
-    *("StepLR", "MultiStepLR", "CyclicLR", "OneCycleLR"),
-)
-"""Classes of torch.optim.lr_scheduler that a JSON file can describe."""
-
 _NEEDS_CODE = "needs Python objects, which a JSON file cannot hold"
 REFUSED_SCHEDULES: Mapping[str, str] = {
-    **{name: "is not available yet in this version of hf_dist" for name in ("OneCycle", "LRRangeTest")},
     **{name: _NEEDS_CODE for name in ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler")},
     "ReduceLROnPlateau": "needs a metric at every step, which the training loop does not give",
 }
 """Schedules known by name and not served, with the clause that says why."""
 
+_LR = values.or_auto(values.real())
 _OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
-    "lr": values.or_auto(values.real()),
+    **dict.fromkeys(("lr", "eps", "weight_decay"), _LR),
     "betas": values.or_auto(values.pair(values.real(below=1.0))),
-    "eps": values.or_auto(values.real()),
-    "weight_decay": values.or_auto(values.real()),
-    "momentum": values.real(),
-    "adam_w_mode": values.flag,
-    "torch_adam": values.flag,
-    "amsgrad": values.flag,
+    **dict.fromkeys(("momentum", "rho", "alpha", "lambd", "t0", "lr_decay", "momentum_decay"), values.real()),
+    **dict.fromkeys(("etas", "step_sizes"), values.pair(values.real())),
+    "initial_accumulator_value": values.real(),
+    "dampening": values.real(),
+    **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "nesterov", "centered"), values.flag),
+    **dict.fromkeys(("maximize", "capturable", "differentiable", "decoupled_weight_decay"), values.flag),
+    **dict.fromkeys(("foreach", "fused"), values.flag),
 }
+_RATE = values.reals()
 _SCHEDULER_VALUES: Mapping[str, values.Coerce] = {
-    "warmup_min_lr": values.or_auto(values.reals()),
-    "warmup_max_lr": values.or_auto(values.reals()),
+    "warmup_min_lr": values.or_auto(_RATE),
+    "warmup_max_lr": values.or_auto(_RATE),
     "warmup_num_steps": values.or_auto(values.whole()),
     "total_num_steps": values.or_auto(values.whole(1)),
     "warmup_type": values.choice("log", "linear"),
     "warmup_min_ratio": values.real(),
     "cos_min_ratio": values.real(),
     "last_batch_iteration": values.whole(-1),
+    "last_epoch": values.whole(-1),
+    **dict.fromkeys(("cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr", "max_lr", "base_lr"), _RATE),
+    **dict.fromkeys(("decay_lr_rate", "decay_mom_rate", "lr_range_test_step_rate"), values.real()),
+    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "base_momentum", "max_momentum"), _RATE),
+    **dict.fromkeys(("cycle_first_step_size", "cycle_second_step_size", "lr_range_test_step_size"), values.whole(1)),
+    **dict.fromkeys(("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size"), values.whole()),
+    **dict.fromkeys(("cycle_momentum", "lr_range_test_staircase", "three_phase"), values.flag),
+    **dict.fromkeys(("T_max", "T_0", "T_mult", "step_size", "total_iters", "step_size_up"), values.whole(1)),
+    **dict.fromkeys(("step_size_down", "total_steps", "epochs", "steps_per_epoch"), values.whole(1)),
+    **dict.fromkeys(("gamma", "eta_min", "factor", "start_factor", "end_factor", "power"), values.real()),
+    **dict.fromkeys(("pct_start", "div_factor", "final_div_factor"), values.real()),
+    "milestones": values.wholes,
+    "anneal_strategy": values.choice("cos", "linear"),
+    "mode": values.choice("triangular", "triangular2", "exp_range"),
+    "scale_mode": values.choice("cycle", "iterations"),
 }
-_TORCH_ARGUMENTS = frozenset(
-    {
-        *(
-            "alpha",
-            "capturable",
-            "centered",
-            "dampening",
-            "decoupled_weight_decay",
-            "differentiable",
-            "etas",
-            "foreach",
-        ),
-        *("fused", "initial_accumulator_value", "lambd", "lr_decay", "maximize", "momentum_decay", "nesterov", "rho"),
-        *("step_sizes", "t0"),
-    }
-)
 
 
 def checked_optimizer(section: Any, findings: Findings) -> dict[str, Any] | None:
     """The `optimizer` section with canonical type and numbers as numbers; None when it is absent or unusable."""
-    name = _type(section, "optimizer", OPTIMIZERS, REFUSED_OPTIMIZERS, findings)
+    name = _type(section, "optimizer", tuple(OPTIMIZER_ARGUMENTS), REFUSED_OPTIMIZERS, findings)
     if name is None:
         return None
-    params = _params(section, "optimizer", findings)
-    known = known_keys("optimizer.params") | _TORCH_ARGUMENTS
+    known = OPTIMIZER_ARGUMENTS[name]
     result: dict[str, Any] = {}
-    for key, value in params.items():
+    for key, value in _params(section, "optimizer", findings).items():
         path = f"optimizer.params.{key}"
         row = SUPPORT.get(path)
         if row is not None and row.status is Status.REFUSED:
             if not row.accepted(value):
                 findings.problem(path, row.reason, row.fix, found=value)
+        elif key not in known:
+            _not_a_parameter(path, name, tuple(known), findings)
         elif row is not None and row.status is Status.NO_EFFECT:
             if not row.accepted(value):
                 findings.note(path, row.reason)
-        elif is_comment(key):
-            findings.note(path, "a comment", comment=True)
-        elif key not in known and (meant := closest(key, known)):
-            findings.problem(path, f"is not a parameter of {name}", f'Did you mean "{meant}"?')
         else:
             _keep(result, path, _OPTIMIZER_VALUES.get(key, _plain), value, findings)
     if result.get("amsgrad") and name in ("Adam", "AdamW") and not result.get("torch_adam"):
@@ -118,28 +101,33 @@ def checked_optimizer(section: Any, findings: Findings) -> dict[str, Any] | None
 
 def checked_scheduler(section: Any, findings: Findings) -> dict[str, Any] | None:
     """The `scheduler` section with canonical type and numbers as numbers; None when it is absent or unusable."""
-    served = (*WARMUP_SCHEDULES, *TORCH_SCHEDULES)
-    name = _type(section, "scheduler", served, REFUSED_SCHEDULES, findings)
+    served = {**DEEPSPEED_SCHEDULES, **TORCH_SCHEDULES}
+    name = _type(section, "scheduler", tuple(served), REFUSED_SCHEDULES, findings)
     if name is None:
         return None
     params = _params(section, "scheduler", findings)
-    allowed = WARMUP_SCHEDULES.get(name)
     result: dict[str, Any] = {}
     for key, value in params.items():
         path = f"scheduler.params.{key}"
-        if is_comment(key):
-            findings.note(path, "a comment", comment=True)
-        elif allowed is not None and key not in allowed:
-            meant = closest(key, allowed)
-            fix = f'Did you mean "{meant}"?' if meant else f"Remove it; the parameters are {', '.join(allowed)}."
-            findings.problem(path, f"is not a parameter of {name}", fix)
+        if key in served[name]:
+            _keep(result, path, _SCHEDULER_VALUES[key], value, findings)
         else:
-            _keep(result, path, _SCHEDULER_VALUES.get(key, _plain), value, findings)
-    if allowed is not None and "total_num_steps" in allowed and "total_num_steps" not in params:
-        findings.problem(
-            "scheduler.params.total_num_steps", f"is missing; {name} needs it", 'Add "total_num_steps": "auto".'
-        )
+            _not_a_parameter(path, name, served[name], findings)
+    for key in REQUIRED.get(name, ()):
+        if key not in params:
+            example = '"auto"' if key == "total_num_steps" else "..."
+            findings.problem(f"scheduler.params.{key}", f"is missing; {name} needs it", f'Add "{key}": {example}.')
     return {"type": name, "params": result}
+
+
+def _not_a_parameter(path: str, name: str, known: tuple[str, ...], findings: Findings) -> None:
+    key = path.rpartition(".")[2]
+    if is_comment(key):
+        findings.note(path, "a comment", "comment")
+        return
+    meant = closest(key, known)
+    fix = f'Did you mean "{meant}"?' if meant else f"Remove it; the parameters are {', '.join(sorted(known))}."
+    findings.problem(path, f"is not a parameter of {name}", fix)
 
 
 def _type(
@@ -180,6 +168,10 @@ def _plain(value: Any) -> Any:
 
 def _keep(result: dict[str, Any], path: str, coerce: values.Coerce, value: Any, findings: Findings) -> None:
     try:
-        result[path.rpartition(".")[2]] = coerce(value)
+        read = coerce(value)
     except values.BadValue as bad:
         findings.problem(path, bad.clause, bad.fix, found=value)
+        return
+    result[path.rpartition(".")[2]] = read
+    if isinstance(value, str) and isinstance(read, (int, float)):
+        findings.note(path, f"{values.shown(value)} is read as {values.shown(read)}", "read")

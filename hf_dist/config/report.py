@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from hf_dist.config.findings import Note
+from collections.abc import Mapping
+
+from hf_dist.config.findings import Note, NoteKind
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.values import shown
+
+_HEADS: Mapping[NoteKind, str] = {
+    "override": "Decided by the config, not by the argument:",
+    "read": "Read as another type than written:",
+    "idle": "Accepted without effect:",
+}
 
 
 def format_table(config: DistConfig) -> str:
     """Aligned lines of key, value and source for every filled or changed value, then the keys without effect."""
-    idle = {note.path for note in config.notes}
+    idle = {note.path for note in config.notes if note.kind == "idle"}
     rows = [
         (path, shown(config.value_at(path)), _source(config, path))
         for path in config.sources
@@ -24,12 +32,15 @@ def format_table(config: DistConfig) -> str:
 
 def format_notes(notes: tuple[Note, ...]) -> list[str]:
     """One line per reason, with all keys that share it; remarks of the user are left out."""
-    by_reason: dict[str, list[str]] = {}
-    for note in notes:
-        if not note.comment:
-            by_reason.setdefault(note.reason, []).append(note.path)
-    head = ["Accepted without effect:"] if by_reason else []
-    return head + [f"  {', '.join(paths)}: {reason}" for reason, paths in by_reason.items()]
+    lines: list[str] = []
+    for kind, head in _HEADS.items():
+        by_reason: dict[str, list[str]] = {}
+        for note in notes:
+            if note.kind == kind:
+                by_reason.setdefault(note.reason, []).append(note.path)
+        lines += [head] if by_reason else []
+        lines += [f"  {', '.join(paths)}: {reason}" for reason, paths in by_reason.items()]
+    return lines
 
 
 def _is_default(config: DistConfig, path: str) -> bool:

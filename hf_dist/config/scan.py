@@ -1,7 +1,7 @@
-"""A JSON reader that knows the line of every key and reports all slips it can step over, not only the first.
+"""A JSON reader that knows the line of every key, and reads over comments and trailing commas, as DeepSpeed does.
 
-Comments, trailing commas and repeated keys are recorded and skipped, so that the rest of the file is checked in the
-same run; anything else that is not JSON ends the scan with the line and column.
+Repeated keys are recorded and skipped, so that the rest of the file is checked in the same run; anything else that is
+not JSON ends the scan with the line and column.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def scan_json(text: str, origin: str) -> Scanned:
     try:
         value = scanner.document()
     except _SyntaxProblem as stop:
-        return Scanned(None, scanner.lines, (*scanner.slips(), stop.problem))
-    return Scanned(value, scanner.lines, scanner.slips())
+        return Scanned(None, scanner.lines, (*scanner.twice, stop.problem))
+    return Scanned(value, scanner.lines, tuple(scanner.twice))
 
 
 class _SyntaxProblem(Exception):
@@ -61,8 +61,6 @@ class _Scanner:
         self.origin = origin
         self.at = 0
         self.lines: dict[str, int] = {}
-        self.comments: list[int] = []
-        self.commas: list[int] = []
         self.twice: list[Problem] = []
         self._breaks = [match.start() for match in re.finditer("\n", text)]
 
@@ -74,21 +72,6 @@ class _Scanner:
         if self._peek():
             raise self._stop(f"has {self._word()} after the end of the JSON object", "Remove it, or check the braces.")
         return value
-
-    def slips(self) -> tuple[Problem, ...]:
-        """The problems that did not end the scan."""
-        found = list(self.twice)
-        if self.comments:
-            fix = 'Remove the comment or turn it into a key such as "_comment": "...".'
-            found.insert(0, self._slip(self.comments, "a comment; JSON has no comments", fix))
-        if self.commas:
-            found.insert(0, self._slip(self.commas, "a comma before a closing bracket", "Remove the comma."))
-        return tuple(found)
-
-    def _slip(self, lines: list[int], what: str, fix: str) -> Problem:
-        unique = sorted(set(lines))
-        where = f"line{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))}"
-        return Problem("", "", f"{where} {'have' if len(unique) > 1 else 'has'} {what}", fix, self._file(unique[0]))
 
     def _value(self, path: str, depth: int) -> Any:
         char = self._peek()
@@ -138,10 +121,7 @@ class _Scanner:
         """Step over the comma between two members; the closing bracket is left for the caller."""
         char = self._peek()
         if char == ",":
-            line = self._line()
             self.at += 1
-            if self._peek() == close:
-                self.commas.append(line)
         elif char != close:
             fix = "A comma is probably missing at the end of the line before." if char == '"' else ""
             raise self._stop(f'expected "," or "{close}", found {self._word()}', fix)
@@ -176,7 +156,6 @@ class _Scanner:
             comment = _COMMENT.match(self.text, self.at)
             if comment is None:
                 return self.text[self.at]
-            self.comments.append(self._line())
             self.at = comment.end()
         return ""
 

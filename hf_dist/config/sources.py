@@ -38,6 +38,8 @@ class AutoSources:
     """Whether --fp16 or --fp16_full_eval is given."""
     bf16: bool | None = None
     """Whether --bf16 or --bf16_full_eval is given."""
+    launcher_precision: str = ""
+    """Precision that `accelerate launch` was told, "fp16" or "bf16"; the arguments' own is in the two fields above."""
     warmup_steps: int | None = None
     """Warm-up length in optimizer steps, at least 1."""
     num_training_steps: int | None = None
@@ -49,13 +51,16 @@ class AutoSources:
     lr_scheduler_type: str = ""
     """Schedule asked for on the command line, for the note that the config overrides it."""
 
+    optim: str = ""
+    """Optimizer asked for on the command line, likewise."""
+
     @classmethod
     def from_training_arguments(
         cls, args: Any, *, data_world_size: int, num_training_steps: int | None = None, hidden_size: int | None = None
     ) -> AutoSources:
         """Read any object with the attributes of TrainingArguments; `data_world_size` counts data ranks only."""
         warmup = args.get_warmup_steps(num_training_steps) if num_training_steps is not None else None
-        kind = getattr(args, "lr_scheduler_type", "")
+        kind, optim = getattr(args, "lr_scheduler_type", ""), getattr(args, "optim", "")
         values: dict[str, Any] = {name: getattr(args, name) for name in _COPIED}
         values |= {
             "max_grad_norm": 0.0 if args.max_grad_norm is None else args.max_grad_norm,
@@ -66,8 +71,15 @@ class AutoSources:
             "hidden_size": hidden_size,
             "auto_find_batch_size": bool(getattr(args, "auto_find_batch_size", False)),
             "lr_scheduler_type": str(getattr(kind, "value", kind) or ""),
+            "optim": str(getattr(optim, "value", optim) or ""),
         }
         return cls(data_world_size=data_world_size, **values)
+
+    def precision(self, name: str) -> tuple[bool | None, str]:
+        """Whether "fp16" or "bf16" is turned on outside of the file, and by whom."""
+        if not getattr(self, name) and self.launcher_precision == name:
+            return True, "mixed_precision of accelerate"
+        return getattr(self, name), f"TrainingArguments.{name}"
 
     @property
     def adam_betas(self) -> list[float] | None:

@@ -9,8 +9,10 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name at most two edits away (fewer for short names), or None; case and hyphens count as no edit."""
     limit = 0 if len(name) < 3 else min(2, max(1, len(name) // 3))
     plain = _plain(name)
-    ranked = sorted((distance(plain, _plain(other)), other) for other in known if abs(len(other) - len(name)) <= limit)
-    return ranked[0][1] if ranked and ranked[0][0] <= limit else None
+    near = [other for other in known if abs(len(other) - len(name)) <= limit]
+    # Of two that are as far, the one with more of the same letters: `pf16` is fp16, not bf16.
+    ranked = sorted((distance(plain, _plain(other)), -len(set(plain) & set(_plain(other))), other) for other in near)
+    return ranked[0][2] if ranked and ranked[0][0] <= limit else None
 
 
 def distance(a: str, b: str) -> int:

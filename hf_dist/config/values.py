@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +13,8 @@ from hf_dist.config.spelling import closest
 Auto = Literal["auto"]
 """The string a user writes to let TrainingArguments or the model decide."""
 AUTO: Auto = "auto"
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]B)")
 
 Coerce = Callable[[Any], Any]
 _T = TypeVar("_T")
@@ -77,23 +80,37 @@ def whole(minimum: int = 0, *, floor: bool = False) -> Coerce:
     return coerce
 
 
-def real(minimum: float = 0.0, *, below: float = math.inf) -> Coerce:
-    """Number from 0.1 or "1e-4", at least `minimum` and under `below`."""
-    clause = f"is not a number of at least {minimum:g}" + ("" if below == math.inf else f" and below {below:g}")
+def real(minimum: float = 0.0, *, below: float = math.inf, most: float = math.inf) -> Coerce:
+    """Number from 0.1 or "1e-4", at least `minimum`, under `below` and at most `most`."""
+    bound = "" if below == math.inf else f" and below {below:g}"
+    bound += "" if most == math.inf else f" and at most {most:g}"
+    clause = f"is not a number of at least {minimum:g}{bound}"
 
     def coerce(value: Any) -> float:
         number = _number(value, clause)
-        if not minimum <= number < below:
+        if not minimum <= number < below or number > most:
             raise BadValue(clause)
         return number
 
     return coerce
 
 
+def period(value: Any) -> float:
+    """Number of steps between two events; infinity is never."""
+    return math.inf if value == math.inf else real()(value)
+
+
 def reals(minimum: float = 0.0) -> Coerce:
     """Number, or a list of numbers (one per parameter group)."""
     one = real(minimum)
     return lambda value: [one(item) for item in value] if isinstance(value, (list, tuple)) else one(value)
+
+
+def wholes(value: Any) -> list[int]:
+    """List of whole numbers."""
+    if not isinstance(value, (list, tuple)):
+        raise BadValue("is not a list of whole numbers")
+    return [whole(0)(item) for item in value]
 
 
 def pair(coerce_one: Coerce) -> Coerce:
@@ -136,6 +153,39 @@ def dtype(value: Any) -> str:
     if text in DTYPES:
         return DTYPES[text]
     raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(DTYPES))
+
+
+def device(value: Any) -> str:
+    """ "none", "cpu" or "nvme"; false is "none"."""
+    return "none" if value is False else str(choice("none", "cpu", "nvme")(value))
+
+
+def partition(value: Any) -> str | tuple[int, ...]:
+    """How layers are shared out; DeepSpeed's "best" is "cost"."""
+    if isinstance(value, (list, tuple)):
+        return tuple(whole(1)(item) for item in value)
+    if isinstance(value, str) and value.startswith("type:") and len(value) > len("type:"):
+        try:
+            re.compile(value.removeprefix("type:"))
+        except re.error as error:
+            raise BadValue(f"is not a regular expression: {error}") from None
+        return value
+    name = choice("cost", "best", "uniform", "parameters", "type:REGEX")(value)
+    if name == "type:REGEX":
+        raise BadValue("is the name of the method, not a pattern", 'Write for example "type:DecoderLayer".')
+    return "cost" if name == "best" else str(name)
+
+
+def file_size(value: Any) -> str | int:
+    """A size in bytes from 5000000 or "5GB" (decimal units, as huggingface_hub reads them), in its usual spelling."""
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip().upper())):
+        return f"{match[1]}{match[2]}"
+    try:
+        return whole(1)(value)
+    except BadValue as bad:
+        if bad.fix:
+            raise
+        raise BadValue('is not a size such as "5GB" (KB, MB, GB, TB) or a number of bytes') from None
 
 
 def names(value: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.optim.bias_correction import leave_out_bias_correction
 from hf_dist.optim.lion import Lion
 
 __all__ = ["build_optimizer"]
@@ -49,12 +50,13 @@ _LAMB_KEYS = ("max_coeff", "min_coeff", "eps_inside_sqrt")
 
 # Keys of DeepSpeed's kernels that torch has no word for, with the only value torch can honour (None: any).
 _KERNEL_KEYS: dict[str, dict[str, bool | None]] = {
-    "Adam": {"bias_correction": True, "fp32_optimizer_states": True, "set_grad_none": None},
-    "AdamW": {"bias_correction": True, "fp32_optimizer_states": True, "set_grad_none": None},
+    "Adam": {"fp32_optimizer_states": True, "set_grad_none": None},
+    "AdamW": {"fp32_optimizer_states": True, "set_grad_none": None},
     "Adagrad": {"fp32_optimizer_states": True},
     "Lion": {"fp32_optimizer_states": True, "set_grad_none": None},
 }
-_ADAM_SWITCHES = ("torch_adam", "adam_w_mode")
+_ADAM_SWITCHES = {"torch_adam": False, "adam_w_mode": True, "bias_correction": True}
+"""DeepSpeed's switches of Adam and their defaults."""
 
 # "meta": the parameters are not placed yet, and both places they can go to have the kernels.
 _FUSED_DEVICES = {"cpu", "cuda", "meta"}
@@ -80,7 +82,8 @@ def build_optimizer(
         expected, fix = _REFUSED_TYPES[type.lower()]
         raise ConfigError(Problem("optimizer.type", repr(type), expected, fix))
     name = _ANY_CASE.get(type.lower(), type)
-    torch_adam, adam_w_mode = (read_flag("optimizer", params, k, k == "adam_w_mode") for k in _ADAM_SWITCHES)
+    switches = {key: read_flag("optimizer", params, key, default) for key, default in _ADAM_SWITCHES.items()}
+    torch_adam, adam_w_mode = switches["torch_adam"], switches["adam_w_mode"]
     cls = _optimizer_class(name, adam_w_mode=adam_w_mode)
     accepted = _accepted(name, cls)
     problems = [p for key in params if key not in accepted and (p := _foreign_key(key))]
@@ -100,7 +103,10 @@ def build_optimizer(
     groups = _as_groups(parameters)
     if _wants_fused(cls, arguments, groups):
         arguments["fused"] = True
-    return construct("optimizer", cls, groups, arguments)
+    optimizer = construct("optimizer", cls, groups, arguments)
+    if name in ("Adam", "AdamW") and not switches["bias_correction"]:
+        leave_out_bias_correction(optimizer)
+    return optimizer
 
 
 def _optimizer_class(name: str, *, adam_w_mode: bool) -> type[torch.optim.Optimizer]:

@@ -1,10 +1,6 @@
 """Learning-rate schedules of the `scheduler` section: DeepSpeed's warm-ups, or any of torch by its own name.
 
-Source of the formulas: DeepSpeed runtime/lr_schedules.py.
-
-[Note: schedule index] DeepSpeed's index is -1 when the schedule is built and grows by one per `step()`, which runs
-after each optimizer step that was applied. So the steps 0 and 1 of a warm-up both run at its minimum. torch's
-`last_epoch` is 0 where that index is -1; everything here is written in DeepSpeed's index.
+Source of the formulas: DeepSpeed runtime/lr_schedules.py. [Note: schedule index] in `indexed_schedule.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.optim.build import argument_names, checked_arguments, construct, find_class
+from hf_dist.optim.cycles import LRRangeTest, OneCycle
+from hf_dist.optim.indexed_schedule import IndexedSchedule, count, number, per_group, problem
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_scheduler"]
 
 logger = logging.getLogger(__name__)
 
-_NOT_YET = ("OneCycle", "LRRangeTest")
 _NOT_IN_JSON = {
     "LambdaLR": "a function",
     "MultiplicativeLR": "a function",
@@ -34,7 +31,7 @@ _NOT_IN_JSON = {
 }
 
 
-class _Warmup(LRScheduler):
+class _Warmup(IndexedSchedule):
     """The index, the warm-up factor and the state that the three schedules share.
 
     A subclass sets its own attributes, calls this constructor last, and gives the learning rates in `_lr_at`.
@@ -48,20 +45,14 @@ class _Warmup(LRScheduler):
         last_batch_iteration: int,
     ) -> None:
         if warmup_type not in ("log", "linear"):
-            raise _problem("warmup_type", warmup_type, 'is not "log" or "linear"', 'DeepSpeed would use "log".')
-        num_steps = _count("warmup_num_steps", warmup_num_steps)
+            raise problem("warmup_type", warmup_type, 'is not "log" or "linear"', 'DeepSpeed would use "log".')
+        num_steps = count("warmup_num_steps", warmup_num_steps)
         self._has_warmup = num_steps > 0
         self._num_warmup_steps = max(2, num_steps) if self._has_warmup else 0  # ln(1) would divide by zero
         self._is_log = warmup_type == "log"
         if not self._has_warmup:
             logger.warning("scheduler.params.warmup_num_steps: 0 means no warm-up here; DeepSpeed refuses it")
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))  # torch demands it of a schedule that is resumed
-        super().__init__(optimizer, last_epoch=last_batch_iteration)
-
-    def _lr_at(self, index: int) -> list[float]:
-        """The learning rate of each param group; index as in [Note: schedule index]."""
-        raise NotImplementedError
+        super().__init__(optimizer, last_batch_iteration)
 
     def _is_first_step(self, index: int) -> bool:
         return index < 0 and self._has_warmup
@@ -71,25 +62,6 @@ class _Warmup(LRScheduler):
         if self._is_log:
             return 1.0 / math.log(self._num_warmup_steps) * math.log(index + 1)
         return index / self._num_warmup_steps
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rate of each param group for the next optimizer step; a function of the step count alone."""
-        return [*self._lr_at(self.last_epoch - 1)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Progress only, as in DeepSpeed: a run resumed with another configuration follows that one."""
-        return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, and set the optimizer's learning rates to where that is."""
-        self.last_epoch = state_dict["last_epoch"]
-        self._step_count = state_dict["_step_count"]
-        self._last_lr = self.get_lr()
-        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
 
 
 class WarmupLR(_Warmup):
@@ -108,8 +80,8 @@ class WarmupLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         initial = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        self._min_lrs = _per_group("warmup_min_lr", warmup_min_lr, len(initial))
-        self._max_lrs = initial if warmup_max_lr is None else _per_group("warmup_max_lr", warmup_max_lr, len(initial))
+        self._min_lrs = per_group("warmup_min_lr", warmup_min_lr, len(initial))
+        self._max_lrs = initial if warmup_max_lr is None else per_group("warmup_max_lr", warmup_max_lr, len(initial))
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _lr_at(self, index: int) -> list[float]:
@@ -163,8 +135,8 @@ class WarmupCosineLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         self._total_num_steps = _total(total_num_steps, warmup_num_steps)
-        self._warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
-        self._cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
+        self._warmup_min_ratio = number("warmup_min_ratio", warmup_min_ratio)
+        self._cos_min_ratio = number("cos_min_ratio", cos_min_ratio)
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _lr_at(self, index: int) -> list[float]:
@@ -180,7 +152,9 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self._cos_min_ratio + (1.0 - self._cos_min_ratio) * cosine)
 
 
-_OWN: dict[str, type[_Warmup]] = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+_OWN: dict[str, type[IndexedSchedule]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -190,12 +164,8 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim
     and not after one skipped for an overflow. No "auto" may be left in `params`.
 
     Raises:
-        ConfigError: an unknown or unavailable type, or params it does not take; names all of them.
+        ConfigError: an unknown type, or params it does not take; names all of them.
     """
-    if type in _NOT_YET:
-        raise ConfigError(
-            Problem("scheduler.type", repr(type), "is not available yet", f"Use one of {', '.join(_OWN)}.")
-        )
     if type in _NOT_IN_JSON:
         expected = f"needs {_NOT_IN_JSON[type]}, which JSON cannot express"
         fix = "Remove the section and pass the scheduler to the Trainer, or use another type."
@@ -214,34 +184,9 @@ def _construct(cls: type[LRScheduler], params: Mapping[str, Any], optimizer: tor
     return construct("scheduler", cls, optimizer, arguments)
 
 
-def _problem(key: str, value: object, expected: str, fix: str = "") -> ConfigError:
-    return ConfigError(Problem(f"scheduler.params.{key}", repr(value), expected, fix))
-
-
-def _number(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _problem(key, value, "is not a number")
-    return float(value)
-
-
-def _count(key: str, value: object) -> int:
-    number = _number(key, value)
-    if number < 0 or number != int(number):
-        raise _problem(key, value, "is not an integer >= 0")
-    return int(number)
-
-
-def _per_group(key: str, value: float | list[float], num_groups: int) -> list[float]:
-    if not isinstance(value, (list, tuple)):
-        return [_number(key, value)] * num_groups
-    if len(value) != num_groups:
-        raise _problem(key, value, f"does not have one value for each of the {num_groups} param groups")
-    return [_number(key, v) for v in value]
-
-
 def _total(total_num_steps: object, warmup_num_steps: object) -> int:
-    total = _count("total_num_steps", total_num_steps)
-    if total < _count("warmup_num_steps", warmup_num_steps):
+    total = count("total_num_steps", total_num_steps)
+    if total < count("warmup_num_steps", warmup_num_steps):
         logger.warning(
             "scheduler.params.total_num_steps: %s is less than warmup_num_steps: %s, so training ends in the warm-up",
             total,

@@ -11,7 +11,8 @@ import pytest
 
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, load_config, resolve, resolve_without_trainer
 from hf_dist.config.auto import AUTO_TABLE
-from hf_dist.config.support import SUPPORT, Status
+from hf_dist.config.rows import Status
+from hf_dist.config.support import SUPPORT
 from hf_dist.errors import ConfigError
 
 EARLY = AutoSources(
@@ -160,7 +161,8 @@ def test_a_train_batch_that_does_not_fit_names_all_numbers_and_their_origin() ->
     assert problems(load_config(text), EARLY) == [
         "JSON text:2: train_batch_size: 30 is not train_micro_batch_size_per_gpu (8) x gradient_accumulation_steps (2) "
         "x data ranks (4) = 64; train_micro_batch_size_per_gpu comes from --per_device_train_batch_size, "
-        "gradient_accumulation_steps comes from --gradient_accumulation_steps. Set train_batch_size to 64."
+        "gradient_accumulation_steps comes from --gradient_accumulation_steps. "
+        "Delete line 2: the product is what is used then. Or: Set train_batch_size to 64."
     ]
 
 
@@ -205,6 +207,19 @@ def test_file_and_arguments_may_not_ask_for_different_precisions() -> None:
     assert problems(load_config({"bf16": {"enabled": False}}), EARLY) == [
         "bf16.enabled: false differs from TrainingArguments.bf16, which is true. "
         'Set it to "auto", or do not pass --bf16.'
+    ]
+
+
+def test_a_precision_of_the_launcher_is_named_as_such() -> None:
+    sources = replace(EARLY, bf16=False, launcher_precision="bf16")
+    assert resolve(load_config({}), sources).source_of("bf16.enabled") == "absent <- mixed_precision of accelerate"
+    assert problems(load_config({"fp16": {"enabled": True}}), sources) == [
+        "fp16.enabled: true contradicts bf16, which is turned on by mixed_precision of accelerate. "
+        "Set it to false, or set that to no."
+    ]
+    assert problems(load_config({"bf16": {"enabled": False}}), sources) == [
+        "bf16.enabled: false differs from mixed_precision of accelerate, which is true. "
+        'Set it to "auto", or set that to no.'
     ]
 
 

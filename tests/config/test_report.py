@@ -29,7 +29,8 @@ def test_the_table_shows_set_values_with_sources_and_idle_keys_once(tmp_path: Pa
         "  gradient_clipping               1.0   absent <- default\n"
         "  gradient_accumulation_steps     4     absent <- the other batch sizes\n"
         "Accepted without effect:\n"
-        "  steps_per_print, wall_clock_breakdown: use the Trainer's logging and callbacks\n"
+        "  steps_per_print: use logging_steps of TrainingArguments\n"
+        "  wall_clock_breakdown: the log always has the split of the time\n"
         "  zero_optimization.contiguous_gradients: a detail of DeepSpeed's implementation"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, REQUIRED, TORCH_SCHEDULES
 from hf_dist.config.keys import SECTIONS, known_keys
-from hf_dist.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULES, TORCH_SCHEDULES
+from hf_dist.config.params import REFUSED_OPTIMIZERS, REFUSED_SCHEDULES
+from hf_dist.config.rows import Status, is_off
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.spelling import closest, distance
-from hf_dist.config.support import SECTION_ALIASES, STRICT, SUPPORT, Status, is_off
+from hf_dist.config.support import NOT_YET, SECTION_ALIASES, STRICT, SUPPORT
+from hf_dist.optim import cycles, schedules
+from hf_dist.optim.lion import Lion
 
 SCHEMA = Path(__file__).resolve().parents[3] / "shared" / "reference" / "config" / "schema.json"
 
@@ -45,8 +50,12 @@ ABBREVIATED = {
 }
 """Rows of the schema that stand for several keys."""
 
-OURS = {"hf_dist.strict", "zero_optimization.leaf_module.classes"} | {
-    f"zero_optimization.leaf_module.{key}" for key in ("names", "name_suffixes")
+OURS = {
+    *(f"hf_dist.{key}" for key in ("strict", "save_on_signal", "check_load", "lazy_load", "tiled_loss")),
+    *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
+    "strict_config",
+    *(f"checkpoint.{key}" for key in ("async_save", "max_shard_size")),
+    *(f"zero_optimization.leaf_module.{key}" for key in ("classes", "names", "name_suffixes")),
 }
 """Keys of our table that the schema lists only inside another row."""
 
@@ -115,6 +124,11 @@ def test_a_used_key_is_a_typed_field_and_every_field_has_a_row() -> None:
     }
 
 
+def test_what_is_not_there_yet_is_a_used_key_that_accepts_its_default() -> None:
+    for path, row in NOT_YET.items():
+        assert SUPPORT[path].status is Status.USED and row.accepted(DistConfig().value_at(path)), path
+
+
 def test_sections_named_elsewhere_exist() -> None:
     assert set(STRICT) <= SECTIONS
     assert all(target in SECTIONS for target in SECTION_ALIASES.values())
@@ -122,20 +136,38 @@ def test_sections_named_elsewhere_exist() -> None:
     assert {"fp16", "train_batch_size", "timers"} <= known_keys("")
 
 
-def test_optimizer_names_are_those_of_torch() -> None:
+DEEPSPEED_SWITCHES = {"torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
+
+
+def signature(cls: type) -> dict[str, inspect.Parameter]:
+    """The constructor's parameters that JSON can give, without the first."""
+    found = list(inspect.signature(cls).parameters.items())[1:]
+    return {name: parameter for name, parameter in found if name != "scale_fn"}
+
+
+def test_optimizer_names_and_arguments_are_those_of_torch() -> None:
     existing = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)} - {"Optimizer"}
-    assert set(OPTIMIZERS) - {"Lion"} <= existing
-    assert existing <= {*OPTIMIZERS, *REFUSED_OPTIMIZERS}
+    assert set(OPTIMIZER_ARGUMENTS) - {"Lion"} <= existing
+    assert existing <= {*OPTIMIZER_ARGUMENTS, *REFUSED_OPTIMIZERS}
+    for name, arguments in OPTIMIZER_ARGUMENTS.items():
+        ours = set(signature(Lion if name == "Lion" else getattr(torch.optim, name)))
+        ours -= {"decoupled_weight_decay"} if name == "Adam" else set()  # "adam_w_mode" says it
+        assert arguments - DEEPSPEED_SWITCHES == ours, name
 
 
-def test_schedule_names_are_those_of_torch() -> None:
+def test_schedule_names_and_arguments_are_those_of_torch() -> None:
     module = torch.optim.lr_scheduler
     existing = {
         name
         for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, module.LRScheduler) and not name.startswith(("_", "LRScheduler"))
     }
-    assert existing == {*TORCH_SCHEDULES, *REFUSED_SCHEDULES} - {"OneCycle", "LRRangeTest"}
+    assert existing == {*TORCH_SCHEDULES, *REFUSED_SCHEDULES}
+    for name, arguments in (*TORCH_SCHEDULES.items(), *DEEPSPEED_SCHEDULES.items()):
+        parameters = signature(getattr(module, name, None) or getattr(schedules, name, None) or getattr(cycles, name))
+        assert set(arguments) == set(parameters), name
+        required = {key for key, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+        assert required == set(REQUIRED.get(name, ())), name
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", "none", "false", {}, {"enabled": False}, {"a": {"enabled": 0}}])

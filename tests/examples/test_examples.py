@@ -38,18 +38,29 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def start(
+    script: str, config: str, output: Path, *arguments: str, processes: int = 2
+) -> subprocess.CompletedProcess[str]:
+    """An example over CPU processes, whatever its end."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    paths = ["--dist_config", f"configs/{config}", "--output_dir", str(output), "--use_cpu"]
+    return subprocess.run(
+        [*launcher, f"examples/{script}", *paths, *arguments],
+        cwd=REPO,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
 def train(script: str, config: str, output: Path, *arguments: str) -> str:
     """Three steps of an example over two CPU processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     paths = ["--dist_config", f"configs/{config}", "--output_dir", str(output)]
     return run(*launcher, f"examples/{script}", *paths, "--use_cpu", "--max_steps", "3", *arguments)
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_config_loads(path: Path) -> None:
-    from hf_dist.config import load_config
-
-    load_config(path)
 
 
 def test_all_configs_are_described_in_their_readme() -> None:
@@ -74,4 +85,16 @@ def test_causal_lm_trains_samples_and_saves(tmp_path: Path, config: str) -> None
     said = train("train_clm.py", config, tmp_path, *small)
     assert "perplexity before:" in said
     assert "sample: 'def " in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_stopped_run_goes_on_with_other_processes_and_another_stage(tmp_path: Path) -> None:
+    stopped = start("resume_elsewhere.py", "zero3_fp32.json", tmp_path, "--stop_after", "5")
+    assert stopped.returncode != 0
+    assert "SIGUSR1: stopped after step" in stopped.stdout, stopped.stdout[-8000:]
+    resumed = start("resume_elsewhere.py", "zero1.json", tmp_path, processes=1)
+    assert resumed.returncode == 0, resumed.stdout[-8000:]
+    assert "resuming from" in resumed.stdout
+    assert "40 steps on 1 processes" in resumed.stdout
     AutoModelForCausalLM.from_pretrained(tmp_path)

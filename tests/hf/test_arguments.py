@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def test_a_later_stock_run_in_the_same_process_keeps_its_autocast(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ACCELERATE_USE_DEEPSPEED", "true"), ("ACCELERATE_USE_FSDP", "true"), ("fsdp", "full_shard")]
+    ("name", "value"),
+    [("ACCELERATE_USE_PARALLELISM_CONFIG", "true"), ("ACCELERATE_USE_FSDP", "true"), ("fsdp", "full_shard")],
 )
 def test_another_engine_beside_ours_is_refused(
     name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +128,58 @@ def test_another_engine_beside_ours_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}: .* starts another engine"):
         arguments(tmp_path, dist_config=CONFIG, **options)
+
+
+def under_deepspeed_of_accelerate(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    """The variables of `accelerate launch` with a DeepSpeed configuration."""
+    for name, value in {"USE_DEEPSPEED": "true", "CONFIG_DS_FIELDS": "none", **changes}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+
+
+def test_a_deepspeed_configuration_of_accelerate_is_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_deepspeed_of_accelerate(monkeypatch, DEEPSPEED_ZERO_STAGE="3", GRADIENT_ACCUMULATION_STEPS="2")
+    for _ in range(2):  # the second finds the variables as the first left them
+        args = arguments(tmp_path, gradient_accumulation_steps=2)
+        assert stage_of(args) == 3 and args.dist.gradient_accumulation_steps == 2
+        assert args.dist.source_of("zero_optimization.stage") == "launcher <- ACCELERATE_DEEPSPEED_ZERO_STAGE"
+    assert TrainingArguments(str(tmp_path), use_cpu=True).deepspeed_plugin is None, "turned off for stock arguments too"
+
+
+def test_a_config_file_that_accelerate_names_is_read_and_dist_config_must_agree(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_deepspeed_of_accelerate(monkeypatch, DEEPSPEED_CONFIG_FILE=path)
+    assert stage_of(arguments(tmp_path)) == 2
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(ConfigError, match="stage: 2 differs from ACCELERATE_DEEPSPEED_ZERO_STAGE=3"):
+        arguments(tmp_path, dist_config=CONFIG)
+
+
+# ---- monitors
+
+
+def test_monitors_of_the_config_become_reporters_and_their_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
+    for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_PROJECT", "WANDB_RUN_GROUP", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monitors = {
+        "tensorboard": {"enabled": True, "output_path": "runs", "job_name": "first"},
+        "wandb": {"enabled": True, "project": "theirs", "group": "g"},
+    }
+    args = arguments(tmp_path, dist_config={**CONFIG, **monitors}, report_to=["wandb"])
+    assert args.report_to == ["wandb", "tensorboard"]
+    variables = ("TENSORBOARD_LOGGING_DIR", "WANDB_PROJECT", "WANDB_RUN_GROUP")
+    assert [os.environ[name] for name in variables] == [str(Path("runs") / "first"), "mine", "g"]
+    assert "WANDB_ENTITY" not in os.environ
+
+
+def test_a_monitor_whose_package_is_missing_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    with pytest.raises(ConfigError, match=r"wandb\.enabled: true needs the package wandb\. pip install wandb"):
+        arguments(tmp_path, dist_config={**CONFIG, "wandb": {"enabled": True}})
 
 
 # ---- other uses of the arguments

@@ -158,7 +158,8 @@ def test_a_setting_without_effect_is_logged(caplog: pytest.LogCaptureFixture) ->
         ("lr_scheduler", {}, "optimizer.type", "is not one of"),
         ("Optimizer", {}, "optimizer.type", "is not one of"),
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm", "gradient_clipping"),
-        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction", "only true is"),
+        ("Adam", {"bias_correction": 0}, "optimizer.params.bias_correction", "is not true or false"),
+        ("Adam", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states", "only true is"),
         ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states", "only true is"),
         ("Adam", {"amsgrad": True}, "optimizer.params.amsgrad", '"torch_adam": true'),
         ("Adam", {"torch_adam": "true"}, "optimizer.params.torch_adam", "not true or false"),
@@ -180,7 +181,7 @@ def test_what_cannot_be_honoured_is_refused_by_path(type: str, params: dict[str,
 
 
 def test_all_wrong_params_are_named_at_once() -> None:
-    params = {"max_grad_norm": 1, "lr": "1e-4", "foo": 1, "bias_correction": False}
+    params = {"max_grad_norm": 1, "lr": "1e-4", "foo": 1, "fp32_optimizer_states": False}
     with pytest.raises(ConfigError) as caught:
         build_optimizer("AdamW", params, _parameters())
     assert {p.path.rpartition(".")[2] for p in caught.value.problems} == set(params)

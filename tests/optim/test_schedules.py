@@ -55,6 +55,27 @@ def test_a_run_resumed_at_any_step_continues_the_sequence(entry: dict[str, Any],
         assert _advance(second, remaining) == pytest.approx(entry["lr"][num_done:], rel=1e-12, abs=0)
 
 
+@pytest.mark.parametrize("entry", [entry for entry in GOLDEN if "betas" in entry], ids=_id)
+@pytest.mark.parametrize("num_done", [0, 5])
+def test_one_cycle_moves_the_betas_as_recorded_from_deepspeed(entry: dict[str, Any], num_done: int) -> None:
+    def build() -> LRScheduler:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=entry["base_lr"])
+        return build_scheduler(entry["type"], entry["params"], optimizer)
+
+    first = build()
+    _advance(first, num_done)
+    scheduler = build()
+    scheduler.load_state_dict(first.state_dict())
+    for betas in entry["betas"][num_done:]:
+        assert scheduler.optimizer.param_groups[0]["betas"] == pytest.approx(betas, rel=1e-12)
+        _advance(scheduler, 1)
+
+
+def test_one_cycle_leaves_an_optimizer_without_betas_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = build_scheduler("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}, _optimizer(1.0))
+    assert "betas" not in scheduler.optimizer.param_groups[0] and "no betas" in caplog.text
+
+
 def test_a_resumed_run_follows_the_schedule_it_is_resumed_with() -> None:
     first = build_scheduler("WarmupLR", {"warmup_num_steps": 2, "warmup_max_lr": 1.0}, _optimizer(1.0))
     _advance(first, 5)
@@ -124,8 +145,9 @@ def test_any_torch_scheduler_is_built_by_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("type", "params", "path", "words"),
     [
-        ("OneCycle", {}, "scheduler.type", "not available yet"),
-        ("LRRangeTest", {}, "scheduler.type", "not available yet"),
+        ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params", "cycle_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_steps": 3}, "scheduler.params.cycle_steps", "accep"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "scheduler.params.lr_range_test_step_size", "at least 1"),
         ("WarmupDecayLr", {}, "scheduler.type", 'Did you mean "WarmupDecayLR"'),
         ("cosineannealinglr", {}, "scheduler.type", 'Did you mean "CosineAnnealingLR"'),
         ("_LRScheduler", {}, "scheduler.type", "is not one of"),

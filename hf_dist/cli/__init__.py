@@ -1,0 +1,37 @@
+"""The `hf-dist` command, one file per noun; a file imports torch or transformers inside its functions, if at all.
+
+A new command: a file beside this one, and one line below.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hf_dist.cli import checkpoint, config, env, schedule
+from hf_dist.errors import HfDistError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="hf-dist",
+    help="Shard Hugging Face models from a DeepSpeed-style JSON.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(env.env)
+app.command()(checkpoint.export)
+app.command()(checkpoint.inspect)
+app.command()(schedule.schedule)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Entry point of the console script: errors of ours are printed without a traceback, exit code 1."""
+    try:
+        app()
+    except HfDistError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,146 @@
+"""`hf-dist config`: is this file right, what does it mean, what would the file of another tool be here. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_dist.cli.script_arguments import sources_from
+from hf_dist.config import DistConfig, format_table, load_config, resolve, shown
+from hf_dist.config.convert import Conversion, from_accelerate, from_fsdp_arguments
+from hf_dist.config.json_schema import json_schema
+from hf_dist.config.meaning import meaning, sentences
+from hf_dist.errors import ConfigError, Problem
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Check a config, and say what it means.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+File = Annotated[Path, typer.Argument(help="A DeepSpeed-style JSON file.", show_default=False)]
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(help="After `--`: the arguments of your script, compared with the file.", show_default=False),
+]
+WorldSize = Annotated[int | None, typer.Option(help="Processes that read different data.", show_default=False)]
+Model = Annotated[str | None, typer.Option(help="A model folder, or an ID of the hub.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.command()
+def check(
+    file: File, script: Script = None, world_size: WorldSize = None, model: Model = None, as_json: AsJson = False
+) -> None:
+    """Report everything that is wrong with a config, alone or with the arguments of a script; exit code 1 if anything is.
+
+    hf-dist config check zero3.json --world-size 8 -- --learning_rate 2e-5 --per_device_train_batch_size 4
+    """
+    try:
+        config = _resolved(file, script, world_size, model)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print(_as_json({"file": str(file), "ok": False, "problems": [vars(problem) for problem in error.problems]}))
+        sys.exit(1)
+    if as_json:
+        values = {path: {"value": config.value_at(path), "source": source} for path, source in config.sources.items()}
+        notes = [vars(note) for note in config.notes]
+        print(_as_json({"file": str(file), "ok": True, "problems": [], "notes": notes, "values": values}))
+    else:
+        print(format_table(config))
+
+
+@app.command()
+def explain(
+    file: File, script: Script = None, world_size: WorldSize = None, model: Model = None, as_json: AsJson = False
+) -> None:
+    """Print every key with its value, where the value comes from, and what the key does here."""
+    config = _resolved(file, script, world_size, model)
+    rows = list(_explained(config))
+    if as_json:
+        print(_as_json([dict(zip(("key", "value", "source", "meaning"), row, strict=True)) for row in rows]))
+        return
+    width = max(len(key) for key, *_ in rows)
+    shown_width = min(24, max(len(shown(value)) for _, value, *_ in rows))
+    for key, value, source, text in rows:
+        print(f"{key:<{width}}  {shown(value):<{shown_width}}  {source}")
+        print(f"{'':<{width}}  {text}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the config: name it in "$schema" and editors complete keys and check values."""
+    print(_as_json(json_schema()))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path | None, typer.Argument(help="The YAML that `accelerate config` wrote.", show_default=False)
+    ] = None,
+    fsdp: Annotated[str | None, typer.Option(help='The value of --fsdp, e.g. "full_shard auto_wrap".')] = None,
+    fsdp_config: Annotated[Path | None, typer.Option(help="The JSON of --fsdp_config.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: print.", show_default=False)] = None,
+) -> None:
+    """Make a config from accelerate's YAML (deepspeed_config or fsdp_config), or from the Trainer's fsdp arguments."""
+    conversion = _converted(source, fsdp, fsdp_config)
+    text = _as_json(conversion.config)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")
+    for key, reason in conversion.notes.items():
+        print(f"{key}: {reason}", file=sys.stderr)
+    load_config(conversion.config)  # says, by path, what is not available here
+
+
+def _resolved(file: Path, script: list[str] | None, world_size: int | None, model: str | None) -> DistConfig:
+    config = load_config(file)
+    if script is None and world_size is None and model is None:
+        return config
+    return resolve(config, sources_from(script, world_size, model))
+
+
+def _explained(config: DistConfig) -> list[tuple[str, Any, str, str]]:
+    """Key, value, source and meaning of every key of the file, then of every key that has its default."""
+    reasons = {note.path: note.reason for note in config.notes}
+    rows = []
+    for path in [*config.sources, *(note.path for note in config.notes if note.path not in config.sources)]:
+        written = config.spelled(path)
+        source = config.source_of(path)
+        line = config.lines.get(written)
+        source = f"line {line}" if line and source in ("file", "default") else source
+        text = f"no effect: {reasons[written]}" if written in reasons else meaning(path)
+        alias = f" (written as {written})" if written != path else ""
+        rows.append((path, config.value_at(path), source, text + alias))
+    done = {path for path, *_ in rows}
+    rest = [path for path in sentences() if path not in done and not _is_section(config, path)]
+    return rows + [(path, config.value_at(path), "default", meaning(path)) for path in rest]
+
+
+def _is_section(config: DistConfig, path: str) -> bool:
+    return hasattr(config.value_at(path), "model_fields") or path in ("optimizer", "scheduler")
+
+
+def _converted(source: Path | None, fsdp: str | None, fsdp_config: Path | None) -> Conversion:
+    if (source is None) == (fsdp is None):
+        raise ConfigError(Problem("convert", "", "needs the YAML of accelerate or --fsdp", "Pass one of the two."))
+    if source is None:
+        section = {} if fsdp_config is None else json.loads(fsdp_config.read_text(encoding="utf-8"))
+        return from_fsdp_arguments(str(fsdp), section)
+    import yaml
+
+    try:
+        data = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(Problem("source", str(source), f"cannot be read: {error}", "")) from None
+    if not isinstance(data, dict):
+        raise ConfigError(Problem("source", str(source), "is not a YAML mapping", "Pass what accelerate wrote."))
+    return from_accelerate(data)
+
+
+def _as_json(data: object) -> str:
+    return json.dumps(data, indent=2, default=str)

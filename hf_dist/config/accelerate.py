@@ -1,0 +1,101 @@
+"""What `accelerate launch` was told: its environment variables and its YAML, as values for our keys.
+
+Source: accelerate utils/launch.py (which variables it sets), utils/dataclasses.py (DeepSpeedPlugin: what they mean).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ZERO = "zero_optimization"
+
+DEEPSPEED_KEYS: Mapping[str, str] = {
+    "zero_stage": f"{_ZERO}.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{_ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+    "deepspeed_moe_layer_cls_names": f"{_ZERO}.leaf_module.classes",
+}
+"""Keys of `deepspeed_config` in accelerate's YAML, and options of `accelerate launch`."""
+
+_MARKERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_CONFIG_DS_FIELDS")
+"""The first turns DeepSpeed on in accelerate; `hf_dist` turns it off again, and the second still tells what was asked."""
+_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_VARIABLES: Mapping[str, str] = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
+}
+
+
+@dataclass(frozen=True)
+class LauncherSetting:
+    """One value that the launcher decided."""
+
+    value: Any
+    """The value, as a JSON file would hold it."""
+    origin: str
+    """The variable that carries it, or the key of the YAML."""
+    key: str
+    """accelerate's own name of the setting, as in its YAML."""
+
+
+@dataclass(frozen=True)
+class LauncherSettings:
+    """What the launcher decided: single settings by JSON path, and perhaps a config file of DeepSpeed."""
+
+    settings: Mapping[str, LauncherSetting]
+    config_file: str | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> LauncherSettings | None:
+        """The settings of `accelerate launch --use_deepspeed`; None when it was not asked for DeepSpeed."""
+        if environment.get(_MARKERS[0], "").lower() not in ("1", "true", "yes") and _MARKERS[1] not in environment:
+            return None
+        given = {name: environment[name] for name in _VARIABLES if environment.get(name, "none").lower() != "none"}
+        settings = {
+            DEEPSPEED_KEYS[_VARIABLES[name]]: LauncherSetting(_plain(_VARIABLES[name], text), name, _VARIABLES[name])
+            for name, text in given.items()
+        }
+        config_file = environment.get(_CONFIG_FILE, "none")
+        return cls(settings, None if config_file == "none" else config_file)
+
+    def base_config(self) -> dict[str, Any]:
+        """What accelerate starts from where no file is named, to be filled by these settings: ZeRO 2, or the stage given."""
+        return {} if f"{_ZERO}.stage" in self.settings else {_ZERO: {"stage": 2}}
+
+
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Write `value` at a JSON path, making the sections on the way; nothing where a section is not an object."""
+    *sections, key = path.split(".")
+    node: Any = config
+    for section in sections:
+        node = node.setdefault(section, {}) if isinstance(node, dict) else node
+    if isinstance(node, dict):
+        node[key] = value
+
+
+def _plain(key: str, text: str) -> Any:
+    """The text of a variable as a JSON value."""
+    if key == "deepspeed_moe_layer_cls_names":
+        return [name.strip() for name in text.split(",")]
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,171 @@
+"""A config of ours from what people have: accelerate's YAML, or the `fsdp` arguments of TrainingArguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dist.config.accelerate import DEEPSPEED_KEYS, put
+from hf_dist.config.spelling import closest
+from hf_dist.config.support import SUPPORT
+from hf_dist.errors import ConfigError, Problem
+
+_ZERO = "zero_optimization"
+_AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+_SHARDING: Mapping[str, int] = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
+_SHARDING_NUMBERS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+_FOUND_BY_ITSELF = "units are found from the model's structure"
+_NOT_NEEDED: Mapping[str, str] = {
+    "auto_wrap_policy": _FOUND_BY_ITSELF,
+    "transformer_layer_cls_to_wrap": _FOUND_BY_ITSELF,
+    "min_num_params": _FOUND_BY_ITSELF,
+    "state_dict_type": "every checkpoint holds full HF weights and training state for any layout",
+    "use_orig_params": "parameters always stay the model's own",
+    "sync_module_states": "ranks are always compared, or loaded, alike",
+    "backward_prefetch": "prefetching is built in",
+    "forward_prefetch": "prefetching is built in",
+    "limit_all_gathers": "prefetching is built in",
+    "version": "there is one engine",
+    "xla": "not for XLA devices",
+}
+_LAUNCHER = "stays with the launcher"
+_LAUNCHER_KEYS = frozenset(
+    {
+        *("deepspeed_hostfile", "deepspeed_multinode_launcher", "deepspeed_inclusion_filter"),
+        *("deepspeed_exclusion_filter", "deepspeed_config_file"),
+    }
+)
+
+
+@dataclass
+class Conversion:
+    """The config that was made, and what became of keys that are not in it."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    """Key of the source -> why it has no counterpart, or where it went."""
+
+
+def from_accelerate(data: Mapping[str, Any]) -> Conversion:
+    """From the content of an `accelerate config` YAML, with a `deepspeed_config` or an `fsdp_config` section.
+
+    Where `deepspeed_config` names a `deepspeed_config_file`, that file is the config and there is nothing to convert:
+    ConfigError. So is a file with neither section.
+    """
+    deepspeed, fsdp = data.get("deepspeed_config") or {}, data.get("fsdp_config") or {}
+    if not deepspeed and not fsdp:
+        expected = 'is missing, and so is "fsdp_config"'
+        raise ConfigError(Problem("deepspeed_config", "", expected, "Pass the YAML that `accelerate config` wrote."))
+    if "deepspeed_config_file" in deepspeed:
+        file = str(deepspeed["deepspeed_config_file"])
+        fix = f"Check it with `hf-dist config check {file}`."
+        raise ConfigError(Problem("deepspeed_config.deepspeed_config_file", file, "is the config already", fix))
+    result = Conversion({key: "auto" for key in _AUTO})
+    if deepspeed:
+        _deepspeed_section(deepspeed, result)
+    else:
+        machines = int(data.get("num_machines") or 1)
+        per_machine = int(data.get("num_processes") or 1) // machines
+        _fsdp_section(fsdp, result, "fsdp_config.", per_machine if machines > 1 else 0)
+    precision = str(data.get("mixed_precision", "no")).lower()
+    if precision in ("fp16", "bf16"):
+        result.config[precision] = {"enabled": True}
+    elif precision not in ("no", "none"):
+        result.notes["mixed_precision"] = f"{precision} is not available; bf16 is"
+    return result
+
+
+def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, Any]) -> Conversion:
+    """From `--fsdp "full_shard auto_wrap offload"` and the content of the `--fsdp_config` file; precision is "auto"."""
+    result = Conversion({key: "auto" for key in _AUTO})
+    options = fsdp.replace(",", " ").split()
+    known = (*(name.lower() for name in _SHARDING), "offload", "auto_wrap", "hybrid_shard_zero2", "true")
+    for option in options:
+        if option.lower() not in known:
+            meant = closest(option, known)
+            fix = f'Did you mean "{meant}"?' if meant else ""
+            raise ConfigError(Problem("fsdp", option, f"is not one of {', '.join(known)}", fix))
+    section = dict(fsdp_config)
+    sharding = [option for option in options if option.lower() not in ("offload", "auto_wrap", "true")]
+    if sharding:
+        section["sharding_strategy"] = sharding[0]
+    if "offload" in options:
+        section["offload_params"] = True
+    if "auto_wrap" in options:
+        section["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+    _fsdp_section(section, result, "fsdp_config.", 0)
+    result.config["fp16"] = result.config["bf16"] = {"enabled": "auto"}
+    return result
+
+
+def _deepspeed_section(section: Mapping[str, Any], result: Conversion) -> None:
+    result.config[_ZERO] = {"stage": 2}
+    for key, value in section.items():
+        path = DEEPSPEED_KEYS.get(key)
+        if isinstance(value, str) and value.lower() == "none":
+            continue
+        if key == "zero3_init_flag":
+            result.notes[key] = "weights are always loaded straight into the shards"
+        elif key in _LAUNCHER_KEYS:
+            result.notes[key] = _LAUNCHER
+        elif key == "deepspeed_moe_layer_cls_names":
+            put(result.config, str(path), [name.strip() for name in str(value).split(",")])
+        elif path is not None:
+            put(result.config, path, value)
+        elif key in SUPPORT or any(known.startswith(f"{key}.") for known in SUPPORT):
+            # accelerate ignores raw DeepSpeed sections in its YAML; whoever wrote one meant it.
+            both = isinstance(value, Mapping) and isinstance(result.config.get(key), dict)
+            result.config[key] = {**result.config[key], **value} if both else value
+            result.notes[key] = "taken over, though accelerate ignores it"
+        else:
+            result.notes[key] = "not a key that is known here"
+
+
+def _fsdp_section(section: Mapping[str, Any], result: Conversion, prefix: str, per_machine: int) -> None:
+    """FSDP's settings, with or without the `fsdp_` that accelerate puts before them."""
+    zero = result.config.setdefault(_ZERO, {"stage": 3})
+    for written, value in section.items():
+        key, name = written.removeprefix("fsdp_"), f"{prefix}{written}"
+        if key in ("sharding_strategy", "reshard_after_forward"):
+            _sharding(value, zero, result, name, per_machine)
+        elif key == "offload_params":
+            if _is_on(value):
+                zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu"}
+        elif key == "activation_checkpointing":
+            if _is_on(value):
+                result.notes[name] = "pass --gradient_checkpointing"
+        elif key == "cpu_ram_efficient_loading":
+            put(result.config, "hf_dist.lazy_load", _is_on(value))
+        elif key.startswith("xla"):
+            result.notes[name] = _NOT_NEEDED["xla"]
+        elif key in _NOT_NEEDED:
+            result.notes[name] = _NOT_NEEDED[key]
+        else:
+            result.notes[name] = "not a key that is known here"
+    if zero["stage"] < 3 and "offload_param" in zero:
+        del zero["offload_param"]
+
+
+def _sharding(value: Any, zero: dict[str, Any], result: Conversion, name: str, per_machine: int) -> None:
+    """A strategy by name or number, or whether weights are freed after forward."""
+    text = str(value).upper()
+    if text.isdigit() and 1 <= int(text) <= len(_SHARDING_NUMBERS):
+        text = _SHARDING_NUMBERS[int(text) - 1]
+    if text in ("TRUE", "FALSE"):
+        zero["stage"] = 3 if text == "TRUE" else 2
+    elif text in _SHARDING:
+        zero["stage"] = _SHARDING[text]
+        if text == "HYBRID_SHARD":
+            zero["mics_shard_size"] = per_machine or 8
+            if not per_machine:
+                result.notes[name] = "set zero_optimization.mics_shard_size to the processes of one machine"
+    else:
+        fix = f"Use one of {', '.join(_SHARDING)}."
+        raise ConfigError(Problem(name, str(value), "has no counterpart", fix))
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).strip().lower() in ("true", "1", "yes")

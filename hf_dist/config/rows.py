@@ -1,0 +1,93 @@
+"""The rows of the support table: what can become of a key, and which values ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Status(Enum):
+    """What becomes of a key."""
+
+    USED = "used"
+    MAPPED = "mapped"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Support:
+    """One row of the table."""
+
+    status: Status
+    reason: str = ""
+    """NO_EFFECT: a few words for the log; REFUSED: a clause that follows the value."""
+    fix: str = ""
+    """REFUSED: what to do instead, as a sentence."""
+    target: str = ""
+    """MAPPED: the canonical JSON path."""
+    accepted: Callable[[Any], bool] = lambda value: False
+    """Values that ask for what happens anyway: no error, no note."""
+
+
+def is_off(value: Any) -> bool:
+    """Nothing is asked for: null, false, 0, "none", empty, or an object in which no `enabled` is true."""
+    if isinstance(value, Mapping):
+        return not any(
+            truthy(v) if k == "enabled" else isinstance(v, Mapping) and not is_off(v) for k, v in value.items()
+        )
+    return not truthy(value) or str(value).strip().lower() == "none"
+
+
+def truthy(value: Any) -> bool:
+    """Whether a value switches something on, the string "false" read as false."""
+    return bool(value) and str(value).strip().lower() not in ("false", "0")
+
+
+def is_true(value: Any) -> bool:
+    """Whether a value is true in any spelling."""
+    return truthy(value) and str(value).lower() in ("true", "1")
+
+
+def at_most_one(value: Any) -> bool:
+    """Whether a degree asks for no splitting: 0, 1, "auto", "none"."""
+    try:
+        return str(value).strip().lower() in ("auto", "none") or float(value) <= 1
+    except (TypeError, ValueError):
+        return False
+
+
+def is_any_of(*accepted: str) -> Callable[[Any], bool]:
+    """A test for values whose text is one of `accepted`."""
+    return lambda value: str(value).strip().lower() in accepted
+
+
+def rows(section: str, keys: str, support: Support) -> dict[str, Support]:
+    """The same row for several keys, space-separated, of one section ("" for the top level)."""
+    prefix = f"{section}." if section else ""
+    return {prefix + key: support for key in keys.split()}
+
+
+def idle(reason: str, accepted: Callable[[Any], bool] = lambda value: False) -> Support:
+    """A row accepted without effect."""
+    return Support(Status.NO_EFFECT, reason, accepted=accepted)
+
+
+def refused(reason: str, fix: str, accepted: Callable[[Any], bool] = is_off) -> Support:
+    """A row that is an error."""
+    return Support(Status.REFUSED, reason, fix, accepted=accepted)
+
+
+def later(fix: str, accepted: Callable[[Any], bool] = is_off) -> Support:
+    """A row that is an error until the feature is built."""
+    return refused("is not available yet in this version of hf_dist", fix, accepted)
+
+
+def moved(target: str) -> Support:
+    """A row that is another spelling of `target`."""
+    return Support(Status.MAPPED, target=target)
+
+
+USED = Support(Status.USED)

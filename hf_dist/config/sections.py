@@ -1,0 +1,300 @@
+"""One frozen model per section of the file: a field per key the engine uses, its default and its sentence.
+
+A field that the file may leave to TrainingArguments has "auto" in its type until `hf_dist.config.auto` resolves it.
+Keys that are accepted without effect have no field; `support.py` lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PlainValidator
+
+from hf_dist.config import values
+from hf_dist.config.values import Auto
+
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], PlainValidator(values.dtype)]
+Flag = Annotated[bool, PlainValidator(values.flag)]
+FlagOrAuto = Annotated[bool | Auto, PlainValidator(values.or_auto(values.flag))]
+Names = Annotated[tuple[str, ...], PlainValidator(values.names)]
+Real = Annotated[float, PlainValidator(values.real())]
+RealOrAuto = Annotated[float | Auto, PlainValidator(values.or_auto(values.real()))]
+Whole = Annotated[int, PlainValidator(values.whole())]
+Count = Annotated[int, PlainValidator(values.whole(1))]
+CountOrAuto = Annotated[int | Auto, PlainValidator(values.or_auto(values.whole(1)))]
+NumelOrAuto = Annotated[int | Auto, PlainValidator(values.or_auto(values.whole(floor=True)))]
+FileSize = Annotated[str | int, PlainValidator(values.file_size)]
+Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(values.device)]
+Share = Annotated[float, PlainValidator(values.real(most=1.0))]
+Stages = Annotated[int, PlainValidator(lambda value: 1 if values.is_auto(value) else values.whole(1)(value))]
+Partition = Annotated[str | tuple[int, ...], PlainValidator(values.partition)]
+Schedule = Annotated[
+    Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
+    PlainValidator(values.choice("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")),
+]
+Stage = Annotated[
+    Literal[0, 1, 2, 3], PlainValidator(lambda value: int(values.choice("0", "1", "2", "3")(_digit(value))))
+]
+ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
+
+
+class Frozen(BaseModel):
+    """A section: unknown fields are refused, values never change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class OptimizerConfig(Frozen):
+    """The `optimizer` section; without it the Trainer makes the optimizer."""
+
+    type: str
+    """`optimizer.type`: the class, e.g. "AdamW", in its usual letter case."""
+    params: dict[str, Any] = {}
+    """`optimizer.params`: arguments of the class; `lr`, `betas`, `eps` and `weight_decay` may be "auto"."""
+
+
+class SchedulerConfig(Frozen):
+    """The `scheduler` section; without it the Trainer makes the schedule."""
+
+    type: str
+    """`scheduler.type`: "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" or a class of torch.optim.lr_scheduler."""
+    params: dict[str, Any] = {}
+    """`scheduler.params`: arguments of the schedule; warm-up keys and `total_num_steps` (steps) may be "auto"."""
+
+
+class Fp16Config(Frozen):
+    """The `fp16` section: half precision with a loss scale."""
+
+    enabled: FlagOrAuto = False
+    """`fp16.enabled`: whether weights and activations are fp16."""
+    auto_cast: Flag = False
+    """`fp16.auto_cast`: read, but floating-point inputs always follow the compute dtype."""
+    loss_scale: Real = 0.0
+    """`fp16.loss_scale`: fixed factor on the loss; 0 adapts it to overflows."""
+    initial_scale_power: Whole = 16
+    """`fp16.initial_scale_power`: the adaptive scale starts at 2 to this power."""
+    loss_scale_window: Count = 1000
+    """`fp16.loss_scale_window`: steps without overflow before the scale doubles."""
+    hysteresis: Count = 2
+    """`fp16.hysteresis`: overflows before the scale halves."""
+    consecutive_hysteresis: Flag = False
+    """`fp16.consecutive_hysteresis`: whether a good step refills `hysteresis`."""
+    min_loss_scale: Real = 1.0
+    """`fp16.min_loss_scale`: factor below which the adaptive scale does not go."""
+
+
+class Bf16Config(Frozen):
+    """The `bf16` section: bfloat16 weights and activations with fp32 master weights."""
+
+    enabled: FlagOrAuto = False
+    """`bf16.enabled`: whether weights and activations are bf16."""
+    check_grad_overflow: Flag = True
+    """`bf16.check_grad_overflow`: whether a step with inf or nan gradients is skipped."""
+
+
+class DataTypesConfig(Frozen):
+    """The `data_types` section."""
+
+    grad_accum_dtype: Dtype | None = None
+    """`data_types.grad_accum_dtype`: dtype in which gradients add up; None is the dtype of the weights."""
+    param_dtype: Dtype | None = None
+    """`data_types.param_dtype`: dtype of the weights, which must agree with fp16/bf16; None follows them."""
+
+
+class LeafModuleConfig(Frozen):
+    """The `zero_optimization.leaf_module` section: modules gathered as one, with all their children."""
+
+    classes: Names = ()
+    """`zero_optimization.leaf_module.classes`: class names."""
+    names: Names = ()
+    """`zero_optimization.leaf_module.names`: full module names."""
+    name_suffixes: Names = ()
+    """`zero_optimization.leaf_module.name_suffixes`: endings of module names."""
+
+
+class OffloadOptimizerConfig(Frozen):
+    """The `zero_optimization.offload_optimizer` section: where optimizer state and master weights rest, and step."""
+
+    device: Device = "none"
+    """`zero_optimization.offload_optimizer.device`: "none", "cpu" or "nvme"."""
+    nvme_path: str | None = None
+    """`zero_optimization.offload_optimizer.nvme_path`: folder on the disk, for device "nvme"."""
+    buffer_count: Count = 4
+    """`zero_optimization.offload_optimizer.buffer_count`: buffers in host memory, for device "nvme"."""
+    pin_memory: Flag = True
+    """`zero_optimization.offload_optimizer.pin_memory`: whether host memory is page-locked."""
+    ratio: Share = 1.0
+    """`zero_optimization.offload_optimizer.ratio`: share of the parameters that is offloaded, 0 to 1."""
+    pipeline_read: Flag = False
+    """`zero_optimization.offload_optimizer.pipeline_read`: whether reads run beside the step, for device "nvme"."""
+    pipeline_write: Flag = False
+    """`zero_optimization.offload_optimizer.pipeline_write`: whether writes run beside the step, for device "nvme"."""
+
+
+class OffloadParamConfig(Frozen):
+    """The `zero_optimization.offload_param` section: where the shards of the weights rest at stage 3."""
+
+    device: Device = "none"
+    """`zero_optimization.offload_param.device`: "none", "cpu" or "nvme"."""
+    nvme_path: str | None = None
+    """`zero_optimization.offload_param.nvme_path`: folder on the disk, for device "nvme"."""
+    buffer_count: Count = 5
+    """`zero_optimization.offload_param.buffer_count`: buffers in host memory, for device "nvme"."""
+    buffer_size: NumelOrAuto = 100_000_000
+    """`zero_optimization.offload_param.buffer_size`: elements of one buffer, for device "nvme"."""
+    max_in_cpu: NumelOrAuto = 1_000_000_000
+    """`zero_optimization.offload_param.max_in_cpu`: elements kept in host memory, for device "nvme"."""
+    pin_memory: Flag = True
+    """`zero_optimization.offload_param.pin_memory`: whether host memory is page-locked."""
+
+
+class ZeroConfig(Frozen):
+    """The `zero_optimization` section: what is sharded over the data ranks."""
+
+    stage: Stage = 0
+    """`zero_optimization.stage`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    reduce_bucket_size: NumelOrAuto = 500_000_000
+    """`zero_optimization.reduce_bucket_size`: elements of gradient reductions in flight."""
+    allgather_bucket_size: NumelOrAuto = 500_000_000
+    """`zero_optimization.allgather_bucket_size`: elements of all-gathers in flight after a step at stage 1, 2."""
+    overlap_comm: FlagOrAuto | None = None
+    """`zero_optimization.overlap_comm`: whether reductions run beside backward; None is true at stage 3 only."""
+    stage3_prefetch_bucket_size: NumelOrAuto = 50_000_000
+    """`zero_optimization.stage3_prefetch_bucket_size`: elements gathered ahead of their use at stage 3."""
+    stage3_param_persistence_threshold: NumelOrAuto = 100_000
+    """`zero_optimization.stage3_param_persistence_threshold`: elements; read, small weights travel with their unit."""
+    stage3_gather_16bit_weights_on_model_save: FlagOrAuto = False
+    """`zero_optimization.stage3_gather_16bit_weights_on_model_save`: read, but full weights are always saved."""
+    ignore_unused_parameters: Flag = True
+    """`zero_optimization.ignore_unused_parameters`: false makes a weight without gradient an error."""
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    """`zero_optimization.offload_optimizer`: where optimizer state rests, and steps."""
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    """`zero_optimization.offload_param`: where weights rest."""
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
+    """`zero_optimization.leaf_module`: modules gathered as one, with all their children."""
+    mics_shard_size: ShardSize = -1
+    """`zero_optimization.mics_shard_size`: ranks that share one copy of the model; -1 is all data ranks."""
+    zero_hpz_partition_size: Count = 1
+    """`zero_optimization.zero_hpz_partition_size`: ranks that share one copy of the model; 1 is all data ranks."""
+
+    @property
+    def shard_group_size(self) -> int | None:
+        """Ranks that share one copy of the model, None when all data ranks do."""
+        if self.mics_shard_size > 0:
+            return self.mics_shard_size
+        return self.zero_hpz_partition_size if self.zero_hpz_partition_size > 1 else None
+
+
+class AioConfig(Frozen):
+    """The `aio` section: how files are read and written for device "nvme"."""
+
+    block_size: Count = 1_048_576
+    """`aio.block_size`: bytes of one request."""
+    queue_depth: Count = 8
+    """`aio.queue_depth`: requests in flight per thread."""
+    intra_op_parallelism: Count = 1
+    """`aio.intra_op_parallelism`: threads that serve one transfer."""
+    single_submit: Flag = False
+    """`aio.single_submit`: whether requests are submitted one by one."""
+    overlap_events: Flag = True
+    """`aio.overlap_events`: whether submitting goes on while requests finish."""
+
+
+class ActivationCheckpointingConfig(Frozen):
+    """The `activation_checkpointing` section; gradient_checkpointing of TrainingArguments turns it on."""
+
+    cpu_checkpointing: Flag = False
+    """`activation_checkpointing.cpu_checkpointing`: whether inputs of checkpointed blocks rest on the host."""
+
+
+class PipelineConfig(Frozen):
+    """The `pipeline` section: the layers of the model shared out between groups of ranks."""
+
+    stages: Stages = 1
+    """`pipeline.stages`: number of pipeline stages; 1, or "auto", is no pipeline."""
+    partition_method: Partition = "cost"
+    """`pipeline.partition_method`: "cost", "uniform", "parameters", "type:REGEX", or a list of blocks per stage."""
+    schedule: Schedule = "1f1b"
+    """`pipeline.schedule`: "gpipe", "1f1b", "interleaved_1f1b" or "zb_h1"."""
+    virtual_stages: Count = 1
+    """`pipeline.virtual_stages`: parts of the model per rank, for the schedule "interleaved_1f1b"."""
+    activation_checkpoint_interval: Whole = 0
+    """`pipeline.activation_checkpoint_interval`: blocks per activation checkpoint; 0 is no checkpointing from here."""
+    reshard_per_microbatch: Flag = False
+    """`pipeline.reshard_per_microbatch`: whether stage 3 frees weights after every microbatch, not once per step."""
+
+
+class TensorboardConfig(Frozen):
+    """The `tensorboard` section: adds "tensorboard" to the Trainer's report_to."""
+
+    enabled: Flag = False
+    """`tensorboard.enabled`: whether the training log goes to TensorBoard."""
+    output_path: str = ""
+    """`tensorboard.output_path`: folder of the event files; empty for the Trainer's own."""
+    job_name: str = "DeepSpeedJobName"
+    """`tensorboard.job_name`: folder below `output_path`."""
+
+
+class WandbConfig(Frozen):
+    """The `wandb` section: adds "wandb" to the Trainer's report_to."""
+
+    enabled: Flag = False
+    """`wandb.enabled`: whether the training log goes to Weights & Biases."""
+    group: str | None = None
+    """`wandb.group`: group of the run, as WANDB_RUN_GROUP."""
+    team: str | None = None
+    """`wandb.team`: owner of the project, as WANDB_ENTITY."""
+    project: str | None = None
+    """`wandb.project`: project of the run, as WANDB_PROJECT."""
+
+
+class CsvMonitorConfig(Frozen):
+    """The `csv_monitor` section: the training log as one CSV file per value."""
+
+    enabled: Flag = False
+    """`csv_monitor.enabled`: whether the files are written."""
+    output_path: str = ""
+    """`csv_monitor.output_path`: folder of the files; empty for the Trainer's output_dir."""
+    job_name: str = "DeepSpeedJobName"
+    """`csv_monitor.job_name`: folder below `output_path`."""
+
+
+class CommsLoggerConfig(Frozen):
+    """The `comms_logger` section."""
+
+    enabled: Flag = False
+    """`comms_logger.enabled`: whether calls and bytes of every collective are printed when training ends."""
+
+
+class CheckpointConfig(Frozen):
+    """The `checkpoint` section."""
+
+    async_save: Flag = False
+    """`checkpoint.async_save`: whether training goes on while a checkpoint is written; it waits for the copy to host."""
+    max_shard_size: FileSize = "50GB"
+    """`checkpoint.max_shard_size`: largest safetensors file of the weights, a size such as "5GB" or a number of bytes."""
+
+
+class HfDistSection(Frozen):
+    """The `hf_dist` section: our own keys, ignored by other readers of the file."""
+
+    strict: Flag = False
+    """`hf_dist.strict`: whether a key without effect is an error instead of a note."""
+    save_on_signal: Flag = True
+    """`hf_dist.save_on_signal`: whether SIGTERM or SIGUSR1 at any rank makes all ranks save a checkpoint and exit."""
+    check_load: Flag = True
+    """`hf_dist.check_load`: whether weights are compared with their files before the first step."""
+    tiled_loss: Flag = False
+    """`hf_dist.tiled_loss`: whether head and loss of a causal LM run in tiles, without the full logits."""
+    lazy_load: Flag = True
+    """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
+
+
+def _digit(value: Any) -> Any:
+    """`3`, `3.0` and `"3"` as "3"; anything else unchanged, for the message."""
+    return (
+        str(int(value))
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
+        else value
+    )

@@ -1,0 +1,158 @@
+"""Keys beside each other: what contradicts, what has no effect because of another key, what was read as another type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dist.config.findings import Findings
+from hf_dist.config.schema import DistConfig
+from hf_dist.config.support import NOT_YET
+from hf_dist.config.values import is_auto, shown
+
+_ZERO = "zero_optimization"
+_OPTIMIZER = f"{_ZERO}.offload_optimizer"
+_PARAM = f"{_ZERO}.offload_param"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Keys that do something only under a condition."""
+
+    keys: tuple[str, ...]
+    """JSON paths; a section stands for everything in it."""
+    holds: Callable[[DistConfig], bool]
+    reason: str
+    """A few words for the log, for when the condition does not hold."""
+
+
+def _on_disk(config: DistConfig) -> bool:
+    zero = config.zero_optimization
+    return "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
+
+
+_NEEDS = (
+    Needs(
+        tuple(
+            f"{_ZERO}.{key}"
+            for key in (
+                *("stage3_prefetch_bucket_size", "mics_shard_size", "zero_hpz_partition_size", "leaf_module"),
+                "offload_param",
+            )
+        ),
+        lambda config: config.zero_optimization.stage == 3,
+        "read at stage 3 only",
+    ),
+    Needs((_PARAM,), lambda config: config.zero_optimization.offload_param.device != "none", "weights stay here"),
+    Needs(
+        (_OPTIMIZER,),
+        lambda config: config.zero_optimization.offload_optimizer.device != "none",
+        "optimizer state stays here",
+    ),
+    Needs(
+        tuple(f"{_PARAM}.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")),
+        lambda config: config.zero_optimization.offload_param.device == "nvme",
+        'read for device "nvme" only',
+    ),
+    Needs(
+        tuple(f"{_OPTIMIZER}.{key}" for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")),
+        lambda config: config.zero_optimization.offload_optimizer.device == "nvme",
+        'read for device "nvme" only',
+    ),
+    Needs(("aio",), _on_disk, 'read for device "nvme" only'),
+    Needs(("pipeline",), lambda config: config.pipeline.stages > 1, "the model is one pipeline stage"),
+    Needs(
+        tuple(f"fp16.{key}" for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")),
+        lambda config: config.fp16.loss_scale == 0,
+        "the loss scale is fixed",
+    ),
+)
+_SWITCHES = frozenset({f"{_ZERO}.stage", f"{_PARAM}.device", f"{_OPTIMIZER}.device", "pipeline.stages"})
+"""Keys that switch others off; where one of them is wrong, nobody knows what it was meant to switch."""
+_SAY_NOTHING = frozenset({f"{_PARAM}.device", f"{_OPTIMIZER}.device", "pipeline.stages", f"{_ZERO}.mics_shard_size"})
+"""Keys whose value "none", 1 or -1 is what switches the rest off."""
+
+
+def check_together(config: DistConfig, sources: Mapping[str, str], findings: Findings) -> None:
+    """Record contradictions, features that are not there yet, and keys of the file that another key switches off."""
+    idle = set()
+    wrong = {problem.path for problem in findings.problems}
+    for needs in _NEEDS:
+        if not needs.holds(config) and not wrong & _SWITCHES:
+            for path in sources:
+                below = any(path == key or path.startswith(f"{key}.") for key in needs.keys)
+                if below and path not in idle and not _asks_nothing(config, path):
+                    findings.note(path, needs.reason)
+                    idle.add(path)
+    for path, row in NOT_YET.items():
+        if path in sources and path not in idle and not row.accepted(config.value_at(path)):
+            findings.problem(path, row.reason, row.fix, found=config.value_at(path))
+    _check_precision(config, findings)
+    _check_shard_groups(config, findings)
+    _check_offload(config, findings)
+    _check_partition(config, findings)
+
+
+def _asks_nothing(config: DistConfig, path: str) -> bool:
+    return path in _SAY_NOTHING and config.value_at(path) == _DEFAULTS.value_at(path)
+
+
+def _check_precision(config: DistConfig, findings: Findings) -> None:
+    if config.fp16.enabled is True and config.bf16.enabled is True:
+        fix = "Set one of them to false."
+        findings.problem("bf16.enabled", 'contradicts "fp16.enabled", which is true too', fix, found=True)
+
+
+def _check_shard_groups(config: DistConfig, findings: Findings) -> None:
+    zero = config.zero_optimization
+    mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
+    if mics > 0 and hpz > 1 and mics != hpz:
+        expected = f'contradicts "mics_shard_size" {mics}: both set the size of a shard group'
+        findings.problem(f"{_ZERO}.zero_hpz_partition_size", expected, "Keep one of the two.", found=hpz)
+    if mics == 0:
+        findings.problem(f"{_ZERO}.mics_shard_size", "is not -1 (off) or at least 1", "Remove the key.", found=0)
+
+
+def _check_offload(config: DistConfig, findings: Findings) -> None:
+    zero = config.zero_optimization
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        expected = "needs optimizer state that is sharded: at stage 0 every rank would offload and step all of it"
+        fix = 'Set "stage" to 1, 2 or 3, or the device to "none".'
+        findings.problem(f"{_OPTIMIZER}.device", expected, fix, found=zero.offload_optimizer.device)
+    for path, section in ((_OPTIMIZER, zero.offload_optimizer), (_PARAM, zero.offload_param)):
+        if section.device == "nvme" and not section.nvme_path:
+            findings.problem(f"{path}.nvme_path", 'is missing; device "nvme" needs a folder', 'Add "nvme_path": "...".')
+
+
+def _check_partition(config: DistConfig, findings: Findings) -> None:
+    pipeline = config.pipeline
+    parts = pipeline.stages * pipeline.virtual_stages
+    if isinstance(pipeline.partition_method, tuple) and pipeline.stages > 1 and len(pipeline.partition_method) != parts:
+        expected = f"has {len(pipeline.partition_method)} numbers, not one for each of the {parts} parts"
+        found = list(pipeline.partition_method)
+        findings.problem("pipeline.partition_method", expected, "Write the blocks of every part.", found=found)
+
+
+def note_coercions(written: Mapping[str, Any], config: DistConfig, findings: Findings) -> None:
+    """Record every value that was written as another type than it is read as: "5e8", "true", 15099494.4."""
+    for path, value in _leaves(written, ""):
+        read = config.value_at(path)
+        if is_auto(value) or path.startswith(("optimizer.", "scheduler.")):
+            continue
+        is_text = isinstance(value, str) and not isinstance(read, str)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isinstance(read, (int, float))
+        if (is_text and isinstance(read, (int, float))) or (is_number and (isinstance(read, bool) or value != read)):
+            findings.note(path, f"{shown(value)} is read as {shown(read)}", "read")
+
+
+def _leaves(node: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        where = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            yield from _leaves(value, where)
+        else:
+            yield where, value
+
+
+_DEFAULTS = DistConfig()

@@ -1,0 +1,35 @@
+"""Adam without bias correction, on torch's own classes: DeepSpeed's `bias_correction: false`, as BERT was trained.
+
+Source of the rule: DeepSpeed ops/adam (the corrections are 1 when it is off).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["leave_out_bias_correction"]
+
+_LATE = 1e9
+"""A step at which `1 - beta ** step` is exactly 1 for every beta below 1 - 1e-7, so that torch corrects nothing."""
+
+
+def leave_out_bias_correction(optimizer: torch.optim.Optimizer) -> None:
+    """Let every parameter of an Adam or AdamW start at a late step, where the correction is 1; other state is torch's.
+
+    Alternative considered: folding the correction into the learning rate, which is not the same because of `eps`.
+    """
+    optimizer.register_step_pre_hook(_start_late)
+
+
+def _start_late(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None or optimizer.state[p]:
+                continue
+            on_device = group.get("fused") or group.get("capturable")
+            state = optimizer.state[p]
+            state["step"] = torch.tensor(_LATE, dtype=torch.float32, device=p.device if on_device else "cpu")
+            for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])):
+                state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)

@@ -1,0 +1,136 @@
+"""`hf-dist config`, as a user starts it: exit codes, JSON for programs, no torch, under a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_dist.cli.script_arguments import HF_DEFAULTS
+from hf_dist.config import load_config, resolve_without_trainer
+
+REPO = Path(__file__).resolve().parents[2]
+MAX_CPU_SECONDS = 1.0
+MAX_VALIDATION_SECONDS = 0.05
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`hf-dist config ...` in a new process."""
+    command = [sys.executable, "-m", "hf_dist.cli", "config", *arguments]
+    environment = {**os.environ, "COLUMNS": "120"}
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_check_alone_prints_what_the_file_says() -> None:
+    result = run("check", "configs/zero3.json")
+    assert result.returncode == 0, result.stderr
+    assert "zero_optimization.stage" in result.stdout and '"auto"' in result.stdout
+
+
+def test_check_with_the_arguments_of_a_script_fills_auto_and_finds_disagreements(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 64}}')
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},\n'
+        ' "gradient_clipping": 0.5}'
+    )
+    arguments = ("check", str(path), "--world-size", "4", "--model", str(tmp_path), "--")
+    result = run(*arguments, "--max_grad_norm=0.5", "--per_device_train_batch_size", "2", "--bf16", "--data_dir", "x")
+    assert result.returncode == 0, result.stderr
+    for words in ("train_batch_size                      8", "reduce_bucket_size  4096", "TrainingArguments.bf16"):
+        assert words in result.stdout
+    result = run(*arguments, "--max_grad_norm", "1.0")
+    assert result.returncode == 1
+    assert "gradient_clipping: 0.5 differs from TrainingArguments.max_grad_norm = 1.0" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_check_for_programs_prints_json_either_way(tmp_path: Path) -> None:
+    good = json.loads(run("check", "configs/zero2.json", "--json", "--world-size", "2").stdout)
+    assert good["ok"] and good["values"]["zero_optimization.stage"] == {"value": 2, "source": "file"}
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {\n"stge": 3}, "steps_per_print": 10}')
+    result = run("check", str(path), "--json")
+    bad = json.loads(result.stdout)
+    assert result.returncode == 1 and not bad["ok"]
+    (problem,) = bad["problems"]
+    assert problem["path"] == "zero_optimization.stge" and problem["file"] == f"{path}:2"
+    assert problem["fix"] == 'Did you mean "stage"?'
+
+
+def test_explain_says_of_every_key_where_it_comes_from_and_what_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {\n"prefetch_bucket_size": 5, "stage": 3},\n "steps_per_print": 10}')
+    rows = {row["key"]: row for row in json.loads(run("explain", str(path), "--json").stdout)}
+    assert rows["zero_optimization.stage"]["source"] == "line 2"
+    assert "2 and gradients, 3 and weights" in rows["zero_optimization.stage"]["meaning"]
+    assert (
+        "written as zero_optimization.prefetch_bucket_size"
+        in rows["zero_optimization.stage3_prefetch_bucket_size"]["meaning"]
+    )
+    assert rows["steps_per_print"]["meaning"] == "no effect: use logging_steps of TrainingArguments"
+    assert rows["fp16.hysteresis"]["source"] == "default" and len(rows) > 60
+    text = run("explain", str(path)).stdout
+    assert "no effect: use logging_steps of TrainingArguments" in text
+
+
+def test_schema_prints_json() -> None:
+    assert json.loads(run("schema").stdout)["properties"]["zero_optimization"]["type"] == "object"
+
+
+def test_convert_writes_a_config_and_says_what_was_left_out(tmp_path: Path) -> None:
+    source, output = tmp_path / "accelerate.yaml", tmp_path / "ds.json"
+    source.write_text(
+        "mixed_precision: bf16\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_version: 1\n"
+    )
+    result = run("convert", str(source), "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    assert load_config(output).zero_optimization.stage == 2
+    assert "fsdp_config.fsdp_version: there is one engine" in result.stderr
+    printed = run("convert", "--fsdp", "full_shard auto_wrap")
+    assert json.loads(printed.stdout)["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize("arguments", [(), ("missing.yaml",), ("pyproject.toml",), ("--fsdp", "ful_shard")])
+def test_convert_of_nothing_useful_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    result = run("convert", *arguments)
+    assert result.returncode == 1 and result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_command_needs_no_torch_and_less_than_a_second() -> None:
+    code = (
+        "import sys; sys.argv = ['hf-dist', 'config', 'check', 'configs/zero3.json']\n"
+        "from hf_dist.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules), 'imported'"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    # CPU time: on a busy machine the wall clock measures the others.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MAX_CPU_SECONDS
+
+
+def test_validation_takes_less_than_50_ms() -> None:
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        resolve_without_trainer(load_config(REPO / "configs" / "zero3.json"), hidden_size=64)
+        times.append(time.process_time() - start)
+    assert min(times) < MAX_VALIDATION_SECONDS
+
+
+def test_the_defaults_of_the_arguments_are_those_of_transformers() -> None:
+    from transformers import TrainingArguments
+
+    fields = TrainingArguments.__dataclass_fields__
+    for name, value in HF_DEFAULTS.items():
+        assert fields[name].default == value, name

@@ -1,0 +1,95 @@
+"""Every shipped config trains three steps as it is, and in fp32 all of them give the same losses; no code changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dist.config import load_config
+from hf_dist.errors import ConfigError
+from tests.harness import run_ranks
+from tests.hf.on_ranks import run_jobs
+
+FOLDER = Path(__file__).resolve().parent.parent / "configs"
+FILES = sorted(FOLDER.glob("*.json"))
+RECIPE, STEPS, RANKS = "plain", 3, 2
+LOSS_RTOL = 1e-5
+
+
+def is_available(path: Path) -> bool:
+    """Whether the features of a config exist; anything else that is wrong with it raises."""
+    try:
+        load_config(path)
+    except ConfigError as error:
+        if all("is not available yet" in problem.expected for problem in error.problems):
+            return False
+        raise
+    return True
+
+
+def ranks_for(data: dict[str, Any]) -> int:
+    """Two data ranks, times the pipeline stages."""
+    return RANKS * int(data.get("pipeline", {}).get("stages", 1))
+
+
+def in_folder(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with its files on disk in `folder`."""
+    changed = copy.deepcopy(data)
+    for section in ("offload_optimizer", "offload_param"):
+        if "nvme_path" in changed.get("zero_optimization", {}).get(section, {}):
+            changed["zero_optimization"][section]["nvme_path"] = str(folder)
+    return changed
+
+
+AVAILABLE = [path for path in FILES if is_available(path)]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """File -> (what it gave as shipped, what it gave in fp32); one spawn for each number of ranks."""
+    found: dict[str, tuple[Any, Any]] = {}
+    configs = {path.name: json.loads(path.read_text()) for path in AVAILABLE}
+    for world in sorted({ranks_for(data) for data in configs.values()}):
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        names = [name for name, data in configs.items() if ranks_for(data) == world]
+        jobs = []
+        for name in names:
+            shipped = in_folder(configs[name], folder)
+            fp32 = {key: value for key, value in shipped.items() if key not in ("bf16", "fp16")}
+            settings = {"recipe": RECIPE, "stage": 0, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no"}
+            jobs += [("train", {**settings, "config": config}) for config in (shipped, fp32)]
+        results = run_ranks(run_jobs, world, (jobs, str(folder)))[0]
+        found |= {name: (results[2 * i], results[2 * i + 1]) for i, name in enumerate(names)}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_config_trains_three_steps_as_shipped(path: Path, request: pytest.FixtureRequest) -> None:
+    if path not in AVAILABLE:
+        pytest.skip("its feature is not available yet")
+    record = request.getfixturevalue("records")[path.name][0]
+    assert isinstance(record, dict), record
+    assert len(record["losses"]) == STEPS and all(math.isfinite(loss) for loss in record["losses"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_in_fp32_every_config_gives_the_losses_of_zero0(path: Path, request: pytest.FixtureRequest) -> None:
+    if path not in AVAILABLE:
+        pytest.skip("its feature is not available yet")
+    records = request.getfixturevalue("records")
+    record = records[path.name][1]
+    assert isinstance(record, dict), record
+    assert record["losses"] == pytest.approx(records["zero0.json"][1]["losses"], rel=LOSS_RTOL)
+
+
+def test_the_readme_lists_every_config_and_says_which_are_not_available_yet() -> None:
+    rows = dict(re.findall(r"^\| `(\w+\.json)` \|(.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE))
+    assert sorted(rows) == [path.name for path in FILES]
+    for path in FILES:
+        assert ("not yet" in rows[path.name]) == (path not in AVAILABLE), path.name
