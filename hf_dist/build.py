@@ -29,7 +29,13 @@ from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.report import start_up_report
-from hf_dist.sharding.consistency import check_same_model, synchronize_weights
+from hf_dist.sharding.consistency import (
+    agree_on_sources,
+    check_load,
+    check_same_model,
+    synchronize_weights,
+    tell_full_build,
+)
 from hf_dist.sharding.placement import ZERO_STAGES
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.runtime import ShardedModel
@@ -134,7 +140,9 @@ def build_engine(
         model.requires_grad_(False)
     # Before anything is sent: ranks that disagree about the model would hang, or mix each other's weights.
     check_same_model(model, mesh)
+    sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)
+    tell_full_build(model, mesh)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
     sharded = ShardedModel(
@@ -147,6 +155,8 @@ def build_engine(
         reduce_numel=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
         leaf_modules=(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
     )
+    if config.hf_dist.check_load:
+        check_load(model, sharded.groups, sources, mesh)
     # After sharding: the optimizer's state is made for fragments, never for whole parameters.
     if optimizer is None and trainable and make_optimizer and config.optimizer is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
 from hf_dist import failure
-from hf_dist.config import AutoSources, DistConfig, load_config, resolve
+from hf_dist.config import AutoSources, DistConfig, LauncherSettings, load_config, resolve
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.hf.loading import stream_while_alive
+from hf_dist.hf.monitors import report_to_monitors
 from hf_dist.launch import detect_launch
+from hf_dist.log import say_once
+from hf_dist.mesh import leave_agent_store
 
 CONFIG_VARIABLE = "HF_DIST_CONFIG"
-_FOREIGN_ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+_FOREIGN_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
 @dataclass
@@ -23,7 +27,8 @@ class DistArgsMixin:
     """Put it before any TrainingArguments class: `class MyArgs(DistArgsMixin, SFTConfig)`, with `@dataclass`.
 
     `deepspeed="ds_config.json"` is taken as `dist_config`, without the deepspeed package; for scripts that cannot be
-    edited the variable HF_DIST_CONFIG names the file. Without any of the three the class behaves like its base.
+    edited the variable HF_DIST_CONFIG names the file. Under `accelerate launch` with a DeepSpeed configuration, that is
+    the config, and must agree with any of the others. Without all of these the class behaves like its base.
     """
 
     dist_config: str | None = field(
@@ -32,7 +37,8 @@ class DistArgsMixin:
 
     def __post_init__(self) -> None:
         deepspeed = getattr(self, "deepspeed", None)
-        if deepspeed is not None or self.dist_config is not None or os.environ.get(CONFIG_VARIABLE):
+        launcher = LauncherSettings.from_environment(os.environ)
+        if launcher or deepspeed is not None or self.dist_config is not None or os.environ.get(CONFIG_VARIABLE):
             failure.install()  # before anything that can be wrong
         if deepspeed is not None and self.dist_config is not None and deepspeed != self.dist_config:
             raise ConfigError(
@@ -40,8 +46,11 @@ class DistArgsMixin:
                     "deepspeed", repr(deepspeed), f"and dist_config={self.dist_config!r} are both given", "Keep one."
                 )
             )
-        source = self.dist_config if self.dist_config is not None else deepspeed
+        source: Any = self.dist_config if self.dist_config is not None else deepspeed
         source = source if source is not None else os.environ.get(CONFIG_VARIABLE) or None
+        if launcher is not None:
+            source = source if source is not None else launcher.config_file or launcher.base_config()
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
         # HF's own path would import the deepspeed package and check its version.
         self.deepspeed: Any = None
         self.dist_config = source
@@ -50,8 +59,9 @@ class DistArgsMixin:
             super().__post_init__()  # type: ignore[misc]
             return
         _refuse_other_engines(self)
-        config = load_config(source)
+        config = load_config(source, launcher=launcher)
         _choose_hardware(self)
+        leave_agent_store()
         super().__post_init__()  # type: ignore[misc]
         self._take_over(config)
 
@@ -60,13 +70,18 @@ class DistArgsMixin:
         arguments: Any = self
         wanted = arguments.mixed_precision
         sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
-        sources = AutoSources(
-            **{**vars(sources), "bf16": sources.bf16 or wanted == "bf16", "fp16": sources.fp16 or wanted == "fp16"}
-        )
-        arguments._dist = resolve(config, sources)
+        arguments._dist = resolve(config, replace(sources, launcher_precision=wanted))
+        report_to_monitors(arguments._dist, self)
         # Weights are in the compute dtype: no autocast around forward, no GradScaler in accelerate.
         arguments.mixed_precision = "no"
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        if config.hf_dist.lazy_load:
+            stream_while_alive(self)
+        if getattr(arguments, "enable_jit_checkpoint", False) and config.hf_dist.save_on_signal:
+            arguments.enable_jit_checkpoint = False  # both would take SIGTERM over
+            say_once(
+                "enable_jit_checkpoint has no effect: hf_dist.save_on_signal saves on SIGTERM, on all ranks together"
+            )
         if arguments.n_gpu > 1:  # plain `python` on a machine with several GPUs: one rank, never nn.DataParallel
             arguments._n_gpu = 1
 
@@ -111,6 +126,8 @@ def _choose_hardware(args: Any) -> None:
     the CPU, and then every rank would train alone on the same data.
     """
     launch = detect_launch()
-    if launch.world_size > 1 and not torch.accelerator.is_available():
+    if torch.accelerator.is_available():
+        return
+    args.use_cpu = True  # also in one process: HF refuses bf16 without it
+    if launch.world_size > 1:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-        args.use_cpu = True

@@ -1,4 +1,4 @@
-"""Are all ranks about to train the same model? Asked once, before the first collective that would hang or mix weights."""
+"""Are all ranks about to train the same model, and is it the one in the files? Asked once, before anything hangs or is lost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import torch
 from torch import nn
 
 from hf_dist import collectives
-from hf_dist.errors import ModelError
-from hf_dist.log import warn_once
+from hf_dist.errors import CheckpointError, ModelError
+from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.guard import LAZY
+from hf_dist.sharding.layout import ParamSlot
+from hf_dist.sharding.lazy import WeightSource, lazy_sources
+from hf_dist.sharding.placement import Placement
+
+_SAMPLES = 8
+"""Elements of each parameter that are compared with its file."""
 
 
 def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
@@ -35,14 +43,60 @@ def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
     )
 
 
+def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSource]:
+    """Sources of the parameters that every rank still has in its files, by name. Collective over dp.
+
+    What only some ranks have read (one of them printed a norm) is read by the others too, so that all do the same from here
+    on. Raises `CheckpointError` when a rank cannot read its files, `ModelError` when they differ.
+    """
+    sources = lazy_sources(model)
+    prints, problem = {}, ""
+    try:
+        prints = {name: source.fingerprint() for name, source in sources.items()}
+    except CheckpointError as error:
+        problem = str(error)
+    digest = hashlib.sha256(repr(sorted(prints.items())).encode()).hexdigest()
+    said = collectives.all_gather_object(mesh.dp, (digest, problem))
+    failed = [(rank, text) for rank, (_, text) in enumerate(said) if text]
+    if failed:
+        raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}")
+    if len({digest for digest, _ in said}) > 1:
+        everyone = collectives.all_gather_object(mesh.dp, prints)
+        common = set.intersection(*map(set, everyone))
+        for name in sorted(common):
+            other = next((r for r, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]), None)
+            if other is not None:
+                raise ModelError(
+                    f"the weights of {name} come from different files on rank 0 and rank {other}. Give every rank the same "
+                    "checkpoint (the same revision, and complete copies on every machine)."
+                )
+        for name, p in model.named_parameters():
+            if name in sources and name not in common:
+                getattr(p, LAZY).materialize(p)
+    return lazy_sources(model)
+
+
+def tell_full_build(model: nn.Module, mesh: ParallelMesh) -> None:
+    """One line on what it cost to build the whole model on every rank, where it was not streamed. Call before sharding."""
+    sizes = [(p.numel() * p.element_size(), hasattr(p, LAZY)) for p in model.parameters()]
+    built = sum(nbytes for nbytes, lazy in sizes if not lazy)
+    if mesh.dp.size > 1 and 2 * built > sum(nbytes for nbytes, _ in sizes):
+        say(
+            f"the model was built in full on each of {mesh.dp.size} ranks: {built / 2**20:,.0f} MiB of host memory per rank. "
+            "Call from_pretrained after the DistTrainingArguments were made, or hf_dist.from_pretrained(AutoModel..., ...), "
+            "and each rank reads only its part."
+        )
+
+
 def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     """Give every rank the values of rank 0 where they differ (a new head, initialised at random). Collective over dp.
 
-    A checksum per tensor decides, so nothing is sent when all ranks loaded the same checkpoint.
+    A checksum per tensor decides, so nothing is sent when all ranks loaded the same checkpoint. Parameters that are still
+    in their files are equal already (`agree_on_sources`).
     """
     if mesh.dp.size == 1:
         return
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if not hasattr(t, LAZY)]
     sums = collectives.all_gather_object(mesh.dp, [_checksum(t) for _, t in named])
     different = [k for k in range(len(named)) if any(theirs[k] != sums[0][k] for theirs in sums)]
     if not different:
@@ -57,6 +111,92 @@ def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
         collectives.broadcast(mesh.dp, on_device)
         with torch.no_grad():
             tensor.copy_(on_device)
+
+
+def check_load(model: nn.Module, groups: list[FlatGroup], sources: dict[str, WeightSource], mesh: ParallelMesh) -> None:
+    """Compare what the ranks hold after sharding with the files and with each other. Collective over dp.
+
+    A few elements of every parameter of `sources`, each from the rank that owns it, against the file read in another way;
+    weights that rest replicated, shards of replicas (HSDP) and all buffers by checksum over the ranks.
+    Raises `ModelError` on every rank with the names of what differs.
+    """
+    if not sources:
+        return
+    rows = [(g, slot) for g in groups for slot in g.layout.slots if slot.name in sources and slot.numel]
+    held = _held_samples(rows, mesh)
+    problems: list[str] = []
+    for k in range(mesh.dp.rank, len(rows), mesh.dp.size):  # the ranks share the reading
+        group, slot = rows[k]
+        indices = _spread(slot.numel)
+        try:
+            stored = sources[slot.name].sample(indices).to(group.source.dtype).double()
+        except Exception as error:  # told to all ranks, which are about to wait for this one
+            problems.append(f"parameter {slot.name} cannot be read back ({error})")
+            continue
+        wrong = ~torch.isclose(held[k, : len(indices)], stored, rtol=0, atol=0, equal_nan=True)
+        if wrong.any():
+            owners = {
+                (slot.offset + i) // group.layout.shard_numel for i, bad in zip(indices, wrong, strict=True) if bad
+            }
+            where = ", ".join(map(str, sorted(owners)))
+            problems.append(f"parameter {slot.name} is not what its file says (shard {where})")
+    found = collectives.all_gather_object(mesh.dp, (problems, _checksums(model, rows, mesh)))
+    problems = [line for lines, _ in found for line in lines] + _differences([sums for _, sums in found])
+    if problems:
+        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise ModelError(
+            "the loaded model differs from its files or between ranks: "
+            + "; ".join(problems[:10])
+            + more
+            + ". Check that "
+            'the files are complete and did not change; "hf_dist": {"lazy_load": false} loads without streaming.'
+        )
+
+
+def _spread(numel: int) -> list[int]:
+    return sorted({(numel - 1) * k // (_SAMPLES - 1) for k in range(_SAMPLES)})
+
+
+def _held_samples(rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh) -> torch.Tensor:
+    """(len(rows), _SAMPLES) on the host: the sampled elements as the ranks hold them. Collective over dp_shard."""
+    held = torch.zeros(len(rows), _SAMPLES, dtype=torch.float64)
+    for k, (group, slot) in enumerate(rows):
+        first, last = group.owned
+        at = [(i, slot.offset + index) for i, index in enumerate(_spread(slot.numel))]
+        mine = [(i, position - group.resting[0]) for i, position in at if first <= position < last]
+        if mine:
+            columns, positions = (torch.tensor(column) for column in zip(*mine, strict=True))
+            held[k, columns] = group.source[positions.to(group.source.device)].double().cpu()
+    flat = held.view(-1).to(mesh.device)
+    collectives.all_reduce(mesh.dp_shard, flat, "sum").wait()
+    return flat.cpu().view(len(rows), _SAMPLES)
+
+
+def _checksums(
+    model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh
+) -> dict[tuple[str, int], int]:
+    """By (name, which shard; -1 for whole tensors)."""
+    sums = {(f"buffer {name}", -1): _checksum(buffer) for name, buffer in model.named_buffers()}
+    for group, slot in rows:
+        name = f"parameter {slot.name}"
+        if group.placements.params is not Placement.SHARD:
+            sums[name, -1] = _checksum(group.full[slot.offset : slot.stop])
+        elif mesh.dp_replicate.size > 1:
+            start, stop = group.fragment(slot)
+            sums[name, mesh.dp_shard.rank] = _checksum(group.source[start:stop])
+    return sums
+
+
+def _differences(everyone: list[dict[tuple[str, int], int]]) -> list[str]:
+    holders: dict[tuple[str, int], dict[int, list[int]]] = {}
+    for rank, sums in enumerate(everyone):
+        for key, value in sums.items():
+            holders.setdefault(key, {}).setdefault(value, []).append(rank)
+    return [
+        f"{name} differs between ranks {' and '.join(map(str, ranks.values()))}"
+        for (name, _), ranks in holders.items()
+        if len(ranks) > 1
+    ]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

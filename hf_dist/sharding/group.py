@@ -16,8 +16,9 @@ from torch import nn
 from hf_dist import collectives
 from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import ParallelMesh
-from hf_dist.sharding.guard import guard, set_owner, unguard
+from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
+from hf_dist.sharding.lazy import WeightSource, lazy_source
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import MASTER_DTYPE, Precision
 
@@ -60,25 +61,48 @@ class FlatGroup:
         return torch.cat(gaps).to(self.mesh.device) if gaps else None
 
     def _build_storage(self) -> None:
-        """Move the elements into flat buffers and make every parameter a view of `full`, once and for all."""
+        """Move the elements into flat buffers and make every parameter a view of `full`, once and for all.
+
+        Collective over dp_shard when a parameter is lazy and its weights rest replicated: each rank then reads its own part
+        of the file, and the parts are gathered.
+        """
         layout, device = self.layout, self.mesh.device
-        # 1D, compute dtype; its storage is empty while the weights rest sharded
-        self.full = torch.zeros(layout.numel, dtype=self.dtype, device=device)
+        sources = [lazy_source(p) for p in self.params]
+        streamed = any(source is not None for source in sources)
         start, stop = self.interval(self.placements.optim if self.trainable else self.placements.params)
         self.resting = (start, stop)
+        rests_sharded = self.placements.params is Placement.SHARD
+        # 1D, compute dtype; its storage is empty while the weights rest sharded. Never touched if it is never filled.
+        new = torch.empty if streamed and rests_sharded else torch.zeros
+        self.full = new(layout.numel, dtype=self.dtype, device=device)
         # What the optimizer steps (fp32), or the resting shard of frozen weights. Where the weights are fp32 and rest
         # replicated it is `full` itself: no second copy.
-        rests_sharded = self.placements.params is Placement.SHARD
         self.separate = rests_sharded or (self.trainable and self.dtype != MASTER_DTYPE)
         dtype = MASTER_DTYPE if self.trainable else self.dtype
         self.source = torch.zeros(stop - start, dtype=dtype, device=device) if self.separate else self.full[start:stop]
-        for slot, p in zip(layout.slots, self.params, strict=True):
-            if self.separate:  # from the loaded dtype, so that fp32 weights keep their low bits in the master
-                _copy_overlap(self.source, start, p.detach().reshape(-1), slot.offset)
+        first, last = self.owned if streamed else self.resting
+        mine = self.source[first - start : last - start]
+        for slot, p, source in zip(layout.slots, self.params, sources, strict=True):
+            if source is not None:
+                _read_overlap(mine, first, source, slot)
+                release(p)
+            elif streamed or self.separate:  # from the loaded dtype: fp32 weights keep their low bits in the master
+                _copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
             view = self.full[slot.offset : slot.stop].view(slot.shape)
-            view.copy_(p.detach())
+            if not streamed:
+                view.copy_(p.detach())
             p.data = view
+        if streamed and not rests_sharded:
+            self._gather_streamed()
         self.reshard()
+
+    def _gather_streamed(self) -> None:
+        """Every rank has read its own part of `source`: fill what rests replicated. Collective over dp_shard."""
+        if self.resting == (0, self.layout.numel):  # the source itself, so that masters keep all bits of an fp32 file
+            collectives.all_gather(self.mesh.dp_shard, self.source).wait()
+        self.fresh = False
+        self.unshard()
+        self.wait_unshard()
 
     def interval(self, placement: Placement) -> tuple[int, int]:
         """Interval of the flat buffer that this rank holds at `placement`."""
@@ -156,6 +180,9 @@ class FlatGroup:
         if self.placements.params is Placement.SHARD:
             self.reshard()
             return
+        if self._gather is not None:  # of the weights before: its transfers must not be dropped half-way
+            self._gather.wait()
+            self._gather = None
         self.fresh = False
         self._guard()
 
@@ -230,6 +257,14 @@ class FlatGroup:
         """Forget the gradients of the window."""
         self.grad = self.partial = None
         self.used = [False] * len(self.params)
+
+
+def _read_overlap(target: torch.Tensor, target_start: int, source: WeightSource, slot: ParamSlot) -> None:
+    """Read the part of the lazy parameter in `slot` that falls into `target`'s interval, and nothing else of it."""
+    first = max(target_start, slot.offset)
+    last = min(target_start + target.numel(), slot.stop)
+    if first < last:
+        source.read(first - slot.offset, last - slot.offset, target[first - target_start : last - target_start])
 
 
 def _copy_overlap(target: torch.Tensor, target_start: int, source: torch.Tensor, source_start: int) -> None:

@@ -7,6 +7,7 @@ parameter is gathered, because then the class is the original one.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from hf_dist.errors import FreedParameterError, ModelError
 
 OWNER = "_hf_dist_owner"
+LAZY = "_hf_dist_lazy"
+"""On a parameter that is still in a file (`lazy.py`): it is filled when it is read."""
 
 
 class Owner(Protocol):
@@ -56,6 +59,7 @@ def _metadata() -> frozenset[Any]:
 
 
 _METADATA = _metadata()
+_EQUAL = (torch.equal, torch.Tensor.equal)
 _ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 
 
@@ -75,8 +79,12 @@ class _Guard:
             return f"<parameter {_name(tensor)} not in memory, shape {tuple(tensor.shape)}, {tensor.dtype}>"
         if func is torch.Tensor.to and _changes_nothing(*args, **kwargs):
             return args[0]
-        if func is torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
-            return None  # how `module.to(...)` ends where `to` had nothing to do
+        if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            if args[0] is args[1]:
+                return None  # how `module.to(...)` ends where `to` had nothing to do
+            release(args[0])  # a lazy parameter gets other elements: its own need not be read
+        if func in _EQUAL and all(hasattr(t, LAZY) for t in args[:2]):  # HF compares tied weights that are both stored
+            return getattr(args[0], LAZY).equal(getattr(args[1], LAZY))
         if func in _ALIASES:
             return _guarded_alias(args[0], func)
         for leaf in tree_leaves((args, kwargs)):
@@ -85,13 +93,17 @@ class _Guard:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    # Reading may have put the object's own class back: then that class answers.
     def __reduce_ex__(self, protocol: Any) -> Any:
         _make_readable(self)
-        return super().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol) if isinstance(self, _Guard) else self.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if hasattr(self, LAZY) and isinstance(self, nn.Parameter):
+            memo[id(self)] = getattr(self, LAZY).parameter(requires_grad=self.requires_grad)  # as lazy as the original
+            return memo[id(self)]
         _make_readable(self)
-        return super().__deepcopy__(memo)  # type: ignore[misc]
+        return super().__deepcopy__(memo) if isinstance(self, _Guard) else copy.deepcopy(self, memo)  # type: ignore[misc]
 
 
 def guarded_class(cls: type) -> type:
@@ -112,10 +124,17 @@ def guard(param: nn.Parameter) -> None:
         param.__class__ = guarded_class(type(param))
 
 
-def unguard(param: nn.Parameter) -> None:
+def unguard(param: torch.Tensor) -> None:
     """Give `param` its own class back."""
     if isinstance(param, _Guard):
         param.__class__ = type(param)._hf_dist_plain  # type: ignore[attr-defined]
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Make a lazy parameter, or an alias of one, ordinary without reading it; nothing happens to another tensor."""
+    if hasattr(tensor, LAZY):
+        delattr(tensor, LAZY)
+        unguard(tensor)
 
 
 def set_owner(param: torch.Tensor, owner: Callable[[], Owner | None], name: str) -> None:
@@ -126,32 +145,52 @@ def set_owner(param: torch.Tensor, owner: Callable[[], Owner | None], name: str)
 def refuse_moves(model: nn.Module) -> None:
     """Make `model.to(...)`, `.half()`, `.cuda()` raise when they would change anything: they would tear views apart.
 
-    A call that changes nothing (`.to(the same device)`, which many loops make) passes.
+    A call that changes nothing (`.to(the same device)`, which many loops make) passes. HF's `resize_token_embeddings` is
+    refused likewise: it would put parameters into the model that no shard and no optimizer knows.
     """
-    model.__dict__["_apply"] = _Moves(model, sharded=True)
+    model.__dict__["_apply"] = _StandIn(model, "_apply", _refuse_change, sharded=True)
+    for module in model.modules():
+        if hasattr(type(module), _RESIZE):
+            module.__dict__[_RESIZE] = _StandIn(module, _RESIZE, _refuse_resize, sharded=True)
 
 
-class _Moves:
-    """Stands in for the `_apply` of one model, which it holds weakly; on a copy of the model it is the ordinary one."""
+_RESIZE = "resize_token_embeddings"
 
-    def __init__(self, model: nn.Module, *, sharded: bool) -> None:
-        self._model = weakref.ref(model)
+
+class _StandIn:
+    """Stands in for one method of one module, which it holds weakly; on a copy of the module it is the ordinary one."""
+
+    def __init__(self, module: nn.Module, method: str, instead: Callable[..., Any], *, sharded: bool) -> None:
+        self._module = weakref.ref(module)
+        self._method = method
+        self._instead = instead
         self._sharded = sharded
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Moves:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
         # A copy has plain parameters of its own. `deepcopy` has noted it in `memo` before it comes to the attributes.
-        return _Moves(memo[id(self._model())], sharded=False)
+        return _StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
-        model = self._model()
-        assert model is not None
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
         if not self._sharded:
-            return type(model)._apply(model, fn, *args, **kwargs)
-        _refuse_change(model, fn)
-        return model
+            return getattr(type(module), self._method)(module, *args, **kwargs)
+        return self._instead(module, *args, **kwargs)
 
 
-def _refuse_change(model: nn.Module, fn: Callable[..., Any]) -> None:
+def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    if new_num_tokens in (None, embedding.weight.shape[0]) and not (args or kwargs.get("pad_to_multiple_of")):
+        return embedding
+    raise ModelError(
+        f"{type(model).__name__}.{_RESIZE}({new_num_tokens}): the model is sharded by hf_dist, and its "
+        f"{embedding.weight.shape[0]} rows are spread over the ranks and known to the optimizer. Resize before the model is "
+        "prepared (before the Trainer is made, or before hf_dist.initialize); to resize a trained model, save it, load it, "
+        "resize it, prepare it."
+    )
+
+
+def _refuse_change(model: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
     for dtype, device in {(t.dtype, t.device): None for t in (*model.parameters(), *model.buffers())}:
         probe = fn(torch.empty(0, dtype=dtype, device=device))
         if (probe.dtype, probe.device) != (dtype, device):
@@ -160,13 +199,20 @@ def _refuse_change(model: nn.Module, fn: Callable[..., Any]) -> None:
                 f"{probe.device}. The compute dtype is chosen in the config (bf16.enabled, fp16.enabled), the device when "
                 "it is prepared; for evaluation alone nothing needs to be cast."
             )
+    return model
 
 
 def _name(tensor: Any) -> str:
+    if hasattr(tensor, LAZY):
+        return cast(str, getattr(tensor, LAZY).name)
     return cast(str, getattr(tensor, OWNER, (None, "?"))[1])
 
 
 def _make_readable(tensor: Any) -> None:
+    lazy = getattr(tensor, LAZY, None)
+    if lazy is not None:
+        lazy.materialize(tensor)
+        return
     reference, name = getattr(tensor, OWNER)
     owner = reference()
     if owner is None:
@@ -182,7 +228,8 @@ def _guarded_alias(tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tens
     with torch._C.DisableTorchFunctionSubclass():
         alias = cast(torch.Tensor, func(tensor))
         alias.__class__ = _twin(torch.Tensor)
-    setattr(alias, OWNER, getattr(tensor, OWNER))
+    mark = LAZY if hasattr(tensor, LAZY) else OWNER
+    setattr(alias, mark, getattr(tensor, mark))
     return alias
 
 

@@ -1,0 +1,134 @@
+"""`from_pretrained` that reads nothing yet: parameters stay in their files until they are sharded, or read.
+
+HF's own loader runs unchanged, on tensors that record what is done to them (`checkpoint/recording.py`): renames, weight
+conversions, dtype policy, tied weights, missing, unexpected and mismatched keys are HF's. Afterwards each parameter that was
+"loaded" becomes lazy (`sharding/lazy.py`). Buffers are read at once; new heads are initialised by HF.
+Source of the hook: transformers/modeling_utils.py, `PreTrainedModel._load_pretrained_model`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from hf_dist.checkpoint.recording import RecordedTensor, read_whole, recorded
+from hf_dist.checkpoint.safetensors_source import SafetensorsFile
+from hf_dist.checkpoint.source_tree import TreeSource
+from hf_dist.log import say_once
+from hf_dist.sharding.lazy import LazyWeight
+
+__all__ = ["from_pretrained", "stream_while_alive"]
+
+_HOOK = "_load_pretrained_model"
+_stock: Any = None  # the static method of transformers while ours stands in for it
+_users = 0
+
+
+def from_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model_class.from_pretrained(*args, **kwargs)`, with weights that are read when the model is prepared.
+
+    Any class with HF's `from_pretrained` (an `AutoModel...`, a model class). Local: no other rank is needed. Each rank then
+    reads only its part; a parameter that is read or changed before is loaded in full on this rank. The result equals the
+    stock one in every parameter, buffer and message. Not streamed, with a line that says why: quantized models, `device_map`,
+    `.bin` and GGUF files, `state_dict=`.
+    """
+    _begin()
+    try:
+        return model_class.from_pretrained(*args, **kwargs)
+    finally:
+        _end()
+
+
+def stream_while_alive(owner: Any) -> None:
+    """Have every `from_pretrained` of this process stream until `owner` (training arguments) is gone."""
+    _begin()
+    weakref.finalize(owner, _end).atexit = False
+
+
+def _begin() -> None:
+    global _users, _stock
+    if _users == 0:
+        _stock = PreTrainedModel.__dict__[_HOOK]
+        setattr(PreTrainedModel, _HOOK, staticmethod(_load))
+    _users += 1
+
+
+def _end() -> None:
+    global _users
+    _users -= 1
+    # If somebody has put something of their own over ours it stays, and ours below it does what the stock one does.
+    if _users == 0 and getattr(PreTrainedModel.__dict__[_HOOK], "__func__", None) is _load:
+        setattr(PreTrainedModel, _HOOK, _stock)
+
+
+def _load(
+    model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+) -> Any:
+    """Stands in for `PreTrainedModel._load_pretrained_model`; same arguments and result."""
+    stock = _stock.__func__
+    arguments = (model, state_dict, checkpoint_files, load_config, expected_keys)
+    if _users == 0:
+        return stock(*arguments)
+    reason = _reason_not_to_stream(*arguments)
+    if reason is None:
+        try:
+            result = _load_recorded(stock, model, checkpoint_files, load_config)
+            if result is not None:
+                return result
+            reason = "a weight conversion failed"
+        except Exception as error:  # whatever it is, loading it the ordinary way is not worse than without us
+            reason = f"{type(error).__name__}: {error}"
+    if expected_keys is None:
+        say_once(
+            f"{type(model).__name__} is not streamed from its files but loaded in full on every rank ({reason}); it is "
+            "sharded when it is prepared"
+        )
+    return stock(*arguments)
+
+
+def _reason_not_to_stream(
+    model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any
+) -> str | None:
+    if load_config.hf_quantizer is not None:
+        return "it is quantized"
+    if load_config.device_map is not None:
+        return "device_map is given"
+    if state_dict is not None:
+        return "state_dict is given"
+    if not checkpoint_files or not all(str(f).endswith(".safetensors") for f in checkpoint_files):
+        return "its files are not safetensors"
+    if getattr(load_config, "device_mesh", None) is not None or getattr(model, "_pp_stage", None) is not None:
+        return "it is distributed by transformers"
+    if expected_keys is not None or is_deepspeed_zero3_enabled():
+        return "it is not a whole model"
+    return None
+
+
+def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: Any) -> Any:
+    """What the stock loader returns, or None when it reported an error; then the model is to be loaded anew."""
+    stored = {name: recorded(t) for f in checkpoint_files for name, t in SafetensorsFile(f).tensors().items()}
+    result = stock(model, stored, checkpoint_files, load_config)
+    if result[0].conversion_errors or result[0].error_msgs:
+        return None
+    for path, module in model.named_modules():
+        _adopt(path, module)
+    return result
+
+
+def _adopt(path: str, module: nn.Module) -> None:
+    """Replace what the loader has put into `module` by lazy parameters and by buffers that are read."""
+    for name, p in module._parameters.items():
+        if isinstance(p, RecordedTensor):
+            full_name = f"{path}.{name}" if path else name
+            lazy = LazyWeight(TreeSource(p.node), full_name).parameter(requires_grad=p.requires_grad)
+            lazy._is_hf_initialized = True  # or HF would initialise it
+            module._parameters[name] = lazy
+    for name, buffer in module._buffers.items():
+        if isinstance(buffer, RecordedTensor):
+            value = read_whole(buffer)
+            value._is_hf_initialized = True  # type: ignore[attr-defined]
+            module._buffers[name] = value

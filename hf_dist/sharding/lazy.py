@@ -1,0 +1,110 @@
+"""A parameter whose elements are still in a file: it is read where, when and as far as it is needed.
+
+It is an ordinary CPU `nn.Parameter` of full shape and final dtype with an empty storage and the guarded class (`guard.py`).
+Metadata is answered; whatever reads or writes elements fills this one parameter in place first, and from then on it is an
+ordinary one. Sharding takes only this rank's interval from the source and never fills it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from hf_dist.sharding.guard import LAZY, guard, release
+
+CHUNK_NUMEL = 1 << 20
+"""Elements that are in flight between a file and where they go when the dtype changes on the way."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Where the elements of one parameter come from. Local: reading needs no other rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """The parameter's; elements are rounded through it, whatever the dtype they are stored in or read into."""
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, stop - start elements, any dtype and device) with elements [start, stop) of the flattened
+        parameter. Raises `CheckpointError` naming the file when it is gone or is no longer the one that was planned."""
+
+    def fingerprint(self) -> str:
+        """Equal on two ranks when they read the same elements from the same data."""
+
+    def sample(self, indices: list[int]) -> torch.Tensor:
+        """These elements (1-D, `dtype`), read in another way than `read` does, to check it."""
+
+
+class LazyWeight:
+    """What a lazy parameter, and every alias of it (`.data`, `.detach()`), asks when it is read."""
+
+    def __init__(self, source: WeightSource, name: str) -> None:
+        self.source = source
+        self.name = name
+        self._param: weakref.ref[nn.Parameter] | None = None
+
+    def parameter(self, *, requires_grad: bool = True) -> nn.Parameter:
+        """A new lazy parameter over the same elements."""
+        data = torch.empty(self.source.shape, dtype=self.source.dtype)
+        data.untyped_storage().resize_(0)
+        param = nn.Parameter(data, requires_grad=requires_grad)
+        lazy = LazyWeight(self.source, self.name)
+        lazy._param = weakref.ref(param)
+        setattr(param, LAZY, lazy)
+        guard(param)
+        return param
+
+    def materialize(self, tensor: torch.Tensor) -> None:
+        """Fill the storage of `tensor` (the parameter or an alias, which share it) and make both ordinary. Local."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            storage, numel = tensor.untyped_storage(), tensor.numel()
+            if numel and storage.nbytes() == 0:
+                storage.resize_(numel * tensor.element_size())
+                try:
+                    self.source.read(0, numel, torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (numel,), (1,)))
+                except BaseException:
+                    storage.resize_(0)  # still lazy: a second read must not find half of the elements
+                    raise
+        param = self._param() if self._param is not None else None
+        for each in (tensor, param):
+            if each is not None and getattr(each, LAZY, None) is self:
+                release(each)
+
+    def equal(self, other: LazyWeight) -> bool:
+        """`torch.equal` of two lazy parameters, in chunks; elements that are the same ones of a file are not read."""
+        a, b = self.source, other.source
+        if a.shape != b.shape or a.fingerprint() == b.fingerprint():
+            return a.shape == b.shape
+        numel = math.prod(a.shape)
+        for start in range(0, numel, CHUNK_NUMEL):
+            count = min(CHUNK_NUMEL, numel - start)
+            left, right = torch.empty(count, dtype=a.dtype), torch.empty(count, dtype=b.dtype)
+            a.read(start, start + count, left)
+            b.read(start, start + count, right)
+            if not torch.equal(left, right):
+                return False
+        return True
+
+
+def lazy_source(tensor: torch.Tensor) -> WeightSource | None:
+    """The source of a parameter that is still lazy, None for an ordinary one."""
+    lazy: LazyWeight | None = getattr(tensor, LAZY, None)
+    return None if lazy is None else lazy.source
+
+
+def lazy_sources(model: nn.Module) -> dict[str, WeightSource]:
+    """Sources of the parameters of `model` that are still lazy, by name (each parameter once)."""
+    found = {name: lazy_source(p) for name, p in model.named_parameters()}
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def materialize(model: nn.Module) -> None:
+    """Fill every parameter that is still lazy. Local."""
+    for p in model.parameters():
+        lazy: LazyWeight | None = getattr(p, LAZY, None)
+        if lazy is not None:
+            lazy.materialize(p)
