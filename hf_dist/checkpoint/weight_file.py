@@ -1,0 +1,142 @@
+"""One safetensors file on disk: made with its final size, written at positions, read back and compared with the plan."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dist.checkpoint.folder import start_writeback
+from hf_dist.checkpoint.weight_plan import WeightFile, WeightPlan
+
+__all__ = ["OpenFiles", "create", "difference", "explain", "read_header", "remove_stale"]
+
+_WEIGHTS = re.compile(r"^(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
+
+
+def create(folder: Path, file: WeightFile) -> None:
+    """Write the header and give the file its final size; the data follow with `OpenFiles.write`. Raises OSError."""
+    path = folder / file.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(
+        missing_ok=True
+    )  # a model may still be mapped from it: cut short in place, reading it would end the process
+    with _naming(path), open(path, "wb") as out:
+        out.write(file.header)
+        out.truncate(file.nbytes)
+
+
+def remove_stale(folder: Path, plan: WeightPlan) -> None:
+    """Delete weight files of an earlier save that `plan` will not replace: `from_pretrained` would load the wrong ones."""
+    kept = {*(file.name for file in plan.files), *plan.indexes}
+    for below in {Path(name).parent for name in kept}:
+        for path in (folder / below).glob("*model*.safetensors*"):
+            if _WEIGHTS.match(path.name) and str(below / path.name) not in kept:
+                path.unlink()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """(tensors by name, as the file describes them; first byte of the data). Raises ValueError naming what is wrong."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{path} is not a safetensors file, or is cut off ({size} bytes)")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"the header of {path} cannot be read: {error}") from error
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != 8 + length + end:
+        raise ValueError(f"{path} has {size} bytes, its header describes {8 + length + end}")
+    return header, 8 + length
+
+
+def difference(folder: Path, file: WeightFile) -> str | None:
+    """How the file on disk differs from the plan (names, shapes, dtypes, byte ranges, size), None when it does not."""
+    path = folder / file.name
+    try:
+        found, _ = read_header(path)
+    except (OSError, ValueError) as error:
+        return str(error)
+    expected = json.loads(file.header[8:])
+    expected.pop("__metadata__")
+    for name in expected.keys() | found.keys():
+        if expected.get(name) != found.get(name):
+            return f"{path}: {name} should be {expected.get(name, 'absent')}, the file has {found.get(name, 'nothing')}"
+    return None
+
+
+class OpenFiles:
+    """Positioned writes into the files of one folder; a file is flushed to the disk when the next one begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._name = ""
+        self._descriptor = -1
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, name: str, offset: int, data: torch.Tensor) -> None:
+        """Put `data` (1-D uint8, on the CPU) at byte `offset` of an existing file. Raises OSError."""
+        if name != self._name:
+            self.close()
+            self._descriptor, self._name = os.open(self._folder / name, os.O_WRONLY), name
+        left = data.numpy().data
+        with _naming(self._folder / name):
+            while left:
+                done = os.pwrite(self._descriptor, left, offset)
+                start_writeback(self._descriptor, offset, done)
+                left, offset = left[done:], offset + done
+
+    def close(self) -> None:
+        """Flush and close what is open. Raises OSError: some file systems report a full disk only here."""
+        descriptor, name, self._descriptor, self._name = self._descriptor, self._name, -1, ""
+        if descriptor < 0:
+            return
+        try:
+            with _naming(self._folder / name):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Calls on a descriptor raise errors without a path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def explain(error: OSError, folder: Path) -> str:
+    """What a user needs to know about a failed write."""
+    path = error.filename or folder
+    reason = f"{path} could not be written: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{reason} ({_free(folder)}). Make room, or keep fewer checkpoints (save_total_limit)."
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{reason}. Choose an output_dir that this user may write to."
+    if error.errno == errno.EFBIG:
+        return f"{reason}. The file system or `ulimit -f` allows no file of this size: choose a smaller max_shard_size."
+    return f"{reason}."
+
+
+def _free(folder: Path) -> str:
+    existing: Iterator[Path] = (p for p in (folder, *folder.parents) if p.exists())
+    return f"{shutil.disk_usage(next(existing)).free / 1e9:.1f} GB free"

@@ -1,0 +1,327 @@
+"""Which elements of which parameters lie at which bytes of which safetensors file. Pure arithmetic, and JSON.
+
+    parameter  gate_up_proj [E, 2I, H]      one Piece per stored tensor: a box of the parameter, a box of the tensor
+    on disk    experts.e.gate_proj.weight   offset e*2I*H,        sizes (I*H,), strides (1,)
+               experts.e.up_proj.weight     offset e*2I*H + I*H,  sizes (I*H,), strides (1,)
+
+A row-major interval of a parameter is one contiguous byte range of the file where the strides allow it, so every rank
+writes its own. The plan is stored with the checkpoint: `hf-dist export` needs no model code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from hf_dist.errors import CheckpointError, ConfigError
+
+__all__ = ["SAFETENSORS_DTYPES", "Piece", "Place", "Run", "StoredTensor", "WeightFile", "WeightPlan"]
+
+WEIGHTS = "model.safetensors"
+SHORTEST_RUN = 64
+"""Elements. A parameter that reaches the disk in shorter runs is put together first: a write per element would crawl."""
+VERSION = 1
+
+# In the order in which safetensors sorts tensors within a file, last first (its `Dtype` enum).
+SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+_RANKS = {dtype: number for number, dtype in enumerate(SAFETENSORS_DTYPES)}
+_TORCH = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring elements of a parameter that are neighbours on disk too."""
+
+    source: int
+    """First element in the flattened parameter."""
+    target: int
+    """First element in the flattened stored tensor."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a parameter that is a box of a stored tensor: `as_strided` arguments of both, in elements."""
+
+    param: str
+    sizes: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, param: str, numel: int) -> Piece:
+        """All of a parameter, as it is."""
+        return cls(param, (numel,), 0, (1,), 0, (1,))
+
+    def merged(self) -> Piece:
+        """The same box with as few dimensions as possible."""
+        dims: list[tuple[int, int, int]] = []
+        for size, stride, target in zip(self.sizes, self.strides, self.target_strides, strict=True):
+            if size == 1:
+                continue
+            if dims and dims[-1][1] == size * stride and dims[-1][2] == size * target:
+                dims[-1] = (dims[-1][0] * size, stride, target)
+            else:
+                dims.append((size, stride, target))
+        sizes, strides, targets = zip(*(dims or [(1, 1, 1)]), strict=True)
+        return Piece(self.param, sizes, self.offset, strides, self.target_offset, targets)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.sizes)
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the flattened parameter."""
+        steps = ((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return self.offset + sum(steps) + 1 if self.numel else 0
+
+    @property
+    def run_numel(self) -> int:
+        """Elements that are neighbours on both sides."""
+        return self.sizes[-1] if self.strides[-1] == self.target_strides[-1] == 1 else 1
+
+    @property
+    def scattered(self) -> bool:
+        """Whether neighbours of the parameter lie apart on disk, as those of a transposed one do."""
+        return self.run_numel < SHORTEST_RUN and self.numel > SHORTEST_RUN * self.run_numel
+
+    def runs(self, start: int, stop: int) -> Iterator[Run]:
+        """The runs inside the elements [start, stop) of the parameter, in the order of the stored tensor."""
+        length = self.run_numel
+        outer = len(self.sizes) - (1 if length == self.sizes[-1] else 0)
+        source: np.ndarray = np.full((), self.offset, dtype=np.int64)
+        target: np.ndarray = np.full((), self.target_offset, dtype=np.int64)
+        for size, stride, target_stride in zip(
+            self.sizes[:outer], self.strides[:outer], self.target_strides[:outer], strict=True
+        ):
+            steps = np.arange(size, dtype=np.int64)
+            source = source[..., None] + steps * stride
+            target = target[..., None] + steps * target_stride
+        source, target = source.reshape(-1), target.reshape(-1)
+        low, high = np.maximum(source, start), np.minimum(source + length, stop)
+        inside = np.flatnonzero(low < high)
+        for i in inside[np.argsort(target[inside], kind="stable")].tolist():
+            first = int(low[i])
+            yield Run(first, int(target[i]) + first - int(source[i]), int(high[i]) - first)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file, and where its elements come from."""
+
+    name: str
+    """On disk."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    """Together they cover the tensor once."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """On disk."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stored tensor lies."""
+
+    tensor: StoredTensor
+    file: str
+    offset: int
+    """First byte in the file, header included."""
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One safetensors file, laid out as safetensors itself would write it."""
+
+    name: str
+    """Relative to the folder."""
+    tensors: tuple[StoredTensor, ...]
+    """In the order of their bytes."""
+
+    @classmethod
+    def of(cls, name: str, tensors: Iterable[StoredTensor]) -> WeightFile:
+        """Sorted as safetensors sorts: widest dtype first, then by name."""
+        return cls(name, tuple(sorted(tensors, key=lambda t: (-_RANKS[t.dtype], t.name))))
+
+    @cached_property
+    def header(self) -> bytes:
+        """Length, JSON and padding: everything before the data."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in self.tensors:
+            begin, end = end, end + tensor.nbytes
+            dtype = SAFETENSORS_DTYPES[tensor.dtype]
+            entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + self.data_nbytes
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The tensors with their byte positions, in order."""
+        found, position = [], len(self.header)
+        for tensor in self.tensors:
+            found.append(Place(tensor, self.name, position))
+            position += tensor.nbytes
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """All weight files of a folder."""
+
+    files: tuple[WeightFile, ...]
+    indexes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Content of the index files (`model.safetensors.index.json`), by path in the folder."""
+
+    @classmethod
+    def pack(
+        cls,
+        tensors: Iterable[StoredTensor],
+        *,
+        weights_name: str = WEIGHTS,
+        max_shard_size: int | str = "50GB",
+        metadata: Mapping[str, Any] | None = None,
+        storages: Mapping[str, tuple[Any, int]] | None = None,
+    ) -> WeightPlan:
+        """Cut into files of at most `max_shard_size` as `save_pretrained` does: in the given order, by HF's own function.
+
+        `storages`: name -> (identity, bytes) of the storage that HF would find under the tensor: HF keeps the views of one
+        storage (the experts of a layer) in one file. `metadata` goes into the index beside `total_size`.
+        """
+        by_name = {tensor.name: tensor for tensor in tensors}
+        unknown = sorted({str(t.dtype) for t in by_name.values() if t.dtype not in SAFETENSORS_DTYPES})
+        if unknown:
+            raise CheckpointError(f"safetensors has no name for the dtype {unknown[0]}; convert these weights first")
+        storage_of = storages or {}
+        try:
+            split = split_state_dict_into_shards_factory(
+                by_name,
+                get_storage_size=lambda t: storage_of.get(t.name, (None, t.nbytes))[1],
+                get_storage_id=lambda t: storage_of.get(t.name, (None, 0))[0],
+                filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
+                max_shard_size=max_shard_size,
+            )
+        except ValueError as error:
+            raise ConfigError(f"max_shard_size: {error}") from error
+        files = [WeightFile.of(f, (by_name[n] for n in names)) for f, names in split.filename_to_tensors.items()]
+        indexes = {}
+        if split.is_sharded:
+            content = {"metadata": {**(metadata or {}), **split.metadata}, "weight_map": split.tensor_to_filename}
+            indexes[f"{weights_name}.index.json"] = content
+        return cls(tuple(files), indexes)
+
+    @classmethod
+    def join(cls, plans: Iterable[tuple[str, WeightPlan]]) -> WeightPlan:
+        """Several plans in one folder, each below a path ("" for the folder itself)."""
+        files: list[WeightFile] = []
+        indexes: dict[str, Mapping[str, Any]] = {}
+        for below, plan in plans:
+            files += [WeightFile(below + file.name, file.tensors) for file in plan.files]
+            indexes.update({below + name: content for name, content in plan.indexes.items()})
+        return cls(tuple(files), indexes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(file.nbytes for file in self.files)
+
+    @cached_property
+    def by_param(self) -> Mapping[str, tuple[tuple[Place, Piece], ...]]:
+        """Parameter -> where its elements go, in file order."""
+        found: dict[str, list[tuple[Place, Piece]]] = {}
+        for file in self.files:
+            for place in file.places:
+                for piece in place.tensor.pieces:
+                    found.setdefault(piece.param, []).append((place, piece))
+        return {name: tuple(places) for name, places in found.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `from_json`."""
+        return {
+            "version": VERSION,
+            "indexes": {name: dict(content) for name, content in self.indexes.items()},
+            "files": {
+                file.name: {t.name: [SAFETENSORS_DTYPES[t.dtype], list(t.shape), _pieces(t)] for t in file.tensors}
+                for file in self.files
+            },
+        }
+
+    @classmethod
+    def from_json(cls, plan: Mapping[str, Any]) -> WeightPlan:
+        """The inverse of `to_json`. Raises `CheckpointError` for a newer version."""
+        if plan.get("version", 0) > VERSION:
+            raise CheckpointError(
+                f"the plan of the weights has version {plan['version']}, this hf_dist reads {VERSION}. Upgrade hf_dist."
+            )
+        files = tuple(
+            WeightFile(file, tuple(_stored_tensor(name, *entry) for name, entry in tensors.items()))
+            for file, tensors in plan["files"].items()
+        )
+        return cls(files, dict(plan["indexes"]))
+
+
+def _pieces(tensor: StoredTensor) -> list[Any]:
+    if tensor.pieces == (Piece.whole(tensor.pieces[0].param, tensor.numel),):
+        return [tensor.pieces[0].param]
+    return [[p.param, p.sizes, p.offset, p.strides, p.target_offset, p.target_strides] for p in tensor.pieces]
+
+
+def _stored_tensor(name: str, dtype: str, shape: list[int], pieces: list[Any]) -> StoredTensor:
+    boxes = [
+        Piece.whole(p, math.prod(shape))
+        if isinstance(p, str)
+        else Piece(p[0], tuple(p[1]), p[2], tuple(p[3]), p[4], tuple(p[5]))
+        for p in pieces
+    ]
+    return StoredTensor(name, tuple(shape), _TORCH[dtype], tuple(boxes))

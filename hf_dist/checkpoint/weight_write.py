@@ -1,0 +1,360 @@
+"""Weights from the shards of all ranks into one folder, in parallel and without gathering.
+
+Every rank writes the byte ranges of its own elements, cast to the dtype on disk. Where a folder does not take that (probed
+with a small file, or it lies on another machine's disk), the bytes travel to rank 0 in file order, a few MB at a time.
+A tensor whose elements are scattered over its parameter (a transposed one) is put together on one rank, one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.checkpoint import weight_file
+from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.weight_file import OpenFiles
+from hf_dist.checkpoint.weight_plan import Place, StoredTensor, WeightPlan
+from hf_dist.errors import CheckpointError
+from hf_dist.mesh import MeshAxis
+
+__all__ = ["IN_ORDER", "NOT_SHARED", "PARALLEL", "probe", "write_weights"]
+
+PARALLEL, IN_ORDER, NOT_SHARED = "parallel", "in order", "not shared"
+CHUNK = 8 * 2**20
+"""Bytes that are cast, sent and written at once."""
+_PROBE = ".write-probe"
+
+Interval = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class _Write:
+    """Neighbouring elements of one part with their place on disk."""
+
+    file: int
+    offset: int
+    """Byte in the file."""
+    dtype: torch.dtype
+    owner: int
+    part: int
+    start: int
+    """Element within the part."""
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def probe(folder: Path, axis: MeshAxis) -> str:
+    """Whether all ranks can write into one file of `folder` at once: PARALLEL, IN_ORDER or NOT_SHARED.
+
+    Collective over `axis`. Raises `CheckpointError` on every rank when rank 0 cannot write there at all.
+    """
+    path = folder / _PROBE
+    if axis.rank == 0:
+        _together(axis, folder, lambda: path.write_bytes(bytes(8 * axis.size)))
+    else:
+        _together(axis, folder, None)
+    outcome = PARALLEL
+    if axis.rank:
+        try:
+            with OpenFiles(folder) as files:
+                files.write(_PROBE, 8 * axis.rank, torch.full((8,), axis.rank % 251 + 1, dtype=torch.uint8))
+        except FileNotFoundError:
+            outcome = NOT_SHARED
+        except OSError:
+            outcome = IN_ORDER
+    outcomes = collectives.all_gather_object(axis, outcome)
+    seen = PARALLEL
+    if axis.rank == 0:
+        expected = bytes(8) + b"".join(bytes([rank % 251 + 1]) * 8 for rank in range(1, axis.size))
+        seen = PARALLEL if path.read_bytes() == expected else IN_ORDER
+        path.unlink()
+    seen = collectives.all_gather_object(axis, seen)[0]
+    return next((o for o in (NOT_SHARED, IN_ORDER) if o in [seen, *outcomes]), PARALLEL)
+
+
+@torch.no_grad()
+def write_weights(
+    folder: str | os.PathLike[str],
+    plan: WeightPlan,
+    parts: Sequence[OwnedPart],
+    axis: MeshAxis,
+    mode: str | None = None,
+) -> str:
+    """Write the files of `plan` below an existing `folder` and read their headers back. Returns the mode used.
+
+    Collective over `axis`: every rank calls it with the same plan and its own `parts`; over all ranks they hold each element
+    of the plan once (parts of other parameters are skipped). May run in a background thread if `axis` has its own group.
+    `mode`: what `probe` said of this file system before; None asks again. Host memory: 8 MB, and for scattered tensors one
+    parameter and one stored tensor. Raises `CheckpointError` on every rank, naming path and reason; what was there before
+    under the same names is lost, so write into a fresh folder.
+    """
+    folder = Path(folder)
+    mode = mode or probe(folder, axis)
+
+    def prepare() -> None:
+        weight_file.remove_stale(folder, plan)
+        for file in plan.files:
+            weight_file.create(folder, file)
+
+    _together(axis, folder, prepare if axis.rank == 0 else None)
+    writer = _Writer(folder, plan, parts, axis, mode)
+    writer.write()
+    writer.check_complete()
+    _together(axis, folder, (lambda: _finish(folder, plan)) if axis.rank == 0 else None)
+    return mode
+
+
+def _finish(folder: Path, plan: WeightPlan) -> None:
+    for file in plan.files:
+        problem = weight_file.difference(folder, file)
+        if problem is not None:
+            raise CheckpointError(problem)
+    for name, content in plan.indexes.items():
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _together(axis: MeshAxis, folder: Path, act: Callable[[], object] | None) -> None:
+    """Run `act` on this rank and raise on every rank what went wrong on any. Collective."""
+    problem = None
+    try:
+        if act is not None:
+            act()
+    except OSError as error:
+        problem = weight_file.explain(error, folder)
+    except CheckpointError as error:
+        problem = str(error)
+    _raise_any(axis, problem)
+
+
+def _raise_any(axis: MeshAxis, problem: str | None) -> None:
+    found = [(rank, p) for rank, p in enumerate(collectives.all_gather_object(axis, problem)) if p]
+    if found:
+        rank, first = found[0]
+        more = f" (and {len(found) - 1} more ranks failed)" if len(found) > 1 else ""
+        raise CheckpointError(f"rank {rank}: {first}{more}")
+
+
+class _Writer:
+    """One call of `write_weights` on one rank."""
+
+    def __init__(self, folder: Path, plan: WeightPlan, parts: Sequence[OwnedPart], axis: MeshAxis, mode: str) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.parts = [part for part in parts if part.name in plan.by_param]
+        self.axis = axis
+        self.mode = mode
+        self.numbers = {file.name: number for number, file in enumerate(plan.files)}
+        self.scattered = [p for f in plan.files for p in f.places if any(piece.scattered for piece in p.tensor.pieces)]
+        self._scattered_names = {(p.file, p.tensor.name) for p in self.scattered}
+        self.staging = torch.empty(CHUNK + 8, dtype=torch.uint8)
+        self.written: Counter[str] = Counter()
+        """Bytes of each file that this rank wrote, or sent to be written."""
+        self.problem: str | None = None
+
+    def write(self) -> None:
+        """Everything of this rank (parallel), or everything of all ranks on rank 0. Raises on every rank together."""
+        with OpenFiles(self.folder) as files:
+            if self.mode == PARALLEL:
+                for segment in _segments(self._writes(self._intervals(), self.axis.rank)):
+                    self._put(files, segment, self._fill(segment))
+            else:
+                self._write_in_order(files)
+            self._write_scattered(files)
+            self._try(files.close)
+        _raise_any(self.axis, self.problem)
+
+    def check_complete(self) -> None:
+        """Every byte of every file was written by exactly one rank, or `CheckpointError`. Collective."""
+        total: Counter[str] = Counter()
+        for written in collectives.all_gather_object(self.axis, dict(self.written)):
+            total.update(written)
+        for file in self.plan.files:
+            if total[file.name] != file.data_nbytes:
+                raise CheckpointError(
+                    f"{self.folder / file.name}: {total[file.name]} bytes of weights were written, the model has "
+                    f"{file.data_nbytes}; {self._first_gap(file.name)}. This is a bug of hf_dist, please report it."
+                )
+
+    def _first_gap(self, file: str) -> str:
+        held: Counter[str] = Counter()
+        for intervals in collectives.all_gather_object(self.axis, self._intervals()):
+            for name, start, stop in intervals:
+                held[name] += stop - start
+        for place in next(f for f in self.plan.files if f.name == file).places:
+            for piece in place.tensor.pieces:
+                needed = max(p.stop for _, p in self.plan.by_param[piece.param])
+                if held[piece.param] < needed:
+                    return f"of {piece.param} the ranks hold {held[piece.param]} elements, {needed} are stored"
+        return "some were written twice"
+
+    def _intervals(self) -> list[Interval]:
+        return [(part.name, part.start, part.stop) for part in self.parts]
+
+    def _writes(self, intervals: Iterable[Interval], owner: int) -> list[_Write]:
+        found = []
+        for number, (name, start, stop) in enumerate(intervals):
+            for place, piece in self.plan.by_param[name]:
+                if (place.file, place.tensor.name) in self._scattered_names:
+                    continue
+                dtype = place.tensor.dtype
+                for run in piece.runs(start, stop):
+                    position = place.offset + run.target * dtype.itemsize
+                    first = run.source - start
+                    found.append(_Write(self.numbers[place.file], position, dtype, owner, number, first, run.numel))
+        return sorted(found, key=lambda w: (w.file, w.offset))
+
+    def _write_in_order(self, files: OpenFiles) -> None:
+        everyone = collectives.all_gather_object(self.axis, self._intervals())
+        writes = [w for rank, intervals in enumerate(everyone) for w in self._writes(intervals, rank)]
+        writes.sort(key=lambda w: (w.file, w.offset))
+        file = 0
+        for segment in _segments(writes):
+            if segment[0].file != file:  # often enough to stop soon after a failure, without a message per segment
+                _raise_any(self.axis, self.problem)
+                file = segment[0].file
+            owner, nbytes = segment[0].owner, sum(w.nbytes for w in segment)
+            if self.axis.rank == owner:
+                data = self._fill(segment)
+            elif self.axis.rank == 0:
+                data = self.staging[:nbytes]
+            else:
+                continue
+            collectives.transfer(self.axis, data, owner, 0)
+            if self.axis.rank == 0:
+                self._put(files, segment, data)
+
+    def _fill(self, segment: list[_Write]) -> torch.Tensor:
+        """The bytes of a segment, 1-D uint8 on the CPU; valid until the next call."""
+        first = segment[0]
+        values = self.parts[first.part].values
+        if (
+            len(segment) == 1
+            and values.device.type == "cpu"
+            and values.dtype == first.dtype
+            and not first.dtype.is_complex
+        ):
+            return values[first.start : first.start + first.numel].view(torch.uint8)
+        lead = first.offset % 8  # what follows is then aligned for its dtype, as it is in the file
+        end = lead
+        for write in segment:
+            into = self.staging[end : end + write.nbytes].view(write.dtype)
+            into.copy_(self.parts[write.part].values[write.start : write.start + write.numel])
+            end += write.nbytes
+        return self.staging[lead:end]
+
+    def _put(self, files: OpenFiles, segment: list[_Write], data: torch.Tensor) -> None:
+        name = self.plan.files[segment[0].file].name
+        self._write_bytes(files, name, segment[0].offset, data)
+
+    def _write_bytes(self, files: OpenFiles, name: str, offset: int, data: torch.Tensor) -> None:
+        if self.problem is None:
+            self._try(lambda: files.write(name, offset, data))
+            self.written[name] += data.numel()
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """A rank that failed goes on taking part in the exchange: nobody waits for it, and all raise together."""
+        try:
+            act()
+        except OSError as error:
+            self.problem = self.problem or weight_file.explain(error, self.folder)
+
+    # ---- tensors whose elements are scattered over the parameter
+
+    def _write_scattered(self, files: OpenFiles) -> None:
+        groups = _groups(self.scattered)
+        if not groups:
+            return
+        names = {param for params, _ in groups for param in params}
+        own = [interval for interval in self._intervals() if interval[0] in names]
+        everyone = collectives.all_gather_object(self.axis, own)
+        for number, (params, places) in enumerate(groups):
+            target = number % self.axis.size if self.mode == PARALLEL else 0
+            dtype = places[0].tensor.dtype
+            full = {name: self._collect(name, everyone, target, dtype) for name in params}
+            if self.axis.rank != target:
+                continue
+            for place in places:
+                data = _assemble(place.tensor, full)
+                if data is not None:
+                    self._write_bytes(files, place.file, place.offset, data)
+
+    def _collect(
+        self, name: str, everyone: list[list[Interval]], target: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """All of a parameter on rank `target` (None elsewhere, or when elements are missing), in the dtype on disk."""
+        held = [(rank, start, stop) for rank, ivs in enumerate(everyone) for n, start, stop in ivs if n == name]
+        numel = max((stop for _, _, stop in held), default=0)
+        complete = sum(stop - start for _, start, stop in held) == numel
+        full = torch.empty(numel if self.axis.rank == target else 0, dtype=dtype)
+        own = {part.start: part.values for part in self.parts if part.name == name}
+        step = CHUNK // dtype.itemsize
+        for rank, start, stop in held:
+            if self.axis.rank not in (rank, target):
+                continue
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                if self.axis.rank == rank:
+                    data = own[start][first - start : last - start].to("cpu", dtype)
+                else:
+                    data = torch.empty(last - first, dtype=dtype)
+                collectives.transfer(self.axis, data, rank, target)
+                if self.axis.rank == target:
+                    full[first:last] = data
+        return full if self.axis.rank == target and complete else None
+
+
+def _segments(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
+    """Neighbours on disk with one owner, joined up to CHUNK bytes; longer ones cut."""
+    current: list[_Write] = []
+    end = size = 0
+    for long in writes:
+        for write in _cut(long):
+            joins = current and (write.file, write.offset, write.owner) == (current[0].file, end, current[0].owner)
+            if current and not (joins and size + write.nbytes <= CHUNK):
+                yield current
+                current, size = [], 0
+            current.append(write)
+            size += write.nbytes
+            end = write.offset + write.nbytes
+    if current:
+        yield current
+
+
+def _cut(write: _Write) -> Iterator[_Write]:
+    step = CHUNK // write.dtype.itemsize
+    for first in range(0, write.numel, step):
+        numel, offset = min(step, write.numel - first), write.offset + first * write.dtype.itemsize
+        yield _Write(write.file, offset, write.dtype, write.owner, write.part, write.start + first, numel)
+
+
+def _groups(places: Iterable[Place]) -> list[tuple[list[str], list[Place]]]:
+    """Places that need the same parameters together, so that each parameter is collected once."""
+    groups: list[tuple[list[str], list[Place]]] = []
+    for place in places:
+        params = {piece.param for piece in place.tensor.pieces}
+        touching = [group for group in groups if params.intersection(group[0])]
+        merged = sorted(params.union(*(group[0] for group in touching)))
+        groups = [group for group in groups if group not in touching]
+        groups.append((merged, [p for group in touching for p in group[1]] + [place]))
+    return groups
+
+
+def _assemble(tensor: StoredTensor, params: dict[str, torch.Tensor | None]) -> torch.Tensor | None:
+    out = torch.empty(tensor.numel, dtype=tensor.dtype)
+    for piece in tensor.pieces:
+        source = params[piece.param]
+        if source is None:
+            return None
+        box = out.as_strided(piece.sizes, piece.target_strides, piece.target_offset)
+        box.copy_(source.as_strided(piece.sizes, piece.strides, piece.offset))
+    return out.view(torch.uint8)

@@ -1,0 +1,81 @@
+"""`hf-dist export` and `hf-dist inspect`: the model of a checkpoint, and what is in one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_dist.checkpoint.describe import Description
+
+__all__ = ["export", "inspect"]
+
+LISTED = 40
+"""Files that `inspect` names before it only counts them."""
+
+Folder = Annotated[Path, typer.Argument(help="A folder such as out/checkpoint-100.", show_default=False)]
+Out = Annotated[Path, typer.Argument(help="The HF folder to write; new or empty.", show_default=False)]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="bf16, fp16 or fp32 (from the master weights, if there are any).")
+]
+Size = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, such as 5GB.")]
+Merge = Annotated[bool, typer.Option("--merge-lora", help="Add the LoRA adapter in the folder to its base model.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def export(
+    checkpoint: Folder, out: Out, dtype: Dtype = None, max_shard_size: Size = "5GB", merge_lora: Merge = False
+) -> None:
+    """Write the model of a checkpoint as an HF folder, in another dtype or cut into other files; needs no GPU."""
+    from hf_dist.checkpoint.export import export as write
+
+    write(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, merge_lora=merge_lora, report=print)
+
+
+def inspect(checkpoint: Folder, as_json: Json = False) -> None:
+    """Say what is in a checkpoint, whoever wrote it, and whether it is complete; exit code 1 if it is not."""
+    from hf_dist.checkpoint.describe import describe
+
+    found = describe(checkpoint)
+    print(json.dumps(found.to_json(), indent=1) if as_json else _text(found))
+    if not found.complete:
+        raise typer.Exit(1)
+
+
+def _text(found: Description) -> str:
+    lines = [f"{found.path}: {found.kind}, {'complete' if found.complete else 'NOT COMPLETE'}"]
+    lines += [f"  problem   {problem}" for problem in found.problems]
+    if found.step is not None:
+        lines.append(f"  step      {found.step}")
+    if found.layout:
+        facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.layout.items())
+        lines.append(f"  saved by  hf_dist {found.hf_dist}: {facts}")
+    if found.weights:
+        dtypes = ", ".join(f"{numel:,} {name}" for name, numel in found.weights["by_dtype"].items())
+        lines.append(
+            f"  weights   {_size(found.weights['bytes'])} in {found.weights['files']} files: "
+            f"{found.weights['tensors']} tensors ({dtypes})"
+        )
+    if found.state:
+        optimizer = ", ".join(found.state["optimizer_states"]) or "no optimizer state"
+        lines.append(
+            f"  training  {_size(found.state['bytes'])}: master weights of {found.state['master_weights']} parameters "
+            f"({found.state['elements']:,} elements), {optimizer}"
+        )
+    lines.append(f"  files     {len(found.files)}, {_size(sum(found.files.values()))}")
+    listed = list(found.files.items())
+    lines += [f"    {_size(nbytes):>9}  {name}" for name, nbytes in listed[:LISTED]]
+    if len(listed) > LISTED:
+        lines.append(f"    ... and {len(listed) - LISTED} more (--json names all)")
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000  # type: ignore[assignment]
+    return f"{nbytes:.2f} GB"
