@@ -1,0 +1,32 @@
+"""`hf-dist schedule`: what a pipeline schedule looks like, before a GPU is rented for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["schedule"]
+
+Name = Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b, interleaved_1f1b or zb_h1.")]
+Stages = Annotated[int, typer.Option("--stages", help="Pipeline ranks.")]
+Microbatches = Annotated[int, typer.Option("--microbatches", help="Microbatches of one optimizer step.")]
+Virtual = Annotated[int, typer.Option("--virtual-stages", help="Stages per rank, for interleaved_1f1b.")]
+Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the picture here.")]
+
+
+def schedule(
+    name: Name = "1f1b", stages: Stages = 4, microbatches: Microbatches = 8, virtual: Virtual = 1, svg: Svg = None
+) -> None:
+    """Draw a pipeline schedule, with its bubble and the microbatches each stage keeps."""
+    from hf_dist.pipeline.draw import draw_svg, draw_text
+    from hf_dist.pipeline.schedule import make_schedule
+    from hf_dist.pipeline.simulate import validate
+
+    plan = make_schedule(name, stages, microbatches, virtual)
+    validate(plan)
+    print(draw_text(plan))
+    if svg is not None:
+        svg.write_text(draw_svg(plan), encoding="utf-8")
+        print(f"wrote {svg}")

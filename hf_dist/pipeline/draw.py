@@ -1,0 +1,76 @@
+"""A schedule as a picture: text for a terminal or an error message, SVG for a page. Time runs to the right."""
+
+from __future__ import annotations
+
+from hf_dist.pipeline.schedule import Kind, Schedule
+from hf_dist.pipeline.simulate import Costs, Simulation, Span, simulate
+
+__all__ = ["draw_svg", "draw_text"]
+
+_COLOURS = {
+    Kind.FORWARD: "#7fb2e5",
+    Kind.BACKWARD: "#f2b36d",
+    Kind.BACKWARD_INPUT: "#f2b36d",
+    Kind.BACKWARD_WEIGHT: "#9ccf8f",
+}
+_LEGEND = "F forward, B backward, I backward for inputs, W backward for weights; the number is the microbatch"
+_ROW, _LEFT, _UNIT = 28, 60, 26  # pixels
+
+
+def draw_text(schedule: Schedule, costs: Costs | None = None) -> str:
+    """One line per rank, one column per unit of time, dots where a rank is idle; then bubble and microbatches in flight.
+
+    A stage's number stands before its letter where ranks have several. Costs that are not whole numbers are rounded.
+    """
+    costs = costs or Costs()
+    result = simulate(schedule, costs)
+    many = schedule.num_stages > schedule.num_ranks
+    width = max((len(_label(span, many)) for rank in result.spans for span in rank), default=1)
+    lines = []
+    for rank, spans in enumerate(result.spans):
+        cells = ["." * width] * round(result.makespan)
+        for span in spans:
+            for column in range(round(span.start), round(span.stop)):
+                cells[column] = _label(span, many).ljust(width)
+        lines.append(f"rank {rank} | {' '.join(cells)}")
+    return "\n".join([*lines, "", _summary(schedule, result), _LEGEND])
+
+
+def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
+    """The same as an SVG document, drawn to scale."""
+    result = simulate(schedule, costs)
+    many = schedule.num_stages > schedule.num_ranks
+    width = round(_LEFT + result.makespan * _UNIT + 10)
+    height = (schedule.num_ranks + 2) * _ROW
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for rank, spans in enumerate(result.spans):
+        top = rank * _ROW + 6
+        parts.append(f'<text x="6" y="{top + 16}">rank {rank}</text>')
+        for span in spans:
+            left, wide = _LEFT + span.start * _UNIT, (span.stop - span.start) * _UNIT
+            parts.append(
+                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{_ROW - 4}" fill="{_COLOURS[span.action.kind]}" '
+                f'stroke="white"><title>{span.action}</title></rect>'
+            )
+            parts.append(
+                f'<text x="{left + wide / 2:.1f}" y="{top + 16}" text-anchor="middle">{_label(span, many)}</text>'
+            )
+    for line, text in enumerate((_summary(schedule, result), _LEGEND)):
+        parts.append(f'<text x="6" y="{(schedule.num_ranks + line) * _ROW + 22}">{text}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def _label(span: Span, many: bool) -> str:
+    action = span.action
+    return str(action) if many else f"{action.kind.value}{action.microbatch}"
+
+
+def _summary(schedule: Schedule, result: Simulation) -> str:
+    in_flight = ", ".join(map(str, result.in_flight))
+    return (
+        f"{schedule.name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, {schedule.num_microbatches} "
+        f"microbatches. Bubble {result.bubble:.1%}. Most microbatches in flight per stage: {in_flight}"
+    )

@@ -1,0 +1,47 @@
+"""Take over the calls of chosen modules, hooks included, without touching their forward, name or parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Handler", "fix_property", "intercept"]
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""handler(call, args, kwargs): `call(*args, **kwargs)` is the module's own call."""
+
+_HANDLER = "_hf_dist_call_handler"
+
+
+def intercept(module: nn.Module, handler: Handler) -> None:
+    """Have `handler` answer the calls of `module` from now on.
+
+    Python looks `__call__` up on the class, so the module gets a subclass of its own one. A call that the handler does not
+    pass on fires no hook of the module (no weights are gathered, no outputs collected). Activation checkpointing inside the
+    module's `forward` stays inside.
+    """
+    cls: Any = type(module)
+    module.__class__ = _callable_class(cls)
+    module.__dict__[_HANDLER] = handler
+
+
+@functools.cache
+def _callable_class(cls: Any) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_HANDLER](functools.partial(cls.__call__, self), args, kwargs)
+
+    return _subclass(cls, {"__call__": call})
+
+
+def fix_property(module: nn.Module, name: str, answer: Callable[[], Any]) -> None:
+    """Make the property `name` of this one module answer `answer()`."""
+    module.__class__ = _subclass(type(module), {name: property(lambda self: answer())})
+
+
+def _subclass(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    # Same name: models look classes up by it (`_no_split_modules`, registries keyed on str(class)).
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, **members})

@@ -1,0 +1,163 @@
+"""Run a model without its elements, and know what every tensor was computed from."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["RANDOM", "MetaTrace", "meta_twin", "on_meta", "to_meta"]
+
+RANDOM = -1
+"""The source of a tensor that was drawn at random from nothing else: another process draws another."""
+
+aten = torch.ops.aten
+_NO_VALUES = {
+    *(aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_empty),
+    *(aten.new_full, aten.new_empty_strided, aten.rand_like, aten.randn_like),
+}
+"""Operations that read the shape of their argument only."""
+
+_ANSWERS: dict[torch.dtype, Any] = {torch.bool: False}
+
+
+def meta_twin(module: nn.Module, *, real: bool = False) -> nn.Module:
+    """A copy with the same structure whose tensors have no memory; `requires_grad`, ties and training mode are kept.
+
+    `real`: with memory and elements after all, for what does not run without.
+    """
+    memo: dict[int, Any] = {}
+    for owner in module.modules():
+        own = [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]
+        for tensor in own:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                data = tensor.detach()
+                twin = data.clone() if real else torch.empty_like(data, device="meta")
+                is_param = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_param else twin
+    return copy.deepcopy(module, memo)
+
+
+def to_meta(value: Any, *, real: bool = False) -> Any:
+    """The same tree with its tensors on meta (`real`: copies); `requires_grad` is kept, history is not."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        data = leaf.detach()
+        return (data.clone() if real else data.to("meta")).requires_grad_(leaf.requires_grad)
+
+    return tree_map(convert, value)
+
+
+@contextmanager
+def on_meta(trace: MetaTrace) -> Iterator[None]:
+    """Make new tensors on meta and let `trace` answer; questions about how many elements are nonzero get "all".
+
+    With a `real` trace everything is computed as always, and followed.
+    """
+    with ExitStack() as stack:
+        if not trace.real:
+            fx_config: Any = importlib.import_module("torch.fx.experimental._config")
+            stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(trace)
+        yield
+
+
+class MetaTrace(TorchDispatchMode):
+    """Follows sources through every operation, by storage: views share them, an in-place operation adds to them.
+
+    It sits below autograd, so custom functions and in-place operations are seen. A source is a small number; what it means
+    is the caller's. `read(param, operation)` names the sources of a parameter at the moment it is read; `decide(sources)`
+    is told when Python asks for a value. Questions of value are answered: False, 1 or 1.0.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        *,
+        read: Callable[[nn.Parameter], frozenset[int]],
+        decide: Callable[[frozenset[int]], None],
+        drawn: Callable[[], frozenset[int]],
+        real: bool = False,
+    ) -> None:
+        """`drawn()`: the sources of what is drawn at random now; `real`: the tensors have elements, nothing is made up."""
+        super().__init__()
+        self.real = real
+        self._params = {p.untyped_storage()._cdata: p for p in params}
+        self._sources: dict[int, frozenset[int]] = {}
+        self._alive: list[Any] = [p.untyped_storage() for p in params]  # or another storage would get the same address
+        self._read, self._decide, self._drawn = read, decide, drawn
+        self.flops = 0
+        """Floating point operations so far, as torch's flop counter counts them."""
+
+    def sources(self, tensor: torch.Tensor) -> frozenset[int]:
+        """What `tensor` was computed from."""
+        return self._sources.get(tensor.untyped_storage()._cdata, frozenset())
+
+    def mark(self, tensor: torch.Tensor, sources: frozenset[int]) -> torch.Tensor:
+        """Give `tensor` these sources besides the ones it has."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._sources:
+            self._alive.append(storage)
+        self._sources[storage._cdata] = self._sources.get(storage._cdata, frozenset()) | sources
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operation: its result on meta, with sources."""
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        packet = func.overloadpacket
+        sources = frozenset[int]() if packet in _NO_VALUES else frozenset(itertools.chain(*map(self._of, tensors)))
+        if packet in (aten._local_scalar_dense, aten.equal):
+            self._decide(sources)
+            if self.real:
+                return func(*args, **kwargs)
+            answer = _ANSWERS.get(tensors[0].dtype, 1)
+            return packet is not aten.equal and (float(answer) if tensors[0].is_floating_point() else answer)
+        if packet is aten._to_copy and not self.real and torch.device(kwargs.get("device") or "meta").type != "meta":
+            self._decide(sources)
+            return self.mark(
+                torch.ones(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype, device="cpu"), sources
+            )
+        if torch.Tag.nondeterministic_seeded in func.tags and not sources:
+            sources = self._drawn()
+        if packet is aten.lt and not isinstance(args[1], torch.Tensor) and args[1] <= 0 and sources == {RANDOM}:
+            sources = frozenset()  # layer drop with probability 0: no draw is below it
+        if packet is aten._grouped_mm and not self.real:  # on meta it takes bf16 only
+            out, flops = _grouped_mm(*args[:2])
+            self.flops += flops
+        else:
+            out = func(*args, **kwargs)
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        if packet is aten.copy_ and out.numel() * out.itemsize == out.untyped_storage().nbytes():
+            self._sources[out.untyped_storage()._cdata] = self._of(args[1])  # nothing of the old value is left
+            return out
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.mark(leaf, sources)
+        return out
+
+    def _of(self, tensor: torch.Tensor) -> frozenset[int]:
+        param = self._params.get(tensor.untyped_storage()._cdata)
+        return self.sources(tensor) if param is None else self.sources(tensor) | self._read(param)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Empty result and floating point operations of a grouped product; one of a, b, the result is split into groups."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    grouped = a.dim() == b.dim()  # both have a group dimension, or both are concatenated and the result has one
+    groups = a.shape[0] if a.dim() == 3 else b.shape[0] if b.dim() == 3 else 1
+    shape = (groups, rows, columns) if grouped else (rows, columns)
+    return a.new_empty(shape), 2 * rows * columns * a.shape[-1] * (groups if a.dim() == b.dim() == 3 else 1)

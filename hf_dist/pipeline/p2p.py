@@ -1,0 +1,177 @@
+"""Tensors between neighbouring pipeline ranks over torch.distributed: gloo or NCCL, shapes free to change.
+
+Every channel (directed edge, activations or gradients) has its own process group, and is used in one order on both ends, so
+transfers in opposite directions cannot wait for each other. The first transfer of a key is preceded by its shapes; both
+ends remember them, later ones carry data only and are posted ahead. Data travels as bytes: no dtype is special.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_dist.errors import ModelError
+from hf_dist.pipeline.communication import Channel
+from hf_dist.pipeline.probe import TensorSpec
+
+__all__ = ["ChannelEnds", "P2PTransport", "make_channels"]
+
+_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelEnds:
+    """The process group of a channel and the global ranks of its ends."""
+
+    group: dist.ProcessGroup
+    source: int
+    target: int
+
+
+def make_channels(
+    rows: Sequence[Sequence[int]], *, ring: bool, backend: str, timeout: timedelta
+) -> dict[Channel, ChannelEnds]:
+    """Channels of this process's pipeline. Collective over the whole job: every process, the same `rows`.
+
+    `rows`: the global ranks of every pipeline of the job, first stage first; `ring`: also from the last rank to the first
+    (several stages per rank).
+    """
+    mine: dict[Channel, ChannelEnds] = {}
+    for row in rows:
+        size = len(row)
+        pairs = [(i, (i + 1) % size) for i in range(size if ring and size > 1 else size - 1)]
+        for source, target, kind in [(a, b, "F") for a, b in pairs] + [(b, a, "B") for a, b in pairs]:
+            group = dist.new_group(sorted((row[source], row[target])), timeout=timeout, backend=backend)
+            if dist.get_rank() in row:
+                mine[Channel(source, target, kind)] = ChannelEnds(group, row[source], row[target])
+    return mine
+
+
+@dataclass
+class _Arriving:
+    """A receive under way."""
+
+    specs: list[TensorSpec]
+    buffers: list[torch.Tensor]
+    works: list[Any]
+
+
+class P2PTransport:
+    """`runtime.Transport` between processes."""
+
+    def __init__(self, channels: dict[Channel, ChannelEnds], device: torch.device) -> None:
+        """`device`: where received tensors are wanted; over gloo those of a GPU go by way of the host."""
+        self.channels = channels
+        self.device = device
+        self.sent_nbytes = 0
+        """Bytes this rank has sent."""
+        self._known: dict[tuple[Channel, Any], list[TensorSpec]] = {}
+        self._arriving: dict[Channel, deque[_Arriving]] = defaultdict(deque)
+        self._leaving: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
+
+    def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Start sending; see `runtime.Transport`. Raises `ModelError` when what is sent has other shapes than `key` had."""
+        ends = self.channels[channel]
+        specs = [TensorSpec.of(t) for t in tensors]
+        if key is not None:
+            known = self._known.setdefault((channel, key), specs)
+            if known is specs:
+                self._send_specs(ends, specs)
+            elif known != specs:
+                raise ModelError(
+                    f"what stage {key[0]} sends changed from {known} to {specs} for microbatches of the same shapes; the "
+                    "shapes between stages must follow from those of the batch, and parameters must not be frozen or "
+                    "unfrozen during training"
+                )
+        self._leave(ends, [_as_bytes(t) for t in tensors])
+
+    def can_post(self, channel: Channel, key: Any) -> bool:
+        """See `runtime.Transport`."""
+        return (channel, key) in self._known
+
+    def post(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> None:
+        """See `runtime.Transport`."""
+        ends = self.channels[channel]
+        wanted = self._known[channel, key] if specs is None else list(specs)
+        buffers = [self._buffer(ends, math.prod(s.shape) * s.dtype.itemsize) for s in wanted]
+        self._arriving[channel].append(_Arriving(wanted, buffers, self._start(ends, buffers, receive=True)))
+
+    def receive(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
+        """See `runtime.Transport`."""
+        if not self._arriving[channel]:
+            if specs is None and (channel, key) not in self._known:
+                self._known[channel, key] = self._receive_specs(self.channels[channel])
+            self.post(channel, key, specs)
+        arriving = self._arriving[channel].popleft()
+        for work in arriving.works:
+            work.wait()
+        # gradients are handed to autograd, which asks for no history
+        return [
+            buffer.to(self.device)
+            .view(spec.dtype)
+            .view(spec.shape)
+            .requires_grad_(spec.requires_grad and key is not None)
+            for buffer, spec in zip(arriving.buffers, arriving.specs, strict=True)
+        ]
+
+    def finish(self) -> None:
+        """See `runtime.Transport`."""
+        while self._leaving:
+            for work in self._leaving.popleft()[0]:
+                work.wait()
+
+    def _leave(self, ends: ChannelEnds, flat: list[torch.Tensor]) -> None:
+        while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
+            self._leaving.popleft()
+        if self._through_host(ends):
+            flat = [t.cpu() for t in flat]
+        self.sent_nbytes += sum(t.numel() for t in flat)
+        self._leaving.append((self._start(ends, flat, receive=False), flat))
+
+    def _start(self, ends: ChannelEnds, flat: list[torch.Tensor], receive: bool) -> list[Any]:
+        flat = [t for t in flat if t.numel()]
+        if len(flat) > 1 and dist.get_backend(ends.group) == "nccl":
+            operation, peer = (dist.irecv, ends.source) if receive else (dist.isend, ends.target)
+            return dist.batch_isend_irecv([dist.P2POp(operation, t, peer, ends.group) for t in flat])
+        if receive:
+            return [dist.irecv(t, src=ends.source, group=ends.group) for t in flat]
+        return [dist.isend(t, dst=ends.target, group=ends.group) for t in flat]
+
+    def _buffer(self, ends: ChannelEnds, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu" if self._through_host(ends) else self.device)
+
+    def _through_host(self, ends: ChannelEnds) -> bool:
+        return self.device.type != "cpu" and dist.get_backend(ends.group) == "gloo"
+
+    def _send_specs(self, ends: ChannelEnds, specs: list[TensorSpec]) -> None:
+        numbers = [n for s in specs for n in (_DTYPES.index(s.dtype), s.requires_grad, len(s.shape), *s.shape)]
+        head = torch.tensor([len(numbers)], device=self.device)
+        self._leave(ends, [_as_bytes(head)])
+        if numbers:
+            self._leave(ends, [_as_bytes(torch.tensor(numbers, device=self.device))])
+
+    def _receive_specs(self, ends: ChannelEnds) -> list[TensorSpec]:
+        def numbers(count: int) -> list[int]:
+            buffer = self._buffer(ends, 8 * count)
+            for work in self._start(ends, [buffer], receive=True):
+                work.wait()
+            return buffer.view(torch.int64).tolist()
+
+        rest = numbers(numbers(1)[0])
+        specs = []
+        while rest:
+            dtype, grad, ndim = rest[:3]
+            specs.append(TensorSpec(tuple(rest[3 : 3 + ndim]), _DTYPES[dtype], bool(grad)))
+            del rest[: 3 + ndim]
+        return specs
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,84 @@
+"""From a model and an example batch to a checked plan, and the table that a start-up report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.pipeline.partition import Partition, partition
+from hf_dist.pipeline.plan import StagePlan, make_plan
+from hf_dist.pipeline.probe import probe
+from hf_dist.pipeline.verify import verify
+
+__all__ = ["PlannedSplit", "plan_stages"]
+
+_SMALL_NBYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class PlannedSplit:
+    """A plan that passed `verify`, with what it was chosen by."""
+
+    plan: StagePlan
+    partition: Partition
+    nbytes: tuple[int, ...]
+    """Bytes of the parameters of every stage, shared ones counted on each."""
+
+    def describe(self) -> str:
+        """One line per stage: its blocks, share of the time, bytes; then the efficiency of the split."""
+        plan, total = self.plan, sum(self.partition.costs) or 1.0
+        lines = []
+        for stage in range(plan.num_stages):
+            first, last = plan.calls[plan.bounds[stage]].module, plan.calls[plan.bounds[stage + 1] - 1].module
+            lines.append(
+                f"stage {stage}: {plan.bounds[stage + 1] - plan.bounds[stage]} blocks, {first} to {last}, "
+                f"{self.partition.costs[stage] / total:.1%} of the time, {self.nbytes[stage] / 2**20:,.1f} MiB of weights"
+            )
+        shared = "; ".join(f"{s.names[0]} on stages {', '.join(map(str, s.stages))}" for s in plan.shared)
+        efficiency = f"the slowest stage allows {self.partition.efficiency:.1%} of the ideal speed, bubble not counted"
+        return "\n".join([*lines, efficiency, *([f"shared: {shared}"] if shared else [])])
+
+
+def plan_stages(
+    model: nn.Module,
+    batch: dict[str, Any],
+    num_stages: int,
+    *,
+    method: str | Sequence[int] = "cost",
+    run: Callable[[nn.Module, dict[str, Any]], Any] | None = None,
+) -> PlannedSplit:
+    """Probe, partition, cut and verify; local and the same on every rank, `model` (real or on meta) is left as it was.
+
+    `num_stages`: ranks times stages per rank. `method`: see `partition`. `run(model, batch)`: how training calls the model.
+    Raises `TopologyError` for a partition that is not possible, `ModelError` for a model that cannot be split rightly.
+    """
+    recompute = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    real = False
+    try:
+        found = probe(model, batch, run)
+    except ModelError:
+        if not _is_small(model):
+            raise
+        found, real = probe(model, batch, run, real=True), True
+    chosen = partition(found.costs(recompute), num_stages, method)
+    plan = make_plan(found, chosen.bounds)
+    try:
+        verify(model, plan, batch, run, real=real)
+    except ModelError as error:
+        plan = replace(plan, in_place=True)
+        try:
+            verify(model, plan, batch, run, real=real)
+        except ModelError:
+            raise error from None
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    return PlannedSplit(plan, chosen, tuple(sum(sizes[n] for n in plan.names_of(s)) for s in range(num_stages)))
+
+
+def _is_small(model: nn.Module) -> bool:
+    """Whether a copy may be made to try a forward with elements."""
+    params = list(model.parameters())
+    return not any(p.is_meta for p in params) and sum(p.numel() * p.element_size() for p in params) <= _SMALL_NBYTES

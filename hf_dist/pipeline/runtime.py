@@ -1,0 +1,287 @@
+"""The one interpreter of schedules: executes a rank's actions on its stages, over any transport."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hf_dist.log import logger
+from hf_dist.pipeline.backward import StageGraph
+from hf_dist.pipeline.communication import Channel, channel_of
+from hf_dist.pipeline.probe import TensorSpec
+from hf_dist.pipeline.schedule import Action, Kind, Schedule
+from hf_dist.pipeline.split import StagedModel
+
+__all__ = ["Hooks", "ScheduleRun", "Transport", "signature"]
+
+Run = Callable[[nn.Module, Any], Any]
+_RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+_BUFFERS = 2
+"""Receives posted ahead on each channel: one arrives while the other is used."""
+
+
+class Transport(Protocol):
+    """Moves lists of tensors between neighbouring stages; each channel is first in, first out."""
+
+    def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Start sending. `key` equal means shapes equal, on both ends."""
+
+    def can_post(self, channel: Channel, key: Any) -> bool:
+        """Whether the shapes of `key` are known, so that a receive can be posted before it is needed."""
+
+    def post(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> None:
+        """Start the next receive of the channel; `specs` None: those known for `key`."""
+
+    def receive(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
+        """Tensors of the next transfer, posted or not; blocks. Leaves, `requires_grad` as on the sender."""
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+
+
+class Hooks:
+    """Moments of a step for an engine that shards or reduces; every method does nothing here.
+
+    Stages are those of the pipeline, not of ZeRO. With several stages on a rank each has its own last backward.
+    """
+
+    def before_forward(self, stage: int, microbatch: int) -> None:
+        """Right before the model runs; the root's post-forward does not run (the stage leaves by an exception)."""
+
+    def after_forward(self, stage: int, microbatch: int) -> None:
+        """Right after it, also when the stage left early."""
+
+    def before_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
+        """Before a backward that adds to weights: B or W, or I where the model recomputes activations (then I does all).
+
+        `is_last`: no other one of this stage follows in the step.
+        """
+
+    def after_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
+        """After it."""
+
+    def action(self, action: Action) -> None:
+        """Before every action, sends and receives too; for tracing."""
+
+
+def signature(microbatch: Any) -> tuple[Any, ...]:
+    """Shapes and dtypes of a microbatch: what the shapes between stages follow from."""
+    leaves = tree_leaves(microbatch)
+    return tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
+
+
+class ScheduleRun:
+    """One step of one rank: the schedule, the microbatches, and what is in flight.
+
+    Every rank of the pipeline makes one from the same schedule and the same microbatches, and calls `run` (or performs the
+    actions one by one). A failing action is logged with the grid and its place, then raised.
+    """
+
+    def __init__(
+        self, staged: StagedModel, schedule: Schedule, rank: int, transport: Transport, hooks: Hooks | None = None
+    ) -> None:
+        """`schedule`: with communication; `rank`: this process's coordinate on the pipeline axis."""
+        self.staged = staged
+        self.schedule = schedule
+        self.rank = rank
+        self.actions = schedule.ranks[rank]
+        self.transport = transport
+        self.hooks = hooks or Hooks()
+        self.results: list[Any] = [None] * schedule.num_microbatches
+        """On the rank of the last stage: what `function` returned, by microbatch (a training loss is detached)."""
+        self._perform: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECV_FORWARD: self._receive_forward,
+            Kind.RECV_BACKWARD: self._receive_backward,
+        }
+        self._train = any(a.kind is not Kind.FORWARD and a.kind.computes for a in self.actions)
+        # Recomputed activations would be recomputed for each part of a backward, so there I does all of it.
+        self._splits = not (any(a.kind is Kind.BACKWARD_INPUT for a in self.actions) and staged.recomputes)
+        kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT if self._splits else Kind.BACKWARD_INPUT)
+        self._backwards_left = Counter(a.stage for a in self.actions if a.kind in kinds)
+        self._graphs: dict[tuple[int, int], StageGraph] = {}
+        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received by (stage, microbatch)
+        self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # to be sent
+        self._specs: dict[tuple[int, int], list[TensorSpec]] = {}  # of what was sent: the gradients have them too
+        self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # arrived for what was sent
+        self._to_return: dict[tuple[int, int], list[torch.Tensor]] = {}  # for what was received
+        self._unposted: dict[Channel, deque[Action]] = defaultdict(deque)
+        for action in self.actions:
+            if action.kind in _RECEIVES:
+                self._unposted[self._channel(action)].append(action)
+        self._posted: dict[Channel, deque[Action]] = defaultdict(deque)
+
+    def run(self, microbatches: Sequence[Any], function: Run) -> list[Any]:
+        """Execute everything. `function(model, microbatch)` runs the model once; in training it returns the loss to
+        differentiate, already scaled. Returns `results`."""
+        self.begin(microbatches, function)
+        for action in self.actions:
+            self.perform(action)
+        self.transport.finish()
+        return self.results
+
+    def begin(self, microbatches: Sequence[Any], function: Run) -> None:
+        """Take the step's data, before the first `perform`."""
+        assert len(microbatches) == self.schedule.num_microbatches
+        self._microbatches = microbatches
+        self._signatures = [signature(m) for m in microbatches]
+        self._function = function
+
+    def perform(self, action: Action) -> None:
+        """Execute the next action."""
+        self._post_ahead()
+        self.hooks.action(action)
+        try:
+            self._perform[action.kind](action)
+        except Exception:
+            logger.error(self._where(action))
+            raise
+
+    # ---- computing
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = at = (action.stage, action.microbatch)
+        received = self._inputs.pop(at, [])
+        self.hooks.before_forward(stage, microbatch)
+        with torch.set_grad_enabled(self._train):
+            # Views, as these are no leaves in the whole model: autocast would keep one cast of a leaf for all its uses.
+            given = [t.view_as(t) for t in received]
+            output = self.staged.forward(
+                stage, lambda model: self._function(model, self._microbatches[microbatch]), given
+            )
+        self.hooks.after_forward(stage, microbatch)
+        if output.sent is None:
+            self.results[microbatch] = output.result.detach() if self._train else output.result
+            if self._train:
+                self._graphs[at] = StageGraph(received, [output.result])
+            return
+        self._specs[at] = [TensorSpec.of(t) for t in output.sent]
+        if self._train:
+            self._graphs[at] = StageGraph(received, output.sent)
+        sent = [t.detach().requires_grad_(t.requires_grad) for t in output.sent]
+        if self._is_mine(stage + 1):
+            self._inputs[stage + 1, microbatch] = sent
+        else:
+            self._outputs[at] = sent
+
+    def _backward(self, action: Action) -> None:
+        graph, gradients = self._take(action)
+        self._add_to_weights(action, lambda: graph.backward(gradients))
+        self._hand_back(action, graph)
+
+    def _backward_input(self, action: Action) -> None:
+        if not self._splits:
+            return self._backward(action)
+        graph, gradients = self._take(action)
+        graph.backward_input(gradients)
+        self._hand_back(action, graph)
+        self._graphs[action.stage, action.microbatch] = graph
+
+    def _backward_weight(self, action: Action) -> None:
+        if self._splits:
+            self._add_to_weights(action, self._graphs.pop((action.stage, action.microbatch)).backward_weight)
+
+    def _add_to_weights(self, action: Action, backward: Callable[[], None]) -> None:
+        self._backwards_left[action.stage] -= 1
+        is_last = self._backwards_left[action.stage] == 0
+        self.hooks.before_backward(action.stage, action.microbatch, is_last)
+        backward()
+        self.hooks.after_backward(action.stage, action.microbatch, is_last)
+
+    def _take(self, action: Action) -> tuple[StageGraph, list[torch.Tensor | None]]:
+        at = (action.stage, action.microbatch)
+        graph = self._graphs.pop(at)
+        if at not in self._specs:
+            return graph, [None]  # a loss
+        arrived = iter(self._gradients.pop(at, []))
+        return graph, [next(arrived) if spec.requires_grad else None for spec in self._specs.pop(at)]
+
+    def _hand_back(self, action: Action, graph: StageGraph) -> None:
+        if action.stage == 0:
+            return
+        gradients = graph.gradients()
+        graph.received = []
+        if self._is_mine(action.stage - 1):
+            self._gradients[action.stage - 1, action.microbatch] = gradients
+        else:
+            self._to_return[action.stage, action.microbatch] = gradients
+
+    # ---- moving
+
+    def _send_forward(self, action: Action) -> None:
+        tensors = self._outputs.pop((action.stage, action.microbatch))
+        self.transport.send(self._channel(action), self._key(action.stage, action.microbatch), tensors)
+
+    def _send_backward(self, action: Action) -> None:
+        tensors = self._to_return.pop((action.stage, action.microbatch))
+        if tensors:
+            self.transport.send(self._channel(action), None, tensors)
+
+    def _receive_forward(self, action: Action) -> None:
+        key = self._key(action.stage - 1, action.microbatch)
+        self._inputs[action.stage, action.microbatch] = self.transport.receive(self._channel(action), key, None)
+        self._received(action)
+
+    def _receive_backward(self, action: Action) -> None:
+        if specs := self._expected_gradients(action):
+            tensors = self.transport.receive(self._channel(action), None, specs)
+            self._gradients[action.stage, action.microbatch] = tensors
+        self._received(action)
+
+    def _received(self, action: Action) -> None:
+        channel = self._channel(action)
+        queue = self._posted[channel] or self._unposted[channel]
+        assert queue.popleft() == action, "receives stand in the order of their channel"
+
+    def _post_ahead(self) -> None:
+        """Post receives in each channel's order, as far as their shapes are known and buffers are left."""
+        for channel, queue in self._unposted.items():
+            posted = self._posted[channel]
+            while queue and len(posted) < _BUFFERS and self._post(channel, queue[0]):
+                posted.append(queue.popleft())
+
+    def _post(self, channel: Channel, action: Action) -> bool:
+        if action.kind is Kind.RECV_FORWARD:
+            key = self._key(action.stage - 1, action.microbatch)
+            if not self.transport.can_post(channel, key):
+                return False
+            self.transport.post(channel, key, None)
+        elif (action.stage, action.microbatch) not in self._specs:
+            return False  # the forward has not run
+        elif specs := self._expected_gradients(action):
+            self.transport.post(channel, None, specs)
+        return True
+
+    def _expected_gradients(self, action: Action) -> list[TensorSpec]:
+        return [spec for spec in self._specs[action.stage, action.microbatch] if spec.requires_grad]
+
+    def _key(self, stage: int, microbatch: int) -> Any:
+        """What the shapes from `stage` to the next one follow from."""
+        return stage, self._train, self._signatures[microbatch]
+
+    def _channel(self, action: Action) -> Channel:
+        channel = channel_of(self.schedule, action)
+        assert channel is not None
+        return channel
+
+    def _is_mine(self, stage: int) -> bool:
+        return self.schedule.rank_of(stage) == self.rank
+
+    def _where(self, action: Action) -> str:
+        lines = []
+        for rank, actions in enumerate(self.schedule.ranks):
+            marked = [
+                f">>> {a} <<<" if rank == self.rank and a == action else str(a) for a in actions if a.kind.computes
+            ]
+            lines.append(f"rank {rank}: {' '.join(marked)}")
+        return f"{self.schedule.name}: rank {self.rank} failed at {action}\n" + "\n".join(lines)

@@ -1,0 +1,270 @@
+"""A model that runs as stages: its own forward, with earlier parts standing in, tensors received and an early exit.
+
+A stage calls the whole model's forward on the whole batch. Blocks before its first pass their input through; other modules
+with parameters that ran before answer zeros of the right shape; at its first block the received tensors take their places;
+the call of the next stage's first block ends the forward and hands over what that call was given. So masks, positions,
+heads and losses stay the model's own code, and every parameter its name. See [Note: what must travel] in README.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from hf_dist.errors import ModelError
+from hf_dist.pipeline import collected
+from hf_dist.pipeline.intercept import intercept
+from hf_dist.pipeline.meta import meta_twin
+from hf_dist.pipeline.placeholder import Placeholders
+from hf_dist.pipeline.plan import StagePlan
+from hf_dist.pipeline.probe import BlockCall, SameAs, is_leaf
+from hf_dist.pipeline.standin import StandIn
+
+__all__ = ["StageExit", "StageOutput", "StagedModel"]
+
+Leaves = list[Any]
+
+
+class StageExit(Exception):
+    """Leaves the model's forward at the end of a stage. An `Exception`, so that `always_call` hooks run."""
+
+    def __init__(self, sent: list[torch.Tensor]) -> None:
+        super().__init__("the stage ends here; this is caught by hf_dist, not by the model")
+        self.sent = sent
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What the forward of a stage gave."""
+
+    sent: tuple[torch.Tensor, ...] | None
+    """For the next stage, with their graph; None on the last stage."""
+    result: Any = None
+    """What the given function returned, on the last stage."""
+
+
+class StagedModel:
+    """Stages of one model on this rank. Changes `model` in place: parameters of other stages are dropped."""
+
+    def __init__(self, model: nn.Module, plan: StagePlan, stages: Iterable[int]) -> None:
+        """Keep `stages` (several when interleaved) of `model`, which may be on meta; local.
+
+        Parameters that stay keep object, name and alias names; the others are no parameters of the model any more, so
+        `named_parameters`, `state_dict` and an engine that shards the model see the stages' own only.
+        """
+        self.model = model
+        self.plan = plan
+        self.stages = tuple(stages)
+        self.pass_: StagePass | None = None
+        self._check(model)
+        twins = {path: meta_twin(model.get_submodule(path)) for path in self._with_twin()}
+        self.stand_ins = {path: StandIn(twin) for path, twin in twins.items()}
+        self.placeholders = Placeholders(model, self._kept(model))
+        for path in plan.blocks:
+            intercept(model.get_submodule(path), self._handler(path, is_block=True))
+        for path in plan.outside:
+            intercept(model.get_submodule(path), self._handler(path, is_block=False))
+
+    def forward(
+        self, stage: int, run: Callable[[nn.Module], Any], received: Sequence[torch.Tensor] = ()
+    ) -> StageOutput:
+        """Run `stage` of one microbatch: `run(model)` must call the model once, on the whole microbatch.
+
+        `received`: what stage - 1 sent, in the plan's order. Raises `ModelError` when the model takes another path than in
+        the probe.
+        """
+        self.placeholders.follow(self.model)
+        self.pass_ = StagePass(self, stage, received)
+        return self._run(run, stage)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether HF's activation checkpointing is on."""
+        return any(
+            getattr(module, "gradient_checkpointing", False) and module.training for module in self.model.modules()
+        )
+
+    def _run(self, run: Callable[[nn.Module], Any], stage: int) -> StageOutput:
+        assert self.pass_ is not None
+        stage_pass = self.pass_
+        try:
+            result = run(self.model)
+        except StageExit as leave:
+            return StageOutput(tuple(leave.sent))
+        finally:
+            self.pass_ = None
+        if stage_pass.next_block != len(self.plan.calls) or stage + 1 < self.plan.num_stages:
+            raise ModelError(
+                f"{type(self.model).__name__}: stage {stage} ended after {stage_pass.next_block} block calls instead of "
+                f"{min(stage_pass.stop + 1, len(self.plan.calls))}; the batch makes the model run otherwise than the example "
+                f"it was split with"
+            )
+        return StageOutput(None, stage_pass.finish(result))
+
+    def _kept(self, model: nn.Module) -> set[int]:
+        params = dict(model.named_parameters())
+        return {id(params[name]) for stage in self.stages for name in self.plan.names_of(stage)}
+
+    def _with_twin(self) -> set[str]:
+        unknown = {c.module for c in self.plan.calls if any(x == SameAs(None) for x in tree_leaves(c.result))}
+        return set(self.plan.outside) | unknown
+
+    def _check(self, model: nn.Module) -> None:
+        missing = set(self.plan.owners) - {name for name, _ in model.named_parameters()}
+        if missing:
+            raise ModelError(
+                f"the plan was made for another model: {type(model).__name__} has no parameter {min(missing)} "
+                f"({len(missing)} are missing)"
+            )
+
+    def _handler(self, path: str, is_block: bool) -> Callable[..., Any]:
+        # Weak: the model's modules hold this, and a cycle would keep the weights until the cyclic collector comes.
+        me = weakref.ref(self)
+
+        def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            staged = me()
+            stage_pass = staged.pass_ if staged is not None else None
+            if stage_pass is None or stage_pass.inside:
+                return call(*args, **kwargs)
+            if is_block:
+                return stage_pass.block(path, call, args, kwargs)
+            return stage_pass.outside(path, call, args, kwargs)
+
+        return handler
+
+
+class StagePass:
+    """One forward of one stage under way."""
+
+    def __init__(self, staged: StagedModel, stage: int, received: Sequence[torch.Tensor]) -> None:
+        self.plan = staged.plan
+        self.stand_ins = staged.stand_ins
+        self.device = staged.placeholders.device
+        self.model_name = type(staged.model).__name__
+        self.start, self.stop = self.plan.bounds[stage : stage + 2]
+        self.is_last = self.stop == len(self.plan.calls)
+        self.next_block = 0
+        self.inside = False
+        """Whether a module of this stage is running: what is in it runs as always."""
+        self._written: set[int] = set()
+        boundary = self.plan.boundaries[stage - 1] if stage else None
+        after = () if self.is_last else self.plan.boundaries[stage].values
+        self._moved = frozenset(after if boundary is None else (*boundary.values, *after))
+        """Values that cross a boundary of the stage."""
+        self._ends = {self.start, self.stop}
+        """Calls whose arguments are looked at whatever they are."""
+        expected = len(boundary.specs) if boundary else 0
+        assert len(received) == expected, f"stage {stage} was given {len(received)} tensors instead of {expected}"
+        self.held = dict(zip(boundary.values, received, strict=False)) if boundary else {}
+        self._collected = list(received[len(self.held) :])
+        self._layout = boundary.collected if boundary else ()
+        self._replaced: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    @property
+    def before_start(self) -> bool:
+        """Whether what runs now belongs to an earlier stage."""
+        return 0 < self.start >= self.next_block
+
+    def block(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a block: passed over, run with the right arguments, or the end of the stage."""
+        index = self.next_block
+        expected = self.plan.calls[index] if index < len(self.plan.calls) else None
+        if expected is None or expected.module != path:
+            raise self._other_path(path, expected)
+        self.next_block += 1
+        if index < self.start:
+            return self._pass_over(expected, args, kwargs)
+        if index not in self._ends and self._moved.isdisjoint(expected.values):
+            return self._run(call, args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
+        if len(leaves) != expected.num_leaves:
+            raise self._other_path(f"{path} with {len(leaves)} arguments", expected)
+        self._substitute(expected, leaves)
+        if index == self.stop:
+            raise StageExit(self._hand_over(index))
+        if index == self.start:
+            collected.restore(self._layout, self._collected)
+        self.enter_block(expected, leaves)
+        args, kwargs = tree_unflatten(leaves, spec)
+        return self._run(call, args, kwargs)
+
+    def outside(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of another module with parameters: run here, or answered by its stand-in."""
+        if self.before_start:
+            return self.stand_in(self.stand_ins[path].answer(args, kwargs, self.device))
+        return self._run(call, args, kwargs)
+
+    def enter_block(self, call: BlockCall, leaves: Leaves) -> None:
+        """Called before a block of this stage runs, with its arguments; the plan-time check looks at them."""
+
+    def stand_in(self, value: Any) -> Any:
+        """Called with every value that stands in for one of an earlier stage; the plan-time check marks them."""
+        if not self.plan.in_place:
+            return value
+        return tree_map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, value, is_leaf=is_leaf)
+
+    def finish(self, result: Any) -> Any:
+        """The model's output, with what was received in place of what stood in for it."""
+        if not isinstance(result, dict):
+            return result
+        for key, value in result.items():
+            if id(value) in self._replaced:
+                result[key] = self._replaced[id(value)][1]
+        return result
+
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.inside = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.inside = False
+
+    def _pass_over(self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(x == SameAs(None) for x in tree_leaves(call.result)):
+            return self.stand_in(self.stand_ins[call.module].answer(args, kwargs, self.device))
+        leaves = tree_leaves((args, kwargs), is_leaf=is_leaf)
+        if len(leaves) != call.num_leaves:
+            raise self._other_path(f"{call.module} with {len(leaves)} arguments", call)
+        return self.stand_in(tree_map(lambda x: leaves[x.index or 0] if isinstance(x, SameAs) else x, call.result))
+
+    def _other_path(self, found: str, expected: BlockCall | None) -> ModelError:
+        wanted = f"{expected.module} with {expected.num_leaves} arguments" if expected else "over"
+        return ModelError(
+            f"{self.model_name}: a block call is {found}, in the example batch it was {wanted}. Give the splitter an example "
+            "batch like those of training, and run the model once per microbatch"
+        )
+
+    def _substitute(self, call: BlockCall, leaves: Leaves) -> None:
+        """Put what was received where this process has a stand-in, and remember what later stages need again."""
+        for argument in call.arguments:
+            if argument.value in self.held:
+                leaf = leaves[argument.index]
+                if self.plan.in_place:
+                    if id(leaf) not in self._written:
+                        leaf.copy_(self.held[argument.value])
+                        self._written.add(id(leaf))
+                        self._replaced[id(leaf)] = (leaf, leaf)
+                    continue
+                self._replaced[id(leaf)] = (leaf, self.held[argument.value])  # holds the stand-in: its id stays its own
+                leaves[argument.index] = self.held[argument.value]
+            elif argument.value in self._moved:
+                self.held[argument.value] = leaves[argument.index]
+
+    def _hand_over(self, cut: int) -> list[torch.Tensor]:
+        boundary = self.plan.boundaries[self.plan.bounds.index(cut) - 1]
+        layout, tensors = collected.flatten()
+        if layout != boundary.collected:
+            raise ModelError(
+                f"{self.model_name}: at block call {cut} the model had collected {dict(layout)}, in the example batch "
+                f"{dict(boundary.collected)}: options such as output_hidden_states must be those the model was split with"
+            )
+        missing = [p for v, p in zip(boundary.values, boundary.paths, strict=True) if v not in self.held]
+        if missing:
+            raise ModelError(f"{self.model_name}: block call {cut}: {missing[0]} is not known to the stage before it")
+        return [*(self.held[value] for value in boundary.values), *tensors]

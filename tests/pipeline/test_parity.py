@@ -1,0 +1,117 @@
+"""All stages in one process against the plain model: loss and every gradient, for every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dist.pipeline import forward_only, make_plan, make_schedule, partition, plan_stages, probe, verify
+from tests.pipeline.local import run_local, stage_models, summed_gradients
+from tests.pipeline.zoo import CLASSIFIERS, CONFIGS, SEQ2SEQ, TIED_ALWAYS, make_microbatches, make_model
+
+MICROBATCHES = 4
+TOLERANCE = 1e-6
+
+
+def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    return model(**batch).loss / MICROBATCHES
+
+
+def plain(model: nn.Module, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return losses, gradients
+
+
+def check(model: nn.Module, batches: list[Any], stages: int, schedule: str = "1f1b", virtual: int = 1) -> list[Any]:
+    """Split, verify, run a step; returns the staged copies. Gradients relative to each parameter's largest one."""
+    found = probe(model, batches[0])
+    plan = make_plan(found, partition(found.costs(), stages * virtual).bounds)
+    verify(model, plan, batches[0])
+    expected_losses, expected = plain(model, batches)
+    steps = make_schedule(schedule, stages, len(batches), virtual)
+    staged = stage_models(model, plan, steps)
+    losses = run_local(staged, steps, batches, loss_of)
+    assert [x.item() for x in losses] == pytest.approx(expected_losses, rel=TOLERANCE)
+    gradients = summed_gradients(staged)
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        got = gradients.get(name, torch.zeros_like(gradient))
+        assert (got - gradient).abs().max().item() <= TOLERANCE * scale + 1e-12, name
+    return staged
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_loss_and_gradients_equal_the_plain_model(family: str, stages: int) -> None:
+    check(make_model(family), make_microbatches(family, MICROBATCHES), stages)
+
+
+@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in (*CLASSIFIERS, *TIED_ALWAYS, *SEQ2SEQ, "ViT")])
+def test_tied_embeddings(family: str) -> None:
+    check(make_model(family, tied=True), make_microbatches(family, MICROBATCHES), 2)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gradient_checkpointing(family: str) -> None:
+    check(make_model(family, checkpointing=True), make_microbatches(family, MICROBATCHES), 2)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_zero_bubble_splits_every_backward_exactly(family: str) -> None:
+    check(make_model(family), make_microbatches(family, MICROBATCHES), 2, "zb_h1")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("family", ["Llama", "Bert", "T5", "Mixtral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_schedule(family: str, schedule: str, checkpointing: bool) -> None:
+    virtual = 2 if schedule == "interleaved_1f1b" else 1
+    model = make_model(family, checkpointing=checkpointing)
+    check(model, make_microbatches(family, MICROBATCHES), 2, schedule, virtual)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_evaluation_gives_the_logits(family: str) -> None:
+    model = make_model(family).eval()
+    batches = [{k: v for k, v in b.items() if k != "labels"} for b in make_microbatches(family, 3)]
+    if family in SEQ2SEQ:
+        batches = [b | {"decoder_input_ids": b["input_ids"][:, :5]} for b in batches]
+    plan = make_plan(found := probe(model, batches[0]), partition(found.costs(), 2).bounds)
+    schedule = forward_only(2, len(batches))
+    results = run_local(stage_models(model, plan, schedule), schedule, batches, lambda m, b: m(**b))
+    for output, batch in zip(results, batches, strict=True):
+        with torch.no_grad():
+            expected = model(**batch)
+        assert output.keys() == expected.keys()
+        torch.testing.assert_close(output.logits, expected.logits, rtol=TOLERANCE, atol=1e-7)
+        if "encoder_last_hidden_state" in expected:
+            assert torch.equal(output.encoder_last_hidden_state, expected.encoder_last_hidden_state)
+
+
+def test_autocast_rounds_as_in_the_plain_model() -> None:
+    """Autocast keeps one cast of a leaf for all its uses; what a stage received must not count as one."""
+
+    def function(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, batch)
+
+    model, batches = make_model("Bert"), make_microbatches("Bert", MICROBATCHES)
+    plan = plan_stages(model, batches[0], 2, run=function).plan
+    schedule = make_schedule("1f1b", 2, MICROBATCHES)
+    staged = stage_models(model, plan, schedule)
+    run_local(staged, schedule, batches, function)
+    for batch in batches:
+        function(model, batch).backward()
+    gradients = summed_gradients(staged)
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            assert torch.equal(gradients[name], param.grad), name
