@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_dist.checkpoint import rank_files
+from hf_dist.checkpoint import random_state, resume
+from hf_dist.checkpoint.model_files import ModelFiles, model_files
+from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.errors import ModelError
 from hf_dist.mesh import ParallelMesh
@@ -175,6 +179,7 @@ class Engine:
         Every rank calls it. A step with a gradient that is not finite is skipped (fp16 always; bf16 unless
         `bf16.check_grad_overflow` is false): the optimizer and the schedule do not see it.
         """
+        self.writer.raise_failure()
         norm = self.clip_grad_norm()
         assert self._summary is not None and self.fragments is not None
         self.global_steps += 1
@@ -231,41 +236,75 @@ class Engine:
 
     # ---------------------------------------------------------------- checkpoints
 
+    @cached_property
+    def writer(self) -> CheckpointWriter:
+        """Writes this engine's checkpoints, in the background if `checkpoint.async_save` says so."""
+        return CheckpointWriter(self.mesh, in_background=self.config.checkpoint.async_save)
+
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
-        """Write this rank's training state below `directory`. Every rank calls it."""
-        rank_files.save(self, directory)
+        """Make `directory` a checkpoint: the model as a folder that `from_pretrained` loads, and the training state.
 
-    def load_checkpoint(self, directory: str | os.PathLike[str]) -> None:
-        """Restore what `save_checkpoint` wrote, on the same layout. Every rank calls it."""
-        rank_files.load(self, directory)
+        Every rank calls it. Raises `CheckpointError`; an older checkpoint of that name stays until the new one is complete.
+        With `checkpoint.async_save` the writing goes on in the background; `engine.writer.wait()` waits for it.
+        """
+        self.writer.save(
+            self,
+            SaveRequest(
+                final=Path(directory),
+                files=self.model_files(),
+                facts={"step": self.global_steps, "layout": self.layout_facts()},
+                own_values=random_state.capture(),
+            ),
+        )
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's training state: master weights, optimizer state, scaler, counters (tensors, numbers, strings)."""
-        # Frozen weights do not change: they are in the HF folder, or in the base model that an adapter belongs to.
+    def load_checkpoint(self, directory: str | os.PathLike[str], *, weights_only: bool = False) -> None:
+        """Restore what `save_checkpoint` wrote on any number of ranks, ZeRO stage and precision; random states, too.
+
+        Every rank calls it. Raises `CheckpointError` on every rank when a file is missing, damaged, or of another model.
+        """
+        resume.load_whole_checkpoint(self, Path(directory), weights_only=weights_only)
+        if not weights_only:
+            resume.restore_random_state(self.mesh, Path(directory), seed=torch.initial_seed(), step=self.global_steps)
+
+    def model_files(self) -> ModelFiles:
+        """How this model is written to disk."""
+        return model_files(self.sharded, self.config.checkpoint.max_shard_size)
+
+    def layout_facts(self) -> dict[str, Any]:
+        """What a reader may want to know about the run that saved; a resume needs none of it."""
         return {
-            "weights": {g.layout.slots[0].name: g.source for g in self.sharded.trainable_groups},
-            "optimizer": self.fragments.state_dict() if self.fragments else None,
+            "world_size": self.mesh.dp.size,
+            "zero_stage": self.config.zero_optimization.stage,
+            "precision": self.config.dtype,
+            "micro_batch": self.batch.micro,
+            "accumulation": self.batch.accumulation,
+            "global_batch": self.batch.train,
+        }
+
+    def plain_state(self) -> dict[str, Any]:
+        """Numbers and strings of the training state, equal on every rank. Local."""
+        optimizer = None
+        if self.optimizer is not None:
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+            optimizer = {"type": type(self.optimizer).__name__, "param_groups": groups}
+        return {
+            "optimizer": optimizer,
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps},
         }
 
-    def load_state_dict(self, state: dict[str, Any], weights_only: bool = False) -> None:
-        """Restore `state_dict()` of the same rank in the same layout. Collective (replicated weights are gathered)."""
-        for g in self.sharded.trainable_groups:
-            g.source.copy_(state["weights"][g.layout.slots[0].name])
-        if weights_only:
-            self.sharded.weights_changed()
-            return
-        if self.fragments and state["optimizer"]:
-            self.fragments.load_state_dict(state["optimizer"])
+    def load_plain_state(self, state: dict[str, Any]) -> None:
+        """Restore `plain_state()`. Local."""
+        if self.optimizer is not None and state["optimizer"]:
+            for group, options in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+                group.update(options)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if self.lr_scheduler is not None and state["lr_scheduler"]:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.global_steps = state["counters"]["global_steps"]
         self.skipped_steps = state["counters"]["skipped_steps"]
-        self.sharded.weights_changed()
 
 
 def _is_used(fragment: Fragment, used: dict[tuple[int, int], bool]) -> bool:

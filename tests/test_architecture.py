@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "hf_dist"
 
 LAYERS = [
-    {"config", "errors", "failure", "launch", "log"},
+    {"config", "errors", "failure", "launch", "log", "version"},
     {"mesh", "collectives", "offload", "activation_checkpoint"},
     {"sharding", "tensor_parallel", "pipeline"},
     {"checkpoint", "optim"},

@@ -28,7 +28,7 @@ ON_BOTH_RANKS = {
     "parameters_differ": ("rank 0 has 20 parameters, rank 1 has 22", "extra.weight", "same configuration"),
     "frozen_on_one_rank": ("model.norm.weight", "requires_grad=False", "freeze the same parameters"),
     "device_map": ("device_map", "0", "1", "load it without device_map"),
-    "no_checkpoint_state": ("weights_of_0", "holds no training state", "from_pretrained("),
+    "damaged_checkpoint": ("checkpoint-2 is not complete", "model.safetensors has 0 bytes", "newest complete one"),
     "raw_loop_alone": ("WORLD_SIZE: 2", "accelerate sees 1", "ACCELERATE_USE_CPU=true"),
 }
 """Case of the worker -> what the one message holds: the setting, and what to do."""
@@ -140,12 +140,11 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
         {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
         ("bf16.enabled", "fp16.enabled", "false"),
     ),
-    "comment": ('{\n  // stage three\n  "zero_optimization": {"stage": 3}\n}', ("ds.json:2", "comment")),
     "duplicate": (
         '{\n  "gradient_clipping": 1,\n  "gradient_clipping": 2\n}',
         ("ds.json:3", "gradient_clipping", "line 2"),
     ),
-    "trailing_comma": ('{\n  "gradient_clipping": 0.5,\n}', ("ds.json:2", "comma")),
+    "no_comma": ('{\n  "gradient_clipping": 0.5\n "steps_per_print": 1\n}', ("ds.json:3", "comma is probably missing")),
     "cut_off": ('{\n  "gradient_clipping": 0.5', ("ds.json:2", 'expected "," or "}"', "end of the text")),
     "missing_file": ("dz.json", ("dz.json", "does not exist", "Did you mean ds.json?")),
     "several": (

@@ -17,22 +17,25 @@ from hf_dist.config import (
     AutoSources,
     BatchSizes,
     DistConfig,
+    LauncherSettings,
     hidden_size_of,
     load_config,
     resolve,
 )
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.hf.data import make_seekable
+from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
 from hf_dist.hf.state import full_state_dict
 from hf_dist.launch import detect_launch
 from hf_dist.log import warn_once
-from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh
+from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.wrap import containers
 
 
-class DistAccelerator(Accelerator):
+class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     """An `Accelerator` whose `prepare` shards the model in place, as the JSON says; everything else is accelerate's.
 
     `DistAccelerator(dist_config="zero3.json", ...)` for a loop of one's own; the Trainer's accelerator is adopted.
@@ -45,17 +48,23 @@ class DistAccelerator(Accelerator):
             kwargs.setdefault("cpu", True)
             os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         wanted = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        read = load_config(dist_config)
+        settings = LauncherSettings.from_environment(os.environ)
+        if settings is not None:
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
+        read = load_config(dist_config, launcher=settings)
         accumulation = read.gradient_accumulation_steps
         if isinstance(accumulation, int):
             kwargs.setdefault("gradient_accumulation_steps", accumulation)
+        leave_agent_store()
         super().__init__(*args, mixed_precision="no", **kwargs)
         if read.optimizer is not None or read.scheduler is not None:
             warn_once(
                 '"optimizer" and "scheduler" of the configuration have no effect in a loop with DistAccelerator: it uses '
                 "those given to prepare(). The Trainer and hf_dist.initialize make them from the configuration."
             )
-        sources = AutoSources(data_world_size=self.num_processes, bf16=wanted == "bf16", fp16=wanted == "fp16")
+        sources = AutoSources(
+            data_world_size=self.num_processes, bf16=False, fp16=False, launcher_precision=str(wanted)
+        )
         self._init_dist(resolve(read, sources))
 
     @classmethod
@@ -161,6 +170,14 @@ class DistAccelerator(Accelerator):
         if not isinstance(micro, int):
             return BatchSizes(None, None, steps, self.num_processes)
         return BatchSizes(micro * steps * self.num_processes, micro, steps, self.num_processes)
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's, with batches that a resume can seek."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        sought = make_seekable(loader)
+        if sought is not loader:
+            self._dataloaders[:] = [sought if known is loader else known for known in self._dataloaders]
+        return sought
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_dist.engine import Engine
 from hf_dist.sharding.gather import full_tensors, gathered, load_full_tensor
+from hf_dist.sharding.runtime import ShardedModel
 
 
 def full_state_dict(engine: Engine, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -66,10 +67,10 @@ def loading(engine: Engine) -> Iterator[None]:
     engine.sharded.weights_changed()
 
 
-def loaded_dtype(engine: Engine) -> torch.dtype | None:
+def loaded_dtype(sharded: ShardedModel) -> torch.dtype | None:
     """The dtype most elements of the model were loaded in."""
     numel: dict[torch.dtype, int] = {}
-    for group in engine.sharded.groups:
+    for group in sharded.groups:
         for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True):
             if dtype.is_floating_point:
                 numel[dtype] = numel.get(dtype, 0) + slot.numel

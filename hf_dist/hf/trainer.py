@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
-from hf_dist import collectives
-from hf_dist.checkpoint import rank_files
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
-from hf_dist.engine import Engine
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
+from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
-from hf_dist.hf.state import full_state_dict, loaded_dtype, loading, write_dtype
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.schedules import build_scheduler
 
 
-class DistTrainerMixin:
+class DistTrainerMixin(CheckpointingMixin):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
     Active when the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG); otherwise the base's behaviour.
@@ -40,13 +35,6 @@ class DistTrainerMixin:
     def dist(self) -> DistConfig | None:
         """The configuration, None when hf_dist is off."""
         return getattr(self.args, "dist", None)
-
-    @property
-    def dist_engine(self) -> Engine | None:
-        """The engine of the model that is trained; None before `train()` or `evaluate()` made it."""
-        if self.dist is None or not isinstance(self.accelerator, DistAccelerator):
-            return None
-        return self.accelerator.engine_of(self.model)
 
     # -------------------------------------------------------------------- set-up
 
@@ -111,13 +99,13 @@ class DistTrainerMixin:
         self._settle_loss(model, inputs)
         if self._loss_is_mean:  # the rest of the first window still has the number
             num_items_in_batch = None
-        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """HF's, after the same question: HF multiplies the loss by the number of ranks in evaluation, too."""
         self._settle_loss(model, inputs)
-        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _settle_loss(self, model: nn.Module, inputs: Any) -> None:
         if self.dist is None or self._loss_is_known or "labels" not in inputs:
@@ -136,69 +124,6 @@ class DistTrainerMixin:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.bf16_full_eval, self.args.fp16_full_eval = saved
-
-    # ------------------------------------------------------------- save and resume
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that `from_pretrained` loads, at every ZeRO stage. Every rank calls it."""
-        engine = self.dist_engine
-        if engine is None:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
-        folder = self.args.output_dir if output_dir is None else output_dir
-        state = full_state_dict(engine, keep=self.args.should_save)
-        if self.args.should_save:
-            self._save(folder, state_dict=state)  # type: ignore[attr-defined]
-            write_dtype(Path(folder), loaded_dtype(engine))
-        collectives.barrier(engine.mesh.dp)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")  # type: ignore[attr-defined]
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = self.dist_engine
-        if engine is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            return
-        engine.save_checkpoint(output_dir)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights of a checkpoint folder, into a model that may already be sharded."""
-        engine = self.dist_engine
-        if engine is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-            return
-        with loading(engine):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        engine = self.dist_engine
-        if engine is None or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-            return
-        engine.load_checkpoint(checkpoint)
-        scheduler = os.path.join(checkpoint, "scheduler.pt")
-        if os.path.isfile(scheduler):
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-
-    def _load_best_model(self) -> None:
-        """From the fp32 master weights where the checkpoint has them, else from its HF weights."""
-        engine = self.dist_engine
-        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
-        if engine is None:
-            super()._load_best_model()  # type: ignore[misc]
-        elif rank_files.exists(best):
-            rank_files.load(engine, best, weights_only=True)
-        elif isinstance(self.model, PreTrainedModel):
-            # HF's own load takes names as they stand in the file and skips what `save_pretrained` renamed or split
-            # (experts). A second model on the CPU, whole for a moment, as the state dict would be.
-            weights = type(self.model).from_pretrained(best, dtype="auto").state_dict()
-            with loading(engine):
-                self.model.load_state_dict(weights)
-        else:
-            with loading(engine):
-                super()._load_best_model()  # type: ignore[misc]
 
 
 class DistTrainer(DistTrainerMixin, Trainer):

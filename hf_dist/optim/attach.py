@@ -49,14 +49,20 @@ class FragmentedOptimizer:
         self.fragments = _make_fragments(sharded)
         by_owner = {(id(f.group), f.index): f for f in self.fragments}
         places = {id(p): (id(g), i) for g in sharded.groups for i, p in enumerate(g.params)}
+        slot_names = {(id(g), i): slot.name for g in sharded.groups for i, slot in enumerate(g.layout.slots)}
+        self.param_names: list[list[str]] = []
+        """Full names in each param group, of all ranks' parameters, in the order the optimizer was made with."""
         for group in optimizer.param_groups:
             own: list[nn.Parameter] = []
+            names: list[str] = []
+            self.param_names.append(names)
             for p in group["params"]:
                 if id(p) not in places:
                     raise ModelError(
                         f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
                         "optimizer from the parameters of the model that is prepared with it."
                     )
+                names.append(slot_names[places[id(p)]])
                 fragment = by_owner.get(places[id(p)])
                 state = optimizer.state.pop(p, None)
                 if fragment is not None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
+from hf_dist import collectives
 from tests.hf.on_ranks import dist_trainer, record_of, weights_of
 from tests.hf.recipes import Row, make_model, pad, plain_arguments, texts, warmup_decay
 
-SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 BEST: dict[str, Any] = {
     **dict(save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True),
     **dict(metric_for_best_model="loss", greater_is_better=True),  # the loss falls, so the first epoch is "best"
@@ -21,7 +22,14 @@ BEST: dict[str, Any] = {
 
 def local_state(trainer: Any) -> dict[str, Any]:
     """This rank's master weights and optimizer state, copied."""
-    return _copied({k: trainer.dist_engine.state_dict()[k] for k in ("weights", "optimizer", "counters")})
+    engine = trainer.dist_engine
+    return _copied(
+        {
+            "weights": {g.layout.slots[0].name: g.source for g in engine.sharded.trainable_groups},
+            "optimizer": engine.fragments.state_dict(),
+            "counters": engine.plain_state()["counters"],
+        }
+    )
 
 
 def _copied(node: Any) -> Any:
@@ -62,9 +70,54 @@ def resumed(folder: Path, recipe: str, stage: int, at: tuple[int, ...], config: 
     return {"whole": whole, "runs": runs}
 
 
-def resume_only(folder: Path, checkpoint: str, stage: int) -> str:
+def whole(folder: Path, recipe: str, stage: int, **changes: Any) -> dict[str, Any]:
+    """All steps at once, with a checkpoint after each."""
+    trainer = dist_trainer(recipe, stage, folder, save_strategy="steps", save_steps=1, **changes)
+    trainer.train()
+    return {"logs": logged(trainer), "weights": weights_of(trainer)}
+
+
+class Counted(list[Any]):
+    """Rows that count how often one is read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def resumed_at(folder: Path, recipe: str, stage: int, checkpoint: str, config: Any = None, **changes: Any) -> Any:
+    """A new trainer continues from `checkpoint` ("auto": of its own folder, if there is one)."""
+    trainer = dist_trainer(recipe, stage, folder, config, **changes)
+    rows = trainer.train_dataset = Counted(trainer.train_dataset)
+    seen: list[int] = []
+    trainer.add_callback(FirstStep(seen))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    counts = [torch.tensor(float(rows.reads))]
+    collectives.all_reduce(trainer.accelerator.mesh.dp, counts[0], op="sum").wait()
+    return {
+        "logs": logged(trainer),
+        "weights": weights_of(trainer),
+        "fetched": int(counts[0]),
+        "resumed_at": seen[0],
+    }
+
+
+class FirstStep(TrainerCallback):
+    """Notes the step at which training begins."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the first step."""
+        self.seen.append(state.global_step)
+
+
+def resume_only(folder: Path, checkpoint: str, stage: int, recipe: str = "plain") -> str:
     """The error of resuming from a checkpoint that does not fit."""
-    trainer = dist_trainer("plain", stage, folder)
+    trainer = dist_trainer(recipe, stage, folder)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
 from torch import nn
@@ -101,6 +103,17 @@ def pad(rows: list[Row]) -> Row:
 
 
 # ---- losses of the user's own
+
+
+def pad_at_random(rows: list[Row]) -> Row:
+    """`pad`, with tokens masked by torch's, numpy's and Python's generators, as collators for masked LM do."""
+    batch = pad(rows)
+    ids = batch["input_ids"]
+    masked = torch.rand(ids.shape) < 0.1
+    masked[:, random.randrange(ids.shape[1])] = True
+    masked[:, np.random.randint(ids.shape[1])] = True
+    batch["input_ids"] = ids.masked_fill(masked, 3)
+    return batch
 
 
 def shifted_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -215,6 +228,8 @@ RECIPES: dict[str, Recipe] = {
     "no_clipping": Recipe(max_grad_norm=0.0),
     "metrics": Recipe("bert", classes, trainer={"compute_metrics": accuracy}, joined=1),
     "dropout": Recipe("dropout"),  # for resuming only: ranks and one process draw different numbers
+    "even": Recipe(rows=lambda: texts(48)),  # divides by 12: no rank repeats samples to fill its last batch
+    "random_collator": Recipe("dropout", trainer={"data_collator": pad_at_random}),  # for resuming only
     "cosine": Recipe(lr_scheduler_type="cosine", warmup_steps=3),
 }
 

@@ -17,6 +17,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from hf_dist import collectives, log
+from hf_dist.config import DistConfig
 from hf_dist.hf import DistTrainer, DistTrainingArguments
 from hf_dist.hf.callbacks import LogCallback, MemoryCallback, ThroughputCallback, default_callbacks
 from hf_dist.hf.callbacks.flops import TrainingFlops
@@ -166,6 +167,7 @@ def test_a_callback_can_be_taken_out(tmp_path: Path) -> None:
 def test_callbacks_do_not_keep_the_trainer_alive() -> None:
     class Stand:
         dist_engine = None
+        dist = DistConfig()
 
     owner = Stand()
     callbacks = [callback for callback in default_callbacks(owner) if isinstance(callback, LogCallback)]

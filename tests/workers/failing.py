@@ -92,18 +92,15 @@ def _one_rank_has_a_typo(folder: str) -> None:
     train(folder, {"zero_optimization": {"stage": 3} | ({"stages": 3} if rank() == 1 else {})})
 
 
-def _resume_without_state(folder: str) -> None:
-    from transformers import TrainerState
-
-    from tests.hf.recipes import make_model
-
-    place = Path(folder) / f"weights_of_{rank()}"
-    make_model().save_pretrained(place)
-    TrainerState(train_batch_size=2).save_to_json(str(place / "trainer_state.json"))
-    train_from = place.with_name("weights_of_0")
-    while not (train_from / "trainer_state.json").exists():
+def _resume_from_damaged(folder: str) -> None:
+    train(folder, max_steps=2, save_strategy="steps", save_steps=2)
+    checkpoint = Path(folder) / "checkpoint-2"
+    if rank() == 0:
+        (checkpoint / "model.safetensors").write_bytes(b"")
+        (checkpoint / "seen").touch()
+    while not (checkpoint / "seen").exists():
         time.sleep(0.05)
-    train(folder, resume=str(train_from))
+    train(folder, resume=str(checkpoint))
 
 
 def _leaves(folder: str) -> None:
@@ -123,7 +120,7 @@ CASES: dict[str, Callable[[str], None]] = {
     ),
     "frozen_on_one_rank": lambda folder: train(folder, model=_model(lambda m: m.model.norm.requires_grad_(False))),
     "device_map": lambda folder: train(folder, model=_model(_spread, only_rank=None)),
-    "no_checkpoint_state": _resume_without_state,
+    "damaged_checkpoint": _resume_from_damaged,
     "raises": lambda folder: train(folder, act=_fail),
     "killed": lambda folder: train(folder, act=lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "exits": lambda folder: train(folder, act=lambda: sys.exit(3)),

@@ -6,15 +6,31 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from hf_dist.hf.callbacks.communication import CommunicationCallback
+from hf_dist.hf.callbacks.csv_files import CsvCallback
+from hf_dist.hf.callbacks.disk_space import DiskSpaceCallback
 from hf_dist.hf.callbacks.log_record import LogCallback
 from hf_dist.hf.callbacks.memory import MemoryCallback
 from hf_dist.hf.callbacks.start_up import StartUpCallback
 from hf_dist.hf.callbacks.throughput import ThroughputCallback
 
-__all__ = ["LogCallback", "MemoryCallback", "StartUpCallback", "ThroughputCallback", "default_callbacks"]
+__all__ = [
+    "DiskSpaceCallback",
+    "LogCallback",
+    "MemoryCallback",
+    "StartUpCallback",
+    "ThroughputCallback",
+    "default_callbacks",
+]
 
 
 def default_callbacks(trainer: Any) -> list[TrainerCallback]:
     """The callbacks that every DistTrainer gets, holding it weakly. `trainer.remove_callback(cls)` takes one out."""
     # Memory first: its collective waits for the slowest rank, and after throughput's mark that would count as data.
-    return [MemoryCallback(trainer), ThroughputCallback(trainer), StartUpCallback(trainer)]
+    found: list[TrainerCallback] = [MemoryCallback(trainer), ThroughputCallback(trainer), StartUpCallback(trainer)]
+    found.append(DiskSpaceCallback(trainer))
+    if trainer.dist.csv_monitor.enabled:
+        found.append(CsvCallback(trainer.dist.csv_monitor))
+    if trainer.dist.comms_logger.enabled:
+        found.append(CommunicationCallback())
+    return found

@@ -1,0 +1,100 @@
+"""Training state in the format of `torch.distributed.checkpoint` (DCP): any layout writes it, any layout reads its part.
+
+DCP plans; `FlatSlice` tells it which boxes of a parameter this rank holds; `dcp_storage` does the input and output.
+Reading needs no process group, and unpickles nothing but DCP's own metadata classes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from hf_dist.checkpoint.dcp_storage import Reader, Writer
+from hf_dist.checkpoint.flat_slice import FlatSlice
+from hf_dist.errors import CheckpointError
+from hf_dist.mesh import MeshAxis
+
+State = Mapping[str, "FlatSlice | torch.Tensor"]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, FlatSlice) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The default drops what is neither a tensor nor plain.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, FlatSlice) else super().lookup_tensor(index)
+
+
+def write_state(folder: Path, state: State, axis: MeshAxis) -> None:
+    """Write `state` below `folder`, one file per rank. Collective over `axis`; may run in a background thread.
+
+    Every element of every tensor is in the `state` of exactly one rank.
+    """
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with _quiet():
+            dcp.save(
+                dict(state),
+                storage_writer=Writer(folder),
+                planner=planner,
+                process_group=axis.group,
+                no_dist=axis.group is None,
+            )
+    except CheckpointException as error:  # DCP's own, equal on all ranks; its text is a traceback
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"training state of rank {rank}: {type(cause).__name__}: {cause}") from error
+
+
+def read_state(folder: Path, state: State) -> None:
+    """Fill the tensors of `state` in place. Local: every rank reads the files that hold its part, one item at a time."""
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with _quiet(), torch.no_grad():
+            dcp.load(dict(state), storage_reader=Reader(folder), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"{folder} cannot be read ({type(cause).__name__}: {cause})") from error
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Global shape and dtype of every tensor below `folder`, by name. Raises `CheckpointError` if it cannot be read."""
+    try:
+        metadata = Reader(folder).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder}/.metadata cannot be read ({reason})") from error
+    return {
+        name: (tuple(stored.size), stored.properties.dtype)
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated.*")
+        yield

@@ -1,0 +1,159 @@
+"""The files below DCP's metadata, in DCP's own format: written without copies, read by ranges.
+
+torch's `FileSystemReader` reads what `Writer` writes. Source of the format: torch/distributed/checkpoint/filesystem.py.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.futures import Future
+from torch.utils.serialization import config
+
+from hf_dist.checkpoint.folder import start_writeback
+from hf_dist.errors import CheckpointError
+
+__all__ = ["Reader", "Writer", "without_neighbours"]
+
+_BUFFER, _STEP = 2**18, 16 * 2**20
+
+
+def without_neighbours(values: torch.Tensor) -> torch.Tensor:
+    """The same 1-D memory as a tensor with a storage of its own: `torch.save` writes whole storages, DCP clones views."""
+    if values.device.type != "cpu":
+        return values
+    return torch.from_numpy(values.detach().view(torch.uint8).numpy()).view(values.dtype)
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer without its checksum, which nothing reads, and with a disk that works from the first bytes on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, overwrite=False)
+        self.fs = _Files()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """DCP's."""
+        with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+            return super().write_data(plan, planner)
+
+
+class _Files(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with io.FileIO(path, mode) as stream:
+                yield stream
+            return
+        # `torch.save` makes some forty writes of a few bytes around each tensor; the tensor itself passes by the buffer.
+        with io.BufferedWriter(_Stream(path, mode), _BUFFER) as buffered:
+            yield buffered
+
+
+class _Stream(io.FileIO):
+    """The disk begins with what is written at once, so that the flush at the end finds little left."""
+
+    _end = _announced = 0
+
+    def write(self, data: Any) -> int:
+        """As of any raw stream: how many bytes of `data` were written."""
+        count = super().write(memoryview(data)[:_STEP])
+        self._end += count
+        if self._end - self._announced >= _STEP:
+            start_writeback(self.fileno(), self._announced, self._end - self._announced)
+            self._announced = self._end
+        return count
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader that unpickles nothing but DCP's metadata classes, and reads the wanted part of a stored block only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What is stored where."""
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors, in the order of the files."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with open(Path(self.path) / name, "rb", buffering=0) as file:
+                for item in sorted(items, key=lambda i: self.storage_data[i.storage_index].offset):
+                    self._read_item(file, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_item(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            raise CheckpointError(
+                f"{item.storage_index.fqn} in {self.path} is a pickled object; only tensors are read from it"
+            )
+        info = self.storage_data[item.storage_index]
+        # On "meta" only the description is read, and the storage knows where its bytes are.
+        described = torch.load(self._part(file, info), map_location="meta", weights_only=True)
+        stored = described
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != stored.size():
+            raise CheckpointError(
+                f"{item.storage_index.fqn} in {self.path} has {tuple(stored.shape)}, not {tuple(target.shape)}"
+            )
+        begin = getattr(described.untyped_storage(), "_checkpoint_offset", None)
+        if begin is None or not stored.is_contiguous():
+            whole = torch.load(self._part(file, info), map_location="cpu", weights_only=True)
+            target.copy_(whole.as_strided(stored.size(), stored.stride(), stored.storage_offset()))
+        elif stored.numel():
+            offset = info.offset + begin + stored.storage_offset() * stored.element_size()
+            straight = target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous()
+            into = target if straight else torch.empty(stored.shape, dtype=stored.dtype)
+            _fill(file, offset, into, f"{self.path}: {item.storage_index.fqn}")
+            if not straight:
+                target.copy_(into)
+        planner.commit_tensor(item, target)
+
+    def _part(self, file: io.FileIO, info: Any) -> BinaryIO:
+        if info.transform_descriptors:
+            raise CheckpointError(f"{self.path} is compressed or encrypted ({', '.join(info.transform_descriptors)})")
+        return cast(BinaryIO, self._slice_file(file, info))
+
+
+def _fill(file: io.FileIO, offset: int, into: torch.Tensor, what: str) -> None:
+    left = into.reshape(-1).view(torch.uint8).numpy().data
+    file.seek(offset)
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise CheckpointError(f"{what}: the file ends {len(left)} bytes too early")
+        left = left[count:]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP's metadata is a pickle; only its own classes, paths and torch's plain types may come out of it."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = frozenset(
+        {("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        plain = (module, name) in self._NAMES or module.startswith("pathlib")
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.memory_format))
+        if (module in self._MODULES and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or plain or dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")

@@ -1,0 +1,197 @@
+"""The life of a checkpoint folder: written under a working name, sealed by a manifest, renamed, rotated. Files only.
+
+A folder with its final name is complete: the manifest is written last, and the rename comes after it. A kill at any
+moment leaves the previous checkpoint as it was, and at most a working folder that nobody mistakes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_dist.errors import CheckpointError
+
+MANIFEST = "hf_dist.json"
+STATE = "hf_dist_state"
+LATEST = "latest"
+FORMAT = 1
+"""Raised when a checkpoint can no longer be read by older versions."""
+
+_WORKING = ".incomplete-"
+_REPLACED = ".replaced-"
+_WEIGHTS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
+_NUMBERED = re.compile(r"^checkpoint[-_](\d+)$")  # the Trainer's and accelerate's
+_TRAINER_STATE = "trainer_state.json"
+
+
+def working_folder(final: Path) -> Path:
+    """Where `final` is written before it is complete; a name that no tool takes for a checkpoint."""
+    return final.parent / f"{_WORKING}{final.name}"
+
+
+def begin(final: Path) -> Path:
+    """An empty working folder for `final`. One process calls it."""
+    working = working_folder(final)
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+    return working
+
+
+def seal(working: Path, facts: Mapping[str, Any]) -> None:
+    """Write the manifest: every file with its size, and `facts`. Everything reaches the disk before it. One process."""
+    files = {str(p.relative_to(working)): p.stat().st_size for p in sorted(working.rglob("*")) if p.is_file()}
+    for name in files:
+        _flush(working / name)
+    manifest = working / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1) + "\n", encoding="utf-8")
+    _flush(manifest)
+    for folder in [working, *(p for p in working.rglob("*") if p.is_dir())]:
+        _flush(folder)
+
+
+def publish(working: Path, final: Path) -> None:
+    """Give a sealed folder its name, and write it into `latest`. An older one of the same name is replaced. One process."""
+    problems = incomplete(working)
+    if problems:
+        raise CheckpointError(f"{working} is not complete, {final.name} was not written: {problems[0]}")
+    replaced = final.parent / f"{_REPLACED}{final.name}"
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    os.rename(working, final)
+    latest = final.parent / f"{_WORKING}{LATEST}"
+    latest.write_text(final.name + "\n", encoding="utf-8")
+    os.replace(latest, final.parent / LATEST)
+    _flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def move_files(working: Path, target: Path, last: str) -> None:
+    """Move everything from `working` into `target`, `last` at the end, and drop weight files of an older save. One process."""
+    moved = sorted((p for p in working.rglob("*") if p.is_file()), key=lambda p: p.name == last)
+    names = {str(p.relative_to(working)) for p in moved}
+    for path in moved:
+        _flush(path)
+        place = target / path.relative_to(working)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    for old in target.iterdir():
+        if _WEIGHTS.match(old.name) and old.name not in names:
+            old.unlink()
+    shutil.rmtree(working)
+
+
+def recover(root: Path) -> None:
+    """Tidy what a killed process left below `root`. One process, while nobody saves."""
+    if not root.is_dir():
+        return
+    for left in root.glob(f"{_REPLACED}checkpoint*"):
+        final = root / left.name.removeprefix(_REPLACED)
+        if final.exists():
+            shutil.rmtree(left, ignore_errors=True)
+        else:  # killed between the two renames
+            os.rename(left, final)
+    for left in root.glob(f"{_WORKING}*"):
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest, None where there is none. Raises `CheckpointError` for one that cannot be read or is too new."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = int(manifest["format"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{folder} was written by hf_dist {manifest.get('hf_dist', '?')} in format {version}; this version reads format "
+            f"{FORMAT}. Upgrade hf_dist, or start from the weights with from_pretrained({str(folder)!r})."
+        )
+    return manifest
+
+
+def incomplete(folder: Path) -> list[str]:
+    """What is missing or has another size than the manifest says; empty for a complete checkpoint of ours."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return [f"no {MANIFEST}: it was not finished, or not written by hf_dist"]
+    problems = []
+    for name, size in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            problems.append(f"{name} has {path.stat().st_size} bytes, {size} were written")
+    return problems
+
+
+def numbered(root: Path) -> list[Path]:
+    """`checkpoint-N` and `checkpoint_N` folders below `root`, newest first."""
+    if not root.is_dir():
+        return []
+    found = [(int(m.group(1)), p) for p in root.iterdir() if p.is_dir() and (m := _NUMBERED.match(p.name))]
+    return [p for _, p in sorted(found, reverse=True)]
+
+
+def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that can be resumed from, and why newer ones were passed over.
+
+    A folder without our manifest counts when it holds a trainer state, which the stock Trainer writes last.
+    """
+    skipped: list[str] = []
+    for folder in numbered(root):
+        try:
+            problems = incomplete(folder)
+        except CheckpointError as error:
+            problems = [str(error)]
+        if not problems or (not (folder / MANIFEST).exists() and (folder / _TRAINER_STATE).is_file()):
+            return folder, skipped
+        skipped.append(f"{folder.name}: {problems[0]}")
+    return None, skipped
+
+
+def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
+    """Delete the oldest checkpoints beyond `limit`, never one in `keep` nor the newest complete one. One process.
+
+    Like HF's `save_total_limit`; `limit` None or not positive keeps all. Returns what was deleted.
+    """
+    if limit is None or limit <= 0:
+        return []
+    found = numbered(root)
+    newest, _ = newest_complete(root)
+    kept = {p.resolve() for p in keep} | ({newest.resolve()} if newest else set())
+    # HF keeps the best one beside the newest even with a limit of one.
+    surplus = len(found) - max(limit, len(kept & {p.resolve() for p in found}))
+    doomed = [p for p in reversed(found) if p.resolve() not in kept][: max(surplus, 0)]
+    for folder in doomed:
+        # Renamed first: a kill in the middle of a deletion must not leave half a checkpoint under its name.
+        half = root / f"{_WORKING}{folder.name}-deleted"
+        os.rename(folder, half)
+        shutil.rmtree(half, ignore_errors=True)
+    return doomed
+
+
+def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the disk begin with bytes just written, so that the flush at the end finds little left. Returns at once."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        # On Linux this starts to write dirty pages; only pages that are already on the disk leave memory.
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # folders cannot be flushed on some file systems
+        if path.is_file():
+            raise
+    finally:
+        os.close(descriptor)

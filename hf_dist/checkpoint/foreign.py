@@ -1,0 +1,363 @@
+"""Checkpoints of other programs: recognised by their files, imported as far as they go, or refused with what to do.
+
+    the stock Trainer       model*.safetensors, pytorch_model*.bin     weights (HF's loader), optimizer by position
+                            + optimizer.pt
+    FSDP, sharded           pytorch_model_fsdp_0/ + optimizer_0/       everything by name; each rank reads its part
+    FSDP, full              pytorch_model_fsdp.bin + optimizer.bin     everything by name, memory-mapped
+    DeepSpeed universal     [*_universal/]zero/<parameter>/fp32.pt     everything by name, memory-mapped
+    DeepSpeed ZeRO          global_step*/*_model_states.pt             weights, if the folder has them as HF files
+
+Nothing is unpickled but tensors, numbers and strings. Sources: transformers/trainer.py, accelerate/utils/fsdp_utils.py,
+deepspeed/checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hf_dist.checkpoint import dcp
+from hf_dist.checkpoint.flat_slice import FlatSlice
+from hf_dist.checkpoint.resume import agree
+from hf_dist.checkpoint.state import Scalars, Stateful, Stored, optimizer_targets, set_scalars, weight_targets
+from hf_dist.errors import CheckpointError
+from hf_dist.optim.attach import FragmentedOptimizer
+
+__all__ = ["Imported", "load_foreign", "program_of"]
+
+TRAINER, FSDP_SHARDED, FSDP_FULL = "the stock Trainer", "FSDP (sharded state)", "FSDP (full state)"
+UNIVERSAL, DEEPSPEED = "DeepSpeed (universal)", "DeepSpeed"
+
+_KERNEL_CHOICES = {"params", "foreach", "fused", "capturable", "differentiable", "maximize", "param_names"}
+_HF_WEIGHTS = ("model*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin", "adapter_model.*")
+
+Targets = Mapping[str, "FlatSlice | torch.Tensor"]
+
+
+@dataclass
+class Imported:
+    """What `load_foreign` did."""
+
+    program: str
+    weights: bool
+    """False: they lie in the folder as HF files, which HF's loader reads."""
+    optimizer: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What was not taken, and why."""
+
+
+class _Source(Protocol):
+    @property
+    def stored(self) -> Stored:
+        """What there is, under the names of `checkpoint/state.py`."""
+
+    def read(self, targets: Targets) -> None:
+        """Fill them in place. Local."""
+
+
+def program_of(directory: Path) -> str | None:
+    """The program that wrote `directory`, None for a plain model folder or one of ours. Local; looks at names only."""
+    if _universal_folder(directory) is not None:
+        return UNIVERSAL
+    if any(_matches(directory, "*_model_states.pt", "*_optim_states.pt", "global_step*/*_states.pt")):
+        return DEEPSPEED
+    if (directory / "pytorch_model_fsdp_0").is_dir():
+        return FSDP_SHARDED
+    if any(_matches(directory, "pytorch_model_fsdp*.bin")):
+        return FSDP_FULL
+    return TRAINER if (directory / "optimizer.pt").is_file() else None
+
+
+def load_foreign(engine: Stateful, directory: Path, program: str) -> Imported:
+    """Take what can be taken of a checkpoint of `program`. Collective: every rank.
+
+    Raises `CheckpointError` on every rank for a folder from which not even the weights can be had, naming the way out, for
+    one of another model, and for files that cannot be read.
+    """
+    problem, imported = None, Imported(program, weights=False)
+    try:
+        imported = _load(engine, directory, program)
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:  # raised here alone it would leave the other ranks waiting
+        reason = str(error).splitlines()[0] if str(error) else ""
+        problem = f"{directory}, written by {program}, cannot be read ({type(error).__name__}: {reason})"
+    agree(engine.mesh, problem)
+    engine.sharded.weights_changed()
+    return imported
+
+
+def _load(engine: Stateful, directory: Path, program: str) -> Imported:
+    if program == TRAINER:
+        return _load_trainer(engine, directory)
+    if program == FSDP_SHARDED:
+        return _load_fsdp_sharded(engine, directory)
+    if program == FSDP_FULL:
+        return _load_fsdp_full(engine, directory)
+    if program == UNIVERSAL:
+        return _load_universal(engine, directory)
+    if not any(_matches(directory, *_HF_WEIGHTS)):
+        raise CheckpointError(
+            f"{directory} is a checkpoint of DeepSpeed in the layout of its ranks; it is not read. Run `python zero_to_fp32.py "
+            f". . --safe_serialization` in {directory} (DeepSpeed put the script there), which writes the weights beside it, "
+            "and resume again; or convert it with `ds_to_universal.py` to keep the optimizer's state."
+        )
+    note = "optimizer state of DeepSpeed's ranks: it starts empty (ds_to_universal.py makes it readable)"
+    return Imported(DEEPSPEED, weights=False, notes=[note])
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _load_trainer(engine: Stateful, directory: Path) -> Imported:
+    """`optimizer.pt`: torch's own state dict, whose numbers count the parameters through all param groups."""
+    imported = Imported(TRAINER, weights=False)
+    fragments = engine.fragments
+    if fragments is None:
+        return imported
+    saved = _load_file(directory / "optimizer.pt")
+    names: dict[int, str] = {}
+    for own, group in zip(fragments.param_names, saved["param_groups"], strict=False):
+        if len(own) == len(group["params"]):
+            names.update(zip(group["params"], own, strict=True))
+    if len(names) != sum(map(len, fragments.param_names)):
+        found = [len(g["params"]) for g in saved["param_groups"]]
+        now = [len(own) for own in fragments.param_names]
+        imported.notes.append(f"optimizer state: its param groups hold {found} parameters, this run's {now}")
+        return imported
+    state = {names[number]: values for number, values in saved["state"].items()}
+    _take_optimizer(engine, state, saved["param_groups"], directory, imported)
+    return imported
+
+
+def _load_fsdp_sharded(engine: Stateful, directory: Path) -> Imported:
+    source = _DcpSource()
+    source.add(directory / "pytorch_model_fsdp_0", "model.", lambda name: f"weights.{name}")
+    imported = Imported(FSDP_SHARDED, weights=True)
+    optimizer = directory / "optimizer_0"
+    if engine.fragments is not None and optimizer.is_dir():
+        source.add(optimizer, "optimizer.state.", _optimizer_name)
+        imported.optimizer = True
+        imported.notes.append("weight decay and betas, which are this run's")
+    _fill(engine, source, directory, imported)
+    return imported
+
+
+def _load_fsdp_full(engine: Stateful, directory: Path) -> Imported:
+    file = directory / "pytorch_model_fsdp.bin"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{directory} holds FSDP's LOCAL_STATE_DICT, or files of single ranks, which only the same number of ranks can "
+            "read. Save it with fsdp_state_dict_type SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )
+    tensors = {f"weights.{name}": value for name, value in _load_file(file).items()}
+    imported = Imported(FSDP_FULL, weights=True)
+    _fill(engine, _MappedSource(tensors), directory, imported)
+    optimizer = directory / "optimizer.bin"
+    if engine.fragments is not None and optimizer.is_file():
+        saved = _load_file(optimizer)
+        _take_optimizer(engine, saved["state"], saved["param_groups"], directory, imported)
+    return imported
+
+
+def _load_universal(engine: Stateful, directory: Path) -> Imported:
+    zero = _universal_folder(directory)
+    assert zero is not None
+    shapes = _shapes(engine)
+    imported = Imported(UNIVERSAL, weights=True, notes=["weight decay and betas, which are this run's"])
+    tensors: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    step = _trainer_step(directory)
+    for name in shapes:
+        folder = zero / name
+        if not (folder / "fp32.pt").is_file():
+            continue  # `_fill` names it
+        tensors[f"weights.{name}"] = _universal_tensor(folder / "fp32.pt", shapes[name])
+        own = {f.stem: _universal_tensor(f, shapes[name]) for f in sorted(folder.glob("exp_avg*.pt"))}
+        file = folder / "step.pt"
+        own_step = float(_load_file(file)) if file.is_file() else step
+        if own and own_step is not None:
+            state[name] = {**own, "step": torch.tensor(own_step)}
+    _fill(engine, _MappedSource(tensors), directory, imported)
+    if engine.fragments is not None and state:
+        _take_optimizer(engine, state, [], directory, imported)
+    elif engine.fragments is not None:
+        imported.notes.append("optimizer state: the folder does not say at which step it is (no trainer_state.json)")
+    return imported
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+def _take_optimizer(
+    engine: Stateful,
+    state: Mapping[str, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+    where: Path,
+    imported: Imported,
+) -> None:
+    """Optimizer state by parameter name, and the options of its param groups if they are known."""
+    fragments = engine.fragments
+    assert fragments is not None
+    reason = _other_optimizer(fragments, groups)
+    shapes = _shapes(engine)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in state.items():
+        for key, value in values.items():
+            if name not in shapes or value is None:
+                continue
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            # torch's own step counter is 0-dimensional, and so may be a parameter: only the name tells them apart.
+            if tuple(tensor.shape) == shapes[name] and key != "step":
+                tensors[f"optimizer.{key}.{name}"] = tensor
+            elif tensor.numel() == 1:
+                tensors[f"optimizer_scalar.{key}.{name}"] = tensor
+            else:
+                reason = (
+                    reason or f"{key} of {name} has shape {tuple(tensor.shape)} and cannot be cut like its parameter"
+                )
+    if reason is not None:
+        imported.notes.append(f"optimizer state: {reason}")
+        return
+    imported.optimizer = True
+    _fill(engine, _MappedSource(tensors), where, Imported(imported.program, weights=False, optimizer=True))
+    for group, saved in zip(fragments.optimizer.param_groups, groups, strict=False):
+        group.update({key: value for key, value in saved.items() if key not in _KERNEL_CHOICES})
+
+
+def _other_optimizer(fragments: FragmentedOptimizer, groups: list[dict[str, Any]]) -> str | None:
+    """Why state with the options of `groups` does not belong to this optimizer."""
+    own = fragments.optimizer.param_groups
+    if groups and len(groups) != len(own):
+        return f"it has {len(groups)} param groups, this run's {len(own)}"
+    for mine, theirs in zip(own, groups, strict=False):
+        ignored = _KERNEL_CHOICES | {"initial_lr"}
+        lacking = sorted(mine.keys() - theirs.keys() - ignored)
+        if lacking:
+            kind = type(fragments.optimizer).__name__
+            return f"it is another optimizer's (this run's {kind} has {', '.join(lacking)})"
+    return None
+
+
+def _fill(engine: Stateful, source: _Source, where: Path, wanted: Imported) -> None:
+    """Read this rank's part of the weights and the optimizer state, as far as `wanted` says. Local."""
+    stored = source.stored
+    targets: dict[str, FlatSlice | torch.Tensor] = {}
+    scalars: Scalars = []
+    if wanted.weights:
+        targets, missing = weight_targets(engine.sharded.groups, stored, where)
+        if missing:
+            raise CheckpointError(
+                f"{where} does not hold {min(missing)} ({len(missing)} parameters in all): it was saved from another model, "
+                f"or only in part. Load what it has with from_pretrained, and start without resume_from_checkpoint."
+            )
+        for name, buffer in engine.sharded.model.named_buffers():
+            if stored.get(f"weights.{name}", ((),))[0] == tuple(buffer.shape):
+                targets[f"weights.{name}"] = buffer
+    if wanted.optimizer and engine.fragments is not None:
+        targets |= optimizer_targets(engine.fragments, stored, scalars)
+    with torch.no_grad():
+        source.read(targets)
+    set_scalars(scalars)
+
+
+def _shapes(engine: Stateful) -> dict[str, tuple[int, ...]]:
+    return {slot.name: slot.shape for group in engine.sharded.groups for slot in group.layout.slots}
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+class _MappedSource:
+    """Tensors mapped from files: only the pages that a rank copies are read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.stored: Stored = {name: (tuple(t.shape), _kept_dtype(name, t.dtype)) for name, t in tensors.items()}
+
+    def read(self, targets: Targets) -> None:
+        for name, target in targets.items():
+            stored = self.tensors[name]
+            if isinstance(target, FlatSlice):
+                target.values.copy_(stored.reshape(-1)[target.start : target.start + target.values.numel()])
+            else:
+                target.copy_(stored.reshape(target.shape))
+
+
+class _DcpSource:
+    """Tensors in folders of torch's DCP under other names than ours."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[Path, str]] = {}
+        self.stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def add(self, folder: Path, prefix: str, name_of: Any) -> None:
+        """Names that begin with `prefix`; `name_of` makes our name of the rest (and of the shape-less ones a scalar's)."""
+        for stored_name, (shape, dtype) in dcp.stored_tensors(folder).items():
+            if stored_name.startswith(prefix):
+                name = name_of(stored_name.removeprefix(prefix))
+                self._places[name] = (folder, stored_name)
+                self.stored[name] = (shape, _kept_dtype(name, dtype))
+
+    def read(self, targets: Targets) -> None:
+        for folder in {self._places[name][0] for name in targets}:
+            state = {self._places[n][1]: target for n, target in targets.items() if self._places[n][0] == folder}
+            dcp.read_state(folder, state)
+
+
+def _optimizer_name(rest: str) -> str:
+    parameter, _, key = rest.rpartition(".")
+    return f"{'optimizer_scalar' if key == 'step' else 'optimizer'}.{key}.{parameter}"
+
+
+def _kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """State shaped like a parameter is stepped in fp32, whatever the other program trained in."""
+    return torch.float32 if dtype.is_floating_point and name.startswith("optimizer.") else dtype
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def _matches(directory: Path, *patterns: str) -> Iterator[Path]:
+    return (path for pattern in patterns for path in directory.glob(pattern))
+
+
+def _universal_folder(directory: Path) -> Path | None:
+    """`zero` of a universal checkpoint that is `directory` or lies in it."""
+    found = [p for p in (directory / "zero", *sorted(directory.glob("*/zero"))) if any(p.glob("*/fp32.pt"))]
+    return found[-1] if found else None
+
+
+def _universal_tensor(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    """The parameter's values, which stage 3 stores without its shape. Raises `CheckpointError` for another size."""
+    saved = _load_file(file)
+    values: torch.Tensor = saved["param"] if isinstance(saved, dict) else saved
+    if tuple(values.shape) == shape:
+        return values
+    if values.dim() != 1 or values.numel() != torch.Size(shape).numel():
+        raise CheckpointError(
+            f"{file}: {file.parent.name} has shape {tuple(values.shape)} there, {shape} in the model. It was saved "
+            "from another model."
+        )
+    return values.view(shape)
+
+
+def _trainer_step(directory: Path) -> float | None:
+    """Adam's step where the parameters' folders have none (stage 3): DeepSpeed keeps it in a pickle of its own classes."""
+    file = directory / "trainer_state.json"
+    return float(json.loads(file.read_text(encoding="utf-8"))["global_step"]) if file.is_file() else None
+
+
+def _load_file(path: Path) -> Any:
+    """A file of torch.save; tensors are mapped, not read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6

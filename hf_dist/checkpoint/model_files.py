@@ -1,0 +1,137 @@
+"""How a model becomes a folder, and how the weights of such a folder come back into shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
+from hf_dist.checkpoint.source_tree import Leaf, TreeSource
+from hf_dist.checkpoint.weight_plan import Piece, StoredTensor, WeightPlan
+from hf_dist.checkpoint.weight_write import write_weights
+from hf_dist.errors import CheckpointError
+from hf_dist.mesh import MeshAxis
+from hf_dist.sharding.runtime import ShardedModel
+
+PLAN = "hf_dist_weights.json"
+"""Which elements of which parameters are where in the weight files; for export and for loading by parts."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of one model."""
+
+    plan: WeightPlan
+    buffers: Sequence[OwnedPart] = ()
+    """Persistent buffers, equal on every rank; rank 0 writes them."""
+    write_small_files: Callable[[Path], None] = lambda _: None
+    """Configuration and the like; called on rank 0 with the folder."""
+
+    def write(self, folder: Path, parts: Sequence[OwnedPart], axis: MeshAxis) -> None:
+        """Write the weights of all ranks. Collective over `axis`. Raises `CheckpointError` on every rank."""
+        write_weights(folder, self.plan, [*parts, *self.buffers] if axis.rank == 0 else list(parts), axis)
+
+    def write_plan(self, folder: Path) -> None:
+        """Write where everything is. One rank."""
+        (folder / PLAN).write_text(json.dumps(self.plan.to_json()) + "\n", encoding="utf-8")
+
+
+Maker = Callable[[ShardedModel, str | int], "ModelFiles | None"]
+_makers: list[Maker] = []
+
+
+def register(maker: Maker) -> None:
+    """Ask `maker` first from now on; it returns None for models that it does not know."""
+    if maker not in _makers:
+        _makers.insert(0, maker)
+
+
+def model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
+    """How the model of `sharded` is written. `max_shard_size`: bytes, or text such as "5GB", per safetensors file."""
+    for maker in _makers:
+        files = maker(sharded, max_shard_size)
+        if files is not None:
+            return files
+    return _plain_module(sharded, max_shard_size)
+
+
+def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
+    """Parameter -> the dtype it was loaded in, which is the dtype it is saved in."""
+    return {
+        slot.name: dtype
+        for group in sharded.groups
+        for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True)
+    }
+
+
+def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
+    """Names of `state_dict()`; a tensor with two names is written under the first."""
+    tensors = [
+        StoredTensor(slot.name, slot.shape, dtype, (Piece.whole(slot.name, slot.numel),))
+        for group in sharded.groups
+        for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True)
+    ]
+    persistent = set(sharded.model.state_dict(keep_vars=True))
+    buffers = [
+        OwnedPart(name, tuple(b.shape), 0, b.numel(), b.detach().reshape(-1).clone())
+        for name, b in sharded.model.named_buffers()
+        if name in persistent
+    ]
+    tensors += [StoredTensor(b.name, b.shape, b.values.dtype, (Piece.whole(b.name, b.stop),)) for b in buffers]
+    order = {name: i for i, name in enumerate(sharded.model.state_dict(keep_vars=True))}
+    tensors.sort(key=lambda t: order[t.name])
+    return ModelFiles(WeightPlan.pack(tensors, max_shard_size=max_shard_size), buffers)
+
+
+def read_plan(folder: Path) -> WeightPlan | None:
+    """The plan of a folder that hf_dist wrote, None for others. Raises `CheckpointError` when it cannot be read."""
+    path = folder / PLAN
+    if not path.is_file():
+        return None
+    try:
+        return WeightPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: Iterable[str] | None = None) -> set[str]:
+    """Fill this rank's part of the weights (all, or those of `names`) and the buffers from the weight files. Local.
+
+    Follow with `weights_changed()`. Returns the names among those wanted that the folder does not hold.
+    """
+    opened: dict[str, dict[str, FileTensor]] = {}
+    wanted = None if names is None else set(names)
+    missing: set[str] = set()
+
+    def fill(name: str, start: int, out: torch.Tensor) -> None:
+        for place, piece in plan.by_param[name]:
+            if place.file not in opened:
+                opened[place.file] = SafetensorsFile(folder / place.file).tensors()
+            stored = TreeSource(Leaf(opened[place.file][place.tensor.name]))
+            for run in piece.runs(start, start + out.numel()):
+                stored.read(
+                    run.target, run.target + run.numel, out[run.source - start : run.source - start + run.numel]
+                )
+
+    with torch.no_grad():
+        for group in sharded.groups:
+            for slot in group.layout.slots:
+                if wanted is not None and slot.name not in wanted:
+                    continue
+                if slot.name not in plan.by_param:
+                    missing.add(slot.name)
+                    continue
+                first, last = group.fragment(slot)
+                if last > first:
+                    fill(slot.name, group.resting[0] + first - slot.offset, group.source[first:last])
+        for name, buffer in sharded.model.named_buffers():
+            if name in plan.by_param:
+                values = torch.empty(buffer.numel(), dtype=buffer.dtype)
+                fill(name, 0, values)
+                buffer.copy_(values.view(buffer.shape))
+    return missing

@@ -1,0 +1,64 @@
+"""The state of every random generator of this process as tensors: torch, its device, numpy, Python."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def raw() -> dict[str, Any]:
+    """The generators as they are now, in their own formats; microseconds. Local."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def as_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What `raw` returned, for a checkpoint."""
+    version, words, gauss = state["python"]
+    _, keys, position, has_gauss, cached = state["numpy"]
+    return {
+        **{key: state[key] for key in ("torch", "cuda") if key in state},
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray([*keys, position, has_gauss], dtype=np.int64)),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+
+
+def capture() -> dict[str, torch.Tensor]:
+    """The generators as they are now. Local."""
+    return as_tensors(raw())
+
+
+def restore(state: Mapping[str, torch.Tensor]) -> None:
+    """Put the generators where `capture` found them. Local."""
+    torch.set_rng_state(state["torch"])
+    gauss = state["python_gauss"].tolist()
+    version, *words = state["python"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    *keys, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(
+        ("MT19937", np.asarray(keys, dtype=np.uint32), position, has_gauss, float(state["numpy_gauss"].item()))
+    )
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def derive(seed: int, step: int, rank: int) -> None:
+    """Seed all generators for a rank whose state no checkpoint holds (another number of ranks). Local."""
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    value = int.from_bytes(digest[:4], "little")
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)

@@ -1,0 +1,92 @@
+"""Loading a checkpoint into an engine of any layout: every rank reads its part, all ranks hear of a problem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_dist import collectives
+from hf_dist.checkpoint import folder, random_state
+from hf_dist.checkpoint.model_files import read_plan, read_weights
+from hf_dist.checkpoint.state import Stateful, load_state, read_rank_values
+from hf_dist.errors import CheckpointError
+from hf_dist.mesh import ParallelMesh
+
+
+def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = False) -> set[str]:
+    """Restore master weights, optimizer, schedule, scaler and counters. Collective: every rank.
+
+    Returns the trainable parameters that the training state does not hold (they were frozen when it was saved). Raises
+    `CheckpointError` on every rank.
+    """
+    missing: set[str] = set()
+    problem = None
+    try:
+        check_readable(directory)
+        missing = load_state(engine, directory / folder.STATE, weights_only=weights_only)
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:  # raised here alone it would leave the other ranks waiting
+        problem = f"{directory / folder.STATE} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
+    agree(engine.mesh, problem)
+    engine.sharded.weights_changed()
+    return missing
+
+
+def load_whole_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = False) -> None:
+    """`load_checkpoint`, and the weights that the training state does not hold, from the model files beside it.
+
+    Those are the weights that were frozen when it was saved. Collective: every rank. Raises `CheckpointError` on every rank
+    when a trainable parameter is in neither. An adapter's base is in neither, and stays as it is.
+    """
+    missing = load_checkpoint(engine, directory, weights_only=weights_only)
+    problem = None
+    try:
+        plan = read_plan(directory)
+        held = set(plan.by_param) if plan is not None else set()
+        if missing - held:
+            raise CheckpointError(
+                f"{directory} does not hold {min(missing - held)} ({len(missing - held)} trainable parameters in all): it was "
+                "saved from another model, or before these parameters were added"
+            )
+        frozen = {s.name for g in engine.sharded.groups if not g.trainable for s in g.layout.slots}
+        if plan is not None:
+            read_weights(directory, plan, engine.sharded, (frozen & held) | missing)
+    except (OSError, CheckpointError, KeyError) as error:
+        problem = str(error) if isinstance(error, CheckpointError) else f"{directory}: {type(error).__name__}: {error}"
+    agree(engine.mesh, problem)
+    engine.sharded.weights_changed()
+
+
+def check_readable(directory: Path) -> None:
+    """Raise `CheckpointError` unless `directory` is a complete checkpoint with training state. Local."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} does not exist")
+    manifest = folder.read_manifest(directory)
+    if manifest is None or not (directory / folder.STATE).is_dir():
+        raise CheckpointError(
+            f"{directory} holds no training state of hf_dist. Its weights can be loaded with "
+            f"from_pretrained({str(directory)!r})."
+        )
+    problems = folder.incomplete(directory)
+    if problems:
+        raise CheckpointError(
+            f"{directory} is not complete: {'; '.join(problems[:3])}. Resume from an older checkpoint "
+            '(resume_from_checkpoint="auto" finds the newest complete one).'
+        )
+
+
+def restore_random_state(mesh: ParallelMesh, directory: Path, *, seed: int, step: int) -> None:
+    """Put this rank's generators where they were; a rank that did not exist then gets a state of its own. Local."""
+    values = read_rank_values(directory / folder.STATE, mesh.dp.rank)
+    if values:
+        random_state.restore(values)
+    else:
+        random_state.derive(seed, step, mesh.dp.rank)
+
+
+def agree(mesh: ParallelMesh, problem: str | None) -> None:
+    """Raise the first problem of any rank on all of them. Collective over dp."""
+    problems = collectives.all_gather_object(mesh.dp, problem)
+    first = next((p for p in problems if p), None)
+    if first is not None:
+        raise CheckpointError(first)

@@ -1,0 +1,234 @@
+"""Saving: a snapshot, then everything under a working name, checked, sealed and renamed; in the background if asked.
+
+begin -> small files -> [copy to the host] -> weights and training state -> seal -> publish -> rotate
+         main thread     training stops here   the same code, in the caller's thread or in one of its own
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from hf_dist import collectives, failure
+from hf_dist.checkpoint import dcp, folder
+from hf_dist.checkpoint.flat_slice import FlatSlice
+from hf_dist.checkpoint.model_files import PLAN, ModelFiles
+from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.state import Stateful, owned_parts, saved_state, write_common
+from hf_dist.errors import CheckpointError
+from hf_dist.log import say
+from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.version import __version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """What one checkpoint is made of besides the engine's state."""
+
+    final: Path
+    """The folder's name when it is complete, such as `out/checkpoint-100`."""
+    files: ModelFiles
+    write_more_files: Callable[[Path], None] = lambda _: None
+    """Trainer state and the like: called on rank 0 with the working folder."""
+    on_every_rank: Callable[[Path], None] = lambda _: None
+    """Called on all ranks with the working folder, before the weights are written."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """For the manifest: step, layout, arguments."""
+    own_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What belongs to this rank alone, such as random states."""
+    training_state: bool = True
+    """False: the weights only, nothing to resume from."""
+    after: Callable[[Path], None] = lambda _: None
+    """Called on rank 0 when the folder has its name: rotation, upload."""
+
+
+@dataclass
+class _Snapshot:
+    parts: list[OwnedPart]
+    state: dict[str, FlatSlice | torch.Tensor]
+    common: dict[str, Any]
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one job, one at a time. Every rank has one and makes the same calls."""
+
+    _last: ClassVar[CheckpointWriter | None] = None
+    """The one that wrote last: writers of a process share the background axis, and take turns on it."""
+
+    def __init__(self, mesh: ParallelMesh, *, in_background: bool = False) -> None:
+        """`in_background`: training stops only while states are copied to the host (`checkpoint.async_save`)."""
+        self.mesh = mesh
+        self.in_background = in_background
+        self.stall_seconds = 0.0
+        """How long training stood still for the last save."""
+        self.total_seconds = 0.0
+        """From the beginning of the last completed save to its end."""
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._host: dict[str, torch.Tensor] = {}
+
+    def save(self, engine: Stateful, request: SaveRequest) -> None:
+        """Write one checkpoint. Collective: every rank. Waits for the one before; raises what went wrong with it.
+
+        Raises `CheckpointError` on every rank when this one cannot be written; older checkpoints stay as they are.
+        """
+        self.wait()
+        started = time.perf_counter()
+        axis = self.mesh.background
+        working = folder.working_folder(request.final)
+        with _one_problem_for_all(axis, request.final):
+            if axis.rank == 0:
+                folder.begin(request.final)
+                request.files.write_small_files(working)
+                request.files.write_plan(working)
+                request.write_more_files(working)
+        with _one_problem_for_all(axis, request.final):
+            # A folder that only this machine has would be found empty when it is too late.
+            if not working.is_dir():
+                raise CheckpointError(
+                    f"{working} was made by rank 0 and is not there: the folder is not shared between machines"
+                )
+            request.on_every_rank(working)
+        snapshot = self._snapshot(engine, request)
+        self.stall_seconds = time.perf_counter() - started
+        if not self.in_background:
+            self._write(working, snapshot, request, started)
+            self.stall_seconds = time.perf_counter() - started
+            self.raise_failure()
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(working, snapshot, request, started), name="hf_dist checkpoint"
+        )
+        failure.finish_first(self.join)
+        self._thread.start()
+
+    def save_model(self, engine: Stateful, target: Path, files: ModelFiles) -> None:
+        """Write the model into `target`, which may hold other things. Collective; returns when it is there.
+
+        Raises `CheckpointError` on every rank; what was in `target` stays until all files are written and checked.
+        """
+        self.wait()
+        axis = self.mesh.background
+        working = folder.working_folder(target / "model")
+        with _one_problem_for_all(axis, target):
+            if axis.rank == 0:
+                folder.begin(target / "model")
+                files.write_small_files(working)
+                files.write_plan(working)
+        parts = [part for _, part in owned_parts(engine.sharded, lambda _, value: value.detach())]
+        with _one_problem_for_all(axis, target):
+            files.write(working, parts, axis)
+        with _one_problem_for_all(axis, target):
+            if axis.rank == 0:
+                folder.move_files(working, target, last=PLAN)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until nothing is being written. Local."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any; raises what went wrong with it."""
+        if CheckpointWriter._last is not None:
+            CheckpointWriter._last.join()
+        CheckpointWriter._last = self
+        self.join()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise, once, what went wrong in the background since the last call. Local; cheap enough for every step."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # ------------------------------------------------------------------ snapshot
+
+    def _snapshot(self, engine: Stateful, request: SaveRequest) -> _Snapshot:
+        """What will be written; with a background thread, on host memory that the next step does not touch."""
+        pairs = list(owned_parts(engine.sharded, self._take))
+        state: dict[str, FlatSlice | torch.Tensor] = {}
+        common: dict[str, Any] = {}
+        if request.training_state:
+            state = saved_state(engine, pairs, self._take)
+            rank = self.mesh.dp.rank
+            state |= {f"rank.{rank}.{key}": value for key, value in request.own_values.items()}
+            common = engine.plain_state()
+        if self.in_background and self.mesh.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return _Snapshot([part for _, part in pairs], state, common)
+
+    def _take(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        value = value.detach()
+        if not self.in_background:
+            return value
+        copy = self._host.get(name)
+        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._host[name] = copy
+        return copy.copy_(value, non_blocking=value.is_cuda)
+
+    # --------------------------------------------------------------------- write
+
+    def _write(self, working: Path, snapshot: _Snapshot, request: SaveRequest, started: float) -> None:
+        """Everything slow. Collective over the background axis; keeps its error for `raise_failure`."""
+        axis = self.mesh.background
+        try:
+            with _one_problem_for_all(axis, request.final):
+                request.files.write(working, snapshot.parts, axis)
+            with _one_problem_for_all(axis, request.final):
+                if request.training_state:
+                    dcp.write_state(working / folder.STATE, snapshot.state, axis)
+                    if axis.rank == 0:
+                        write_common(working / folder.STATE, snapshot.common)
+            with _one_problem_for_all(axis, request.final):
+                if axis.rank == 0:
+                    folder.seal(working, {"hf_dist": __version__, **request.facts})
+                    folder.publish(working, request.final)
+                    request.after(request.final)
+            self.total_seconds = time.perf_counter() - started
+            self._report(request.final)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # in a thread nobody would hear of it
+            self._error = CheckpointError(f"{request.final} could not be written ({type(error).__name__}: {error})")
+            self._error.__cause__ = error
+
+    def _report(self, final: Path) -> None:
+        if self.mesh.dp.rank == 0:
+            nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
+            stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
+            say(f"{final}: {nbytes / 1e9:.2f} GB written in {self.total_seconds:.1f} s{stall}")
+
+
+class _one_problem_for_all:
+    """A block after which all ranks of `axis` know whether one of them failed; then all raise, and nobody waits."""
+
+    def __init__(self, axis: MeshAxis, final: Path) -> None:
+        self.axis = axis
+        self.final = final
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        problem = None
+        if error is not None:
+            reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            problem = reason.splitlines()[0] if reason else type(error).__name__
+        problems = collectives.all_gather_object(self.axis, problem)
+        first = next((rank for rank, p in enumerate(problems) if p), None)
+        if first is not None:
+            raise CheckpointError(
+                f"{self.final} could not be written (rank {first}: {problems[first]}). Nothing that was there before has been "
+                "touched; free space or choose another output folder, and start again with resume_from_checkpoint."
+            ) from error

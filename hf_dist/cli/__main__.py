@@ -1,0 +1,5 @@
+"""`python -m hf_dist.cli` is `hf-dist`."""
+
+from hf_dist.cli import main
+
+main()

@@ -1,0 +1,75 @@
+"""`hf-dist env`: what is installed here, as a bug report needs it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_dist.errors import HfDistError
+from hf_dist.launch import detect_launch
+
+__all__ = ["env"]
+
+_PACKAGES = ("hf-dist", "torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "trl")
+_LAUNCH_VARIABLES = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT)|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
+    r"|HF_DIST_\w+|HF_HUB_OFFLINE|ACCELERATE_\w+|NCCL_\w+|GLOO_\w+|SLURM_(PROCID|LOCALID|STEP_\w+)|OMPI_COMM_WORLD_\w+"
+)
+
+
+def env() -> None:
+    """Print versions, devices, communication backends and the launcher's variables: what a bug report needs."""
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(_table("versions", _versions()))
+    console.print(_table("devices", _devices()))
+    console.print(_table("launch", _launch()))
+
+
+def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _versions() -> Iterable[tuple[str, str]]:
+    yield "python", f"{platform.python_version()} ({platform.platform()})"
+    for package in _PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _devices() -> Iterable[tuple[str, str]]:
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, {capability}"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        bf16 = "bf16" if device.major >= 8 else "no bf16"
+        yield f"cuda:{index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {bf16}"
+    if not torch.cuda.is_available():
+        yield "cuda", "not available" if torch.version.cuda else "not in this build of torch"
+    # torch's build report names the backends compiled in; asking torch.distributed would need an import of it.
+    built = dict(re.findall(r"USE_(GLOO|NCCL|MPI|XCCL)=(\w+)", torch.__config__.show()))
+    yield "backends", ", ".join(name.lower() for name, on in built.items() if on not in {"0", "OFF"}) or "none"
+
+
+def _launch() -> Iterable[tuple[str, str]]:
+    try:
+        launch = detect_launch(dict(os.environ))
+        yield "process", f"rank {launch.rank} of {launch.world_size}, launcher: {launch.launcher}"
+    except HfDistError as error:
+        yield "process", str(error)
+    for name in sorted(filter(_LAUNCH_VARIABLES.fullmatch, os.environ)):
+        yield name, os.environ[name]

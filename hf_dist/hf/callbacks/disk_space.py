@@ -1,0 +1,72 @@
+"""The size of a checkpoint, printed and compared with the free space before the first step."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hf_dist import collectives
+from hf_dist.checkpoint import folder
+from hf_dist.engine import Engine
+from hf_dist.errors import CheckpointError
+from hf_dist.log import say
+
+_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adam": 2, "AdamW": 2}
+"""Numbers that the optimizer keeps per weight; two for one that is not listed."""
+
+
+class DiskSpaceCallback(TrainerCallback):
+    """Raises `CheckpointError` when the checkpoints that `save_total_limit` keeps will not fit."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Every rank hears the answer of rank 0, which owns the output folder."""
+        trainer = self._trainer()
+        engine = None if trainer is None else trainer.dist_engine
+        if engine is None or args.save_strategy == "no":
+            return
+        nbytes = checkpoint_nbytes(engine, with_state=not args.save_only_model)
+        limit = args.save_total_limit
+        problem = None
+        if engine.mesh.dp.rank == 0:
+            problem = _shortage(Path(args.output_dir), nbytes, limit if limit and limit > 0 else None)
+        problem = collectives.all_gather_object(engine.mesh.dp, problem)[0]
+        if problem is not None:
+            raise CheckpointError(problem)
+
+
+def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
+    """Bytes of one checkpoint: the weights as they are stored, fp32 master weights and optimizer state."""
+    nbytes = engine.model_files().plan.nbytes
+    if with_state and engine.optimizer is not None:
+        per_weight = 4 + 4 * _STATES.get(type(engine.optimizer).__name__, 2)
+        nbytes += sum(g.layout.num_params for g in engine.sharded.trainable_groups) * per_weight
+    return nbytes
+
+
+def _shortage(root: Path, nbytes: int, limit: int | None) -> str | None:
+    place = root
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    # While one is written, all that are kept exist; the first save needs room for one in any case.
+    more = max(1, (limit or 0) + 1 - len(folder.numbered(root)))
+    say(f"each checkpoint takes {_size(nbytes)}; {_size(free)} are free in {place}")
+    if nbytes * more <= free:
+        return None
+    kept = f"save_total_limit={limit} keeps {limit} and writes one more" if limit else "one is needed"
+    return (
+        f"checkpoints will not fit: each takes {_size(nbytes)}, {kept}, so {_size(nbytes * more)} more are needed in {place}, "
+        f"where {_size(free)} are free. Free space, choose another output_dir, lower save_total_limit, or set "
+        "save_only_model=True (no resume)."
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,415 @@
+"""The Trainer's checkpoints: saved as one atomic folder, found, resumed from on any layout."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_callback import ExportableState
+
+from hf_dist import collectives
+from hf_dist.checkpoint import folder, foreign, random_state, resume
+from hf_dist.checkpoint.model_files import ModelFiles
+from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
+from hf_dist.checkpoint.state import read_rank_values
+from hf_dist.engine import Engine
+from hf_dist.hf import resumed_arguments
+from hf_dist.hf.accelerator import DistAccelerator
+from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
+from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
+from hf_dist.hf.state import loading
+from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
+from hf_dist.log import say
+
+_SCHEDULER = "scheduler.pt"
+
+
+class CheckpointingMixin:
+    """Overrides of the Trainer that save, find and load checkpoints; part of `DistTrainerMixin`."""
+
+    args: Any
+    model: Any
+    state: Any
+    accelerator: Any
+    lr_scheduler: Any
+    optimizer: Any
+    control: Any
+    callback_handler: Any
+    _tr_loss: Any
+    dist: Any
+    _stop: StopSignal | None = None
+    _before_window: tuple[int, dict[str, Any] | None] = (-1, None)
+    _before_evaluation: dict[str, Any] | None = None
+    _evaluation_due: Path | None = None
+    _saved_step = -1
+    _working: tuple[Path, ModelFiles] | None = None
+    _batches: SeekableBatches | None = None
+
+    @property
+    def dist_engine(self) -> Engine | None:
+        """The engine of the model that is trained; None before `train()` or `evaluate()` made it."""
+        if self.dist is None or not isinstance(self.accelerator, DistAccelerator):
+            return None
+        return self.accelerator.engine_of(self.model)
+
+    # ---------------------------------------------------------------------- find
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """HF's `train`. `resume_from_checkpoint`: a path, True (the newest complete checkpoint of the output folder), or
+        "auto" (the same, and a fresh start when there is none, so that a restarted job continues by itself)."""
+        if self.dist is not None and resume_from_checkpoint:
+            resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        if self.dist is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if self.dist.hf_dist.save_on_signal:
+            self._stop = StopSignal(self.accelerator.mesh.control)
+            self._stop.listen()
+        self._saved_step = -1
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            if self._stop is not None:
+                self._stop.close()
+            if self.dist_engine is not None:
+                self.checkpoint_writer.wait()
+            return result
+        finally:
+            if self._stop is not None:
+                self._stop.release()
+            self._stop = None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """HF's, unless a rank was told to stop: then all save and leave here."""
+        self._leave_if_told()
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's, with the same question: an evaluation may take longer than the time that is left."""
+        if self.is_in_train and self.accelerator.even_batches:  # type: ignore[attr-defined]
+            self._leave_if_told()
+        return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _leave_if_told(self) -> None:
+        number = self._stop.agreed() if self._stop is not None else 0
+        if not number:
+            return
+        step = self.state.global_step
+        saved = "nothing new to save"
+        if step > self._initial_global_step:  # type: ignore[attr-defined]
+            if step != self._saved_step:
+                self._save_checkpoint(self.model, None)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            saved = f"saved as checkpoint-{step}"
+        self.checkpoint_writer.wait()
+        say(
+            f"{signal.Signals(number).name}: stopped after step {step}, {saved}; leaving with exit code {RESTART_CODE}. "
+            'Started again with resume_from_checkpoint="auto" the run continues.'
+        )
+        assert self._stop is not None
+        self._stop.leave()
+        raise SystemExit(RESTART_CODE)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's; the random states before a window are kept, for a save in the middle of it."""
+        if self.dist is not None:
+            self._before_window = (self.state.global_step, self._raw_states())
+        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    def _find_checkpoint(self, wanted: str | bool) -> str | None:
+        """The folder to resume from, the same on every rank. Collective."""
+        root = Path(self.args.output_dir)
+        found: str | None = None
+        problem: str | None = None
+        if self.accelerator.mesh.dp.rank == 0:
+            folder.recover(root)
+            if wanted is not True and wanted != "auto":
+                found = str(wanted)
+            else:
+                newest, skipped = folder.newest_complete(root)
+                found = None if newest is None else str(newest)
+                for line in skipped:
+                    say(f"{root}: {line}; an older checkpoint is used")
+                if wanted == "auto":
+                    say(f"resuming from {found}" if found else f"no checkpoint in {root}: starting from the beginning")
+                elif found is None:
+                    problem = f"No valid checkpoint found in output directory ({root})"
+        found, problem = collectives.all_gather_object(self.accelerator.mesh.dp, (found, problem))[0]
+        if problem is not None:
+            raise ValueError(problem)
+        return found
+
+    # ---------------------------------------------------------------------- save
+
+    @property
+    def checkpoint_writer(self) -> CheckpointWriter:
+        """Writes this run's checkpoints; `checkpoint_writer.wait()` waits for the one in the background."""
+        engine = self.dist_engine
+        assert engine is not None, "made by train() or evaluate()"
+        return engine.writer
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """`checkpoint-N`: a complete HF folder and the training state, under its name only when it is complete."""
+        engine = self.dist_engine
+        if engine is None:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        if self.hp_search_backend is None and trial is None:  # type: ignore[attr-defined]
+            self.store_flos()  # type: ignore[attr-defined]
+        run = Path(self._get_output_dir(trial=trial))  # type: ignore[attr-defined]
+        final = run / f"checkpoint-{self.state.global_step}"
+        self._note_best(run, final)
+        self._saved_step = self.state.global_step
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+
+        def more_files(working: Path) -> None:
+            if not self.args.save_only_model:
+                torch.save(self.lr_scheduler.state_dict(), working / _SCHEDULER)
+            self._write_trainer_state(working)
+
+        def after(final: Path) -> None:
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(str(final))  # type: ignore[attr-defined]
+            folder.rotate(run, limit, keep=[Path(best)] if best else [])
+
+        files = trainer_files(self, engine)
+
+        def save_model(working: Path) -> None:
+            self._working = (working, files)
+            try:
+                self.save_model(str(working), _internal_call=True)
+            finally:
+                self._working = None
+
+        self.checkpoint_writer.save(
+            engine,
+            SaveRequest(
+                final=final,
+                files=replace(files, write_small_files=lambda _: None),
+                write_more_files=more_files,
+                on_every_rank=save_model,
+                facts={
+                    "step": self.state.global_step,
+                    "layout": engine.layout_facts(),
+                    "arguments": resumed_arguments.record(self.args),
+                    "position": self._data_position(),
+                    "evaluation_is_due": self._before_evaluation is not None,
+                },
+                own_values=self._own_values(),
+                training_state=not self.args.save_only_model,
+                after=after,
+            ),
+        )
+
+    def _note_best(self, run: Path, final: Path) -> None:
+        if self.args.save_strategy == "no" or not self.state.best_global_step:
+            return
+        best = run / f"checkpoint-{self.state.best_global_step}"
+        if best == final or best.exists():
+            self.state.best_model_checkpoint = str(best)
+
+    def _write_trainer_state(self, working: Path) -> None:
+        """As HF does: callbacks that export a state leave it in the trainer state."""
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, value = type(callback).__name__, callback.state()
+                known = self.state.stateful_callbacks.get(name)
+                if isinstance(known, list):
+                    known.append(value)
+                else:
+                    self.state.stateful_callbacks[name] = value
+        self.state.save_to_json(str(working / "trainer_state.json"))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A folder that `from_pretrained` loads, at every ZeRO stage, written by all ranks. Every rank calls it.
+
+        `_save_checkpoint` calls it as HF's does, for the sake of overrides, with the folder that will be `checkpoint-N`; the
+        weights are then written with the rest, after it returns.
+        """
+        engine = self.dist_engine
+        if engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        target = Path(self.args.output_dir if output_dir is None else output_dir)
+        if self._working is not None and target == self._working[0]:
+            if self.accelerator.mesh.dp.rank == 0:
+                self._working[1].write_small_files(target)
+            return
+        files = trainer_files(self, engine)
+        self.checkpoint_writer.save_model(engine, target, files)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")  # type: ignore[attr-defined]
+
+    # -------------------------------------------------------------------- resume
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights of a checkpoint. Before sharding nothing is read: each rank reads its part when it has its shard."""
+        directory = Path(resume_from_checkpoint)
+        program = foreign.program_of(directory)
+        if self.dist is None or (self.dist_engine is None and read_plan(directory) is None and program is None):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        elif self.dist_engine is not None:
+            self._restore_weights(directory)
+
+    def _restore_weights(self, directory: Path, names: set[str] | None = None) -> None:
+        engine = self.dist_engine
+        assert engine is not None
+        plan = read_plan(directory)
+        if plan is not None:
+            load_weights(engine, directory, plan, names)
+            return
+        with loading(engine):  # a folder of another program: HF and PEFT know its names
+            super()._load_from_checkpoint(str(directory))  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = self.dist_engine
+        if engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        directory = Path(checkpoint)
+        if not (directory / folder.STATE).is_dir():
+            program = foreign.program_of(directory)
+            if read_plan(directory) is None and program is not None:
+                self._import_foreign(engine, directory, program)
+                return
+            self._restore_weights(directory)
+            say(f"{directory} holds no training state: its weights are loaded, the optimizer starts with empty state")
+            return
+        manifest = folder.read_manifest(directory) or {}
+        for line in resumed_arguments.changes(manifest.get("arguments", {}), resumed_arguments.record(self.args)):
+            say(f"resumed with another argument: {line}")
+        self._evaluation_due = directory if manifest.get("evaluation_is_due") else None
+        resume.load_whole_checkpoint(engine, directory)
+        scheduler = directory / _SCHEDULER
+        if scheduler.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _import_foreign(self, engine: Engine, directory: Path, program: str) -> None:
+        """What can be had of a checkpoint that another program wrote; one line says what that was. Collective."""
+        imported = foreign.load_foreign(engine, directory, program)
+        if not imported.weights:
+            self._restore_weights(directory)
+        taken = ["weights", *(["optimizer state"] if imported.optimizer else [])]
+        scheduler = directory / _SCHEDULER
+        if scheduler.is_file():
+            schedule = torch.load(scheduler, map_location="cpu", weights_only=True)
+            self.lr_scheduler.load_state_dict(schedule)
+            taken.append("schedule")
+            # The state of a schedule does not set the rates; those of the param groups may not have been read.
+            for group, rate in zip(self.optimizer.param_groups, schedule.get("_last_lr", []), strict=False):
+                group["lr"] = rate
+        engine.global_steps = self.state.global_step
+        left = f"; not taken: {'; '.join(imported.notes)}" if imported.notes else ""
+        say(f"{directory} was written by {imported.program}; taken: {', '.join(taken)}{left}")
+
+    def _load_best_model(self) -> None:
+        """The fp32 master weights of the best checkpoint where it has them, else its HF weights."""
+        engine = self.dist_engine
+        if engine is None:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        self.checkpoint_writer.wait()
+        best = Path(self.state.best_model_checkpoint)
+        if (best / folder.STATE).is_dir():
+            resume.load_whole_checkpoint(engine, best, weights_only=True)
+        else:
+            self._restore_weights(best)
+
+    # ------------------------------------------------- random states and the data
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """In the training state, under the rank."""
+        if self.dist is None:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's; the random states before it are kept: a run that is stopped inside begins with the whole evaluation."""
+        self._before_evaluation = self._raw_states() if self.dist is not None else None
+        try:
+            return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._before_evaluation = None
+
+    def _evaluate_if_due(self) -> None:
+        """The evaluation in which the run was stopped, at its place between two steps, and the save that follows one."""
+        if self._evaluation_due is None:
+            return
+        self._evaluation_due = None
+        self.control.should_evaluate = self.control.should_save = True
+        self.control.should_log = False
+        self._maybe_log_save_evaluate(  # type: ignore[attr-defined]
+            self._tr_loss,
+            None,
+            self.model,
+            None,
+            self.state.epoch,
+            None,
+            time.time(),
+        )
+        self.control.should_evaluate = self.control.should_save = False
+
+    def _own_values(self) -> dict[str, torch.Tensor]:
+        if self._before_evaluation is not None:
+            return as_tensors(self._before_evaluation)
+        step, before = self._before_window
+        # After a step the window is used up, and the generators are where the next one begins.
+        return as_tensors(before if step == self.state.global_step and before is not None else self._raw_states())
+
+    def _raw_states(self) -> dict[str, Any]:
+        return {"": random_state.raw(), **(self._batches.states() if self._batches is not None else {})}
+
+    def _data_position(self) -> dict[str, Any]:
+        """Epoch, and samples of it that are used up over all ranks; HF knows steps, whose size may change."""
+        whole, part = divmod(self.state.epoch or 0.0, 1.0)
+        length = len(self._batches) if self._batches is not None else 0
+        per_batch = self.args.per_device_train_batch_size * self.args.world_size
+        return {"epoch": int(whole), "samples": round(part * length) * per_batch}
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """HF's, which takes the position from the number of steps; with another global batch it is taken from the samples."""
+        epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
+        manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
+        if manifest is None or "position" not in manifest or self.args.ignore_data_skip:
+            return epochs, batches
+        now = resumed_arguments.record(self.args)["global_batch"]
+        if manifest["arguments"]["global_batch"] == now:
+            return epochs, batches
+        position, per_batch = manifest["position"], self.args.per_device_train_batch_size * self.args.world_size
+        windows = position["samples"] // (per_batch * self.args.gradient_accumulation_steps)
+        return position["epoch"], windows * self.args.gradient_accumulation_steps
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Unless the batches already did, between collating the first and the second of the resumed epoch."""
+        if self.dist is None or checkpoint is None or not (Path(checkpoint) / folder.STATE).is_dir():
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif self._batches is None or not self._batches.restored:
+            mesh = self.accelerator.mesh
+            resume.restore_random_state(mesh, Path(checkpoint), seed=self.args.seed, step=self.state.global_step)
+            self._evaluate_if_due()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's, after asking a last time, and when all checkpoints are there: it deletes those beyond a limit of one."""
+        if self._evaluation_due is not None:  # that after the last step; no epoch has put the generators back
+            self._load_rng_state(str(self._evaluation_due))
+        if self._stop is not None:
+            self._leave_if_told()
+            self._leave_if_told()  # what is heard now; the call before brought the answer to the last microbatch
+        if self.dist_engine is not None:
+            self.checkpoint_writer.wait()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """HF's; the first batches of a resumed epoch are sought instead of drawn and thrown away."""
+        self._batches = seekable_of(kwargs.get("train_dataloader"))
+        skip, checkpoint = kwargs.get("steps_trained_in_current_epoch"), kwargs.get("resume_from_checkpoint")
+        in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
+        if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:
+            state = Path(str(checkpoint)) / folder.STATE
+            values = read_rank_values(state, self.accelerator.mesh.dp.rank) if state.is_dir() else None
+            self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,174 @@
+"""Batches that can begin anywhere in an epoch: the position is sought, not replayed, and random collators draw the same.
+
+HF and accelerate resume by drawing and throwing away every batch before the position, forget the epoch's seed on the way
+when there are several ranks, and restore random states after the first batch was collated instead of before.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from torch.utils.data import BatchSampler, IterableDataset
+
+from hf_dist.checkpoint import random_state
+
+_EPOCH = "epoch."
+_FETCH = "fetch."
+_WORKER_SECONDS = 30
+"""As long as torchrun waits after SIGTERM."""
+
+
+class SeekableBatches(BatchSampler):
+    """Yields what `inner` yields, from any position on, and remembers the random states that a resume needs."""
+
+    def __init__(self, inner: BatchSampler) -> None:
+        self.inner = inner
+        self.batch_size = getattr(inner, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(inner, "drop_last", False)
+        self.num_processes = getattr(inner, "num_processes", 1)
+        self.split_batches = getattr(inner, "split_batches", False)
+        self._skip = 0
+        self._resume: Mapping[str, torch.Tensor] | None = None
+        self._then: Callable[[], None] = lambda: None
+        self._at_epoch: dict[str, Any] | None = None
+        self._at_fetch: dict[str, Any] | None = None
+        self.restored = False
+        """Whether this pass put the random states of a resume back in place."""
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Reach the sampler that shuffles, however deep it is wrapped."""
+        layer: Any = self.inner
+        while layer is not None:
+            if hasattr(layer, "set_epoch"):
+                layer.set_epoch(epoch)
+            layer = getattr(layer, "batch_sampler", None) or getattr(layer, "sampler", None)
+
+    def seek(
+        self, num_batches: int, state: Mapping[str, torch.Tensor] | None, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin the next pass after `num_batches` batches of this rank, with the random states that `states()` gave.
+
+        `then` is called when they are back in place, after the first batch was collated.
+        The first `num_batches` items of that pass are empty placeholders: accelerate's `SkipBatchSampler` drops as many.
+        """
+        self._skip = num_batches
+        self._resume = state
+        self._then = then
+
+    def states(self) -> dict[str, Any]:
+        """Random states at the beginning of the epoch, and before the batch was collated that is fetched but not used.
+
+        Raw, for `as_tensors`; microseconds.
+        """
+        return {p: raw for p, raw in ((_EPOCH, self._at_epoch), (_FETCH, self._at_fetch)) if raw is not None}
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skip, self._skip = self._skip, 0
+        resume, self._resume = self._resume, None
+        self.restored = False
+        if resume is not None:
+            _restore(resume, _EPOCH)
+        self._at_epoch = random_state.raw()
+        for _ in range(skip):
+            yield []
+        for count, batch in enumerate(_batches_from(self.inner, skip)):
+            if resume is not None and count == 0:
+                _restore(resume, _FETCH)
+            if resume is not None and count == 1:
+                # The batch before is collated; from here on the generators are where training left them.
+                _restore(resume, "")
+                self.restored = True
+                self._then()
+            self._at_fetch = random_state.raw()
+            yield batch
+        self._at_fetch = None
+
+
+def as_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Raw random states by prefix, for a checkpoint."""
+    return {prefix + key: v for prefix, raw in states.items() for key, v in random_state.as_tensors(raw).items()}
+
+
+def _restore(state: Mapping[str, torch.Tensor], prefix: str) -> None:
+    chosen = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    if "torch" in chosen:
+        random_state.restore(chosen)
+
+
+def make_seekable(loader: Any) -> Any:
+    """The same loader with `SeekableBatches`, if it reads a map-style dataset by batches of indices; else `loader`."""
+    sampler = getattr(loader, "batch_sampler", None)
+    known = type(sampler) in (BatchSampler, BatchSamplerShard)
+    if type(loader) is not DataLoaderShard or not known or isinstance(loader.dataset, IterableDataset):
+        return loader
+    kept = "num_workers collate_fn pin_memory timeout multiprocessing_context generator prefetch_factor"
+    kept += " persistent_workers pin_memory_device in_order"
+    return DataLoaderShard(
+        loader.dataset,
+        device=loader.device,
+        rng_types=loader.rng_types,
+        synchronized_generator=loader.synchronized_generator,
+        iteration=loader.iteration,
+        _drop_last=loader._drop_last,
+        _non_blocking=loader._non_blocking,
+        batch_sampler=SeekableBatches(loader.batch_sampler),
+        worker_init_fn=partial(_stay_a_while, loader.worker_init_fn),
+        **{name: getattr(loader, name) for name in kept.split() if hasattr(loader, name)},
+    )
+
+
+def _stay_a_while(init: Callable[[int], None] | None, worker_id: int) -> None:
+    """Schedulers send SIGTERM to every process of a job; without its workers' batches training could not stop in order."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_SECONDS))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if init is not None:
+        init(worker_id)
+
+
+def seekable_of(loader: Any) -> SeekableBatches | None:
+    """The `SeekableBatches` of a loader, also below accelerate's `SkipBatchSampler`."""
+    sampler = getattr(loader, "batch_sampler", None)
+    while sampler is not None and not isinstance(sampler, SeekableBatches):
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler
+
+
+def _batches_from(sampler: Any, start: int) -> Iterator[list[int]]:
+    """`islice(sampler, start, None)`, skipping samples in C instead of building the batches before `start`."""
+    shard = isinstance(sampler, BatchSamplerShard)
+    inner = sampler.batch_sampler if shard else sampler
+    ways, own = (sampler.num_processes, sampler.process_index) if shard else (1, 0)
+    plain = type(inner) is BatchSampler and not (shard and (sampler.split_batches or not sampler.even_batches))
+    if start == 0 or not plain:
+        yield from islice(sampler, start, None)
+        return
+    size, round_size = inner.batch_size, inner.batch_size * ways
+    samples = iter(inner.sampler)
+    head = list(islice(samples, round_size))  # an incomplete last round is filled up from the beginning
+    rest: Iterator[int] = islice(samples, (start - 1) * round_size, None)
+    while batch := list(islice(rest, round_size)):
+        if len(batch) < round_size:
+            if inner.drop_last:
+                return
+            if not shard:  # one process keeps a short last batch
+                yield batch
+                return
+            batch += islice(_cycle(head), round_size - len(batch))
+        yield batch[own * size : (own + 1) * size]
+
+
+def _cycle(items: list[int]) -> Iterator[int]:
+    while True:
+        yield from items
+
+
+__all__ = ["SeekableBatches", "as_tensors", "make_seekable", "seekable_of"]

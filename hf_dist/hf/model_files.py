@@ -1,0 +1,103 @@
+"""The files of an HF or PEFT model, written as `save_pretrained` would and loaded by parts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from hf_dist.checkpoint import resume
+from hf_dist.checkpoint.model_files import ModelFiles, loaded_dtypes, read_plan, read_weights, register
+from hf_dist.checkpoint.weight_plan import WeightPlan
+from hf_dist.engine import Engine
+from hf_dist.errors import CheckpointError
+from hf_dist.hf.naming import buffer_parts, weight_plan_for
+from hf_dist.hf.state import loaded_dtype, write_dtype
+from hf_dist.sharding.runtime import ShardedModel
+
+_HF_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+def hf_model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles | None:
+    """Names, dtypes and files of `model.save_pretrained`; None for a module that has no such method."""
+    model: Any = sharded.model
+    if not hasattr(model, "save_pretrained"):
+        return None
+    return _files(sharded, max_shard_size, lambda folder: model.save_pretrained(folder, state_dict=_no_weights(model)))
+
+
+register(hf_model_files)
+
+
+def trainer_files(trainer: Any, engine: Engine) -> ModelFiles:
+    """What the Trainer's `_save` writes: the model's files, tokenizer or processor, training arguments."""
+    size = engine.config.checkpoint.max_shard_size
+    return _files(engine.sharded, size, lambda folder: trainer._save(str(folder), state_dict=_no_weights(engine.model)))
+
+
+def _no_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The state dict for HF's own functions, which write everything else. PEFT picks its names, and must find them."""
+    if isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False):
+        return {}
+    return {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
+
+
+def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> ModelFiles:
+    plan = weight_plan_for(sharded.model, loaded_dtypes(sharded), max_shard_size)
+
+    def small_files(folder: Path) -> None:
+        # HF's own function writes everything but the weights: it is given none. What it makes of that is thrown away.
+        with tempfile.TemporaryDirectory(prefix=".small-", dir=folder) as scratch:
+            with _no_progress_bar():
+                save(scratch)
+            for path in Path(scratch).rglob("*.safetensors"):
+                if _HF_WEIGHTS.fullmatch(path.name):
+                    path.unlink()
+            shutil.copytree(scratch, folder, dirs_exist_ok=True)
+        write_dtype(folder, loaded_dtype(sharded))
+
+    buffers = [type(b)(b.name, b.shape, b.start, b.stop, b.values.clone()) for b in buffer_parts(sharded.model, plan)]
+    return ModelFiles(plan, buffers, small_files)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """HF draws one for the weights, of which it has none to write."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def load_weights(engine: Engine, folder: Path, plan: WeightPlan, names: set[str] | None = None) -> None:
+    """Each rank reads its part of the weights (all, or `names`) of a folder that hf_dist wrote. Collective over dp.
+
+    Raises `CheckpointError` on every rank when a parameter is missing or a file is damaged.
+    """
+    problem = None
+    try:
+        missing = read_weights(folder, plan, engine.sharded, names)
+        adapters = not isinstance(engine.model, PreTrainedModel) or getattr(
+            engine.model, "_hf_peft_config_loaded", False
+        )
+        if missing and not adapters:
+            count = f"{len(missing)} parameters in all"
+            problem = f"{folder} does not hold {min(missing)} ({count}): it was saved from another model"
+    except (OSError, CheckpointError, KeyError) as error:
+        problem = f"the weights in {folder} cannot be read ({type(error).__name__}: {error})"
+    resume.agree(engine.mesh, problem)
+    engine.sharded.weights_changed()
+
+
+__all__ = ["hf_model_files", "load_weights", "read_plan", "trainer_files"]

@@ -1,0 +1,40 @@
+"""What a resumed run was started with before, and what a changed argument means for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_MEANING = {
+    "global_batch": "an epoch has another number of steps; the position in the data is kept in samples",
+    "max_steps": "the schedule is stretched or cut to the new number of steps",
+    "num_train_epochs": "the schedule is stretched or cut to the new number of steps",
+    "learning_rate": "the schedule continues at the saved step with the base rate of the checkpoint's param groups",
+    "lr_scheduler_type": "another schedule takes over at the saved step",
+    "warmup_steps": "the schedule is computed with the new warm-up from the saved step on",
+    "weight_decay": "the checkpoint's param groups keep theirs",
+    "optim": "another optimizer starts with empty state",
+    "seed": "random states come from the checkpoint; the order of the data changes from here on",
+    "data_seed": "the order of the data changes from here on: samples of this epoch may repeat or be missed",
+    "max_grad_norm": "the new limit holds from here on",
+    "per_device_train_batch_size": "nothing, if the global batch is the same",
+    "gradient_accumulation_steps": "nothing, if the global batch is the same",
+    "world_size": "nothing, if the global batch is the same",
+}
+
+
+def record(args: Any) -> dict[str, Any]:
+    """The arguments that matter for a resume, for the manifest. Local."""
+    values = {name: getattr(args, name, None) for name in _MEANING if name != "global_batch"}
+    values["global_batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    plain = (bool, int, float, str, type(None))
+    return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for every argument that is not what it was."""
+    lines = []
+    for name, meaning in _MEANING.items():
+        if name in saved and saved[name] != now.get(name):
+            lines.append(f"{name}: {saved[name]} in the checkpoint, {now.get(name)} now: {meaning}")
+    return lines

@@ -1,0 +1,153 @@
+"""A run that another program began is continued here: stock Trainer, FSDP, DeepSpeed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint import importing
+from tests.checkpoint.importing import AT
+from tests.harness import run_ranks
+from tests.hf.on_ranks import run_jobs
+from tests.hf.recipes import RECIPES, make_model
+
+JOBS = "tests.checkpoint.importing:"
+
+
+def ranks(folder: Path, world: int, *jobs: tuple[str, dict[str, Any]]) -> list[Any]:
+    """What rank 0 returned for each job; a traceback in the place of a result fails the test."""
+    results = run_ranks(run_jobs, world, ([(JOBS + name, kwargs) for name, kwargs in jobs], str(folder)))[0]
+    for result in results:
+        assert not (isinstance(result, str) and result.startswith("Traceback")), result
+    return list(results)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The stock run: its third checkpoint, and its log from there on."""
+    folder = tmp_path_factory.mktemp("stock")
+    log = ranks(folder, 1, ("stock", {"recipe": "even"}))[0]
+    return folder / "0" / f"checkpoint-{AT}", log[AT:]
+
+
+@pytest.fixture(scope="module")
+def named(stock: tuple[Path, list[Any]]) -> tuple[Any, Any, Any]:
+    """Weights, optimizer state and param groups of that checkpoint, by name."""
+    return importing.named_state(stock[0], make_model(RECIPES["even"].model))
+
+
+def without_state(checkpoint: Path, folder: Path) -> Path:
+    """A copy with the Trainer's small files only."""
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*", "optimizer.pt"))
+    return folder
+
+
+def same(result: Any, expected: list[Any], *taken: str) -> None:
+    """Loss, gradient norm and rate of every remaining step, and the line that says what was taken."""
+    assert [entry[0] for entry in result["logs"]] == [entry[0] for entry in expected]
+    for mine, theirs in zip(result["logs"], expected, strict=True):
+        assert mine[1] == pytest.approx(theirs[1], rel=1e-6), (mine, theirs)
+        assert mine[2] == pytest.approx(theirs[2], rel=2e-5), (mine, theirs)
+        assert mine[3] == pytest.approx(theirs[3], rel=1e-9), (mine, theirs)
+    assert len(result["said"]) == 1
+    for word in taken:
+        assert word in result["said"][0]
+
+
+@pytest.mark.parametrize(("world", "micro", "stages"), [(1, 4, (0, 3)), (2, 2, (2, 3))])
+def test_a_run_of_the_stock_trainer_goes_on(
+    stock: tuple[Path, list[Any]], world: int, micro: int, stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    jobs = [
+        ("resumed", {"recipe": "even", "stage": stage, "checkpoint": str(stock[0]), "micro": micro}) for stage in stages
+    ]
+    for result in ranks(tmp_path, world, *jobs):
+        same(result, stock[1], "the stock Trainer; taken: weights, optimizer state, schedule")
+
+
+@pytest.mark.parametrize("recipe", ["dropout", "lora"])
+def test_a_stock_run_goes_on_in_one_process(recipe: str, tmp_path: Path) -> None:
+    """With its random numbers, and with an adapter whose base is not in the folder."""
+    (log,) = ranks(tmp_path / "stock", 1, ("stock", {"recipe": recipe}))
+    checkpoint = tmp_path / "stock" / "0" / f"checkpoint-{AT}"
+    job = {"recipe": recipe, "stage": 3, "checkpoint": str(checkpoint), "micro": 4}
+    same(ranks(tmp_path, 1, ("resumed", job))[0], log[AT:], "weights, optimizer state, schedule")
+
+
+def test_bin_weights_of_the_stock_trainer_are_read(
+    stock: tuple[Path, list[Any]], named: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    folder = without_state(stock[0], tmp_path / "checkpoint-3")
+    shutil.copy(stock[0] / "optimizer.pt", folder)
+    torch.save(named[0], folder / "pytorch_model.bin")
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder)}
+    same(ranks(tmp_path, 2, ("resumed", job))[0], stock[1], "the stock Trainer")
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_run_of_fsdp_goes_on(
+    stock: tuple[Path, list[Any]], named: tuple[Any, Any, Any], sharded: bool, tmp_path: Path
+) -> None:
+    folder = without_state(stock[0], tmp_path / "checkpoint-3")
+    weights, state, groups = named
+    if sharded:
+        run_ranks(importing.write_sharded, 3, (str(folder), weights, state, groups))
+    else:
+        torch.save(weights, folder / "pytorch_model_fsdp.bin")
+        torch.save({"state": state, "param_groups": groups}, folder / "optimizer.bin")
+    jobs = [("resumed", {"recipe": "even", "stage": stage, "checkpoint": str(folder)}) for stage in (1, 3)]
+    for result in ranks(tmp_path, 2, *jobs):
+        same(result, stock[1], "FSDP", "weights, optimizer state, schedule")
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_universal_checkpoint_of_deepspeed_goes_on(
+    stock: tuple[Path, list[Any]], named: tuple[Any, Any, Any], flat: bool, tmp_path: Path
+) -> None:
+    folder = without_state(stock[0], tmp_path / "checkpoint-3")
+    importing.write_universal(folder, named[0], named[1], flat=flat)
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder)}
+    same(ranks(tmp_path, 2, ("resumed", job))[0], stock[1], "DeepSpeed (universal)", "optimizer state")
+
+
+def test_weights_of_a_deepspeed_checkpoint_are_taken_or_the_way_to_them_is_named(
+    stock: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    folder = without_state(stock[0], tmp_path / "checkpoint-3")
+    (folder / "global_step3").mkdir()
+    for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (folder / "global_step3" / name).write_bytes(b"never opened")
+    (folder / "latest").write_text("global_step3")
+    first = {"checkpoint": str(folder)}
+    assert "python zero_to_fp32.py" in ranks(tmp_path / "refused", 2, ("refused", first))[0]
+    shutil.copy(stock[0] / "model.safetensors", folder)
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder)}
+    (result,) = ranks(tmp_path / "taken", 2, ("resumed", job))
+    assert result["logs"][0][1] == pytest.approx(stock[1][0][1], rel=1e-6), "the first loss depends on the weights only"
+    assert "written by DeepSpeed; taken: weights, schedule; not taken: optimizer state" in result["said"][0]
+
+
+def test_files_of_single_ranks_and_another_model_are_refused_by_name(
+    stock: tuple[Path, list[Any]], named: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    single = without_state(stock[0], tmp_path / "checkpoint-3")
+    torch.save({}, single / "pytorch_model_fsdp_0_rank0.bin")
+    part = without_state(stock[0], tmp_path / "checkpoint-4")
+    torch.save(dict(list(named[0].items())[:2]), part / "pytorch_model_fsdp.bin")
+    jobs = [("refused", {"checkpoint": str(folder)}) for folder in (single, part)]
+    local, other = ranks(tmp_path / "jobs", 2, *jobs)
+    assert "LOCAL_STATE_DICT" in local and "SHARDED_STATE_DICT" in local
+    assert "does not hold" in other and "saved from another model" in other
+
+
+def test_only_tensors_and_numbers_are_unpickled(
+    stock: tuple[Path, list[Any]], named: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    folder = without_state(stock[0], tmp_path / "checkpoint-3")
+    torch.save({**named[0], "more": Path("x")}, folder / "pytorch_model_fsdp.bin")
+    message = ranks(tmp_path / "jobs", 2, ("refused", {"checkpoint": str(folder)}))[0]
+    assert "written by FSDP" in message and "cannot be read (UnpicklingError" in message

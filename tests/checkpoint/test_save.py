@@ -1,0 +1,66 @@
+"""Saving that is interrupted at any moment, fails, or runs in the background: nothing is lost, nothing half-written is used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import saving
+from tests.harness import run_ranks
+
+STEPS = 8
+KILLS = int(os.environ.get("HF_DIST_KILLS", "50"))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(in_background: bool, tmp_path: Path) -> None:
+    expected = run_ranks(saving.save_steps, 2, (str(tmp_path), STEPS))[0]
+    roots = []
+    for seed in range(KILLS // 2):
+        root = tmp_path / str(seed)
+        roots.append(str(root))
+        try:
+            run_ranks(
+                saving.save_until_killed, 2, (str(root), STEPS, 100 * in_background + seed, in_background), timeout=120
+            )
+        except RuntimeError as error:
+            assert "ended without a result" in str(error) or "closed" in str(error) or "reset" in str(error), error
+    found = run_ranks(saving.load_newest, 1, (roots,), timeout=600)[0]
+    for root, (step, digests) in zip(roots, found, strict=True):
+        assert step >= 1, f"{root}: nothing to resume from"
+        assert digests == expected[step], root
+        assert not [p for p in Path(root).iterdir() if p.name.startswith(".")], root
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    for rank in run_ranks(saving.background, 2, (str(tmp_path),)):
+        assert rank["events"] == ["trained", "written", "second save began", "written"]
+        assert rank["stall"] < 0.7, "the stall is the copy, not the write"
+        first, second = run_ranks(saving.load_newest, 1, ([str(tmp_path)],))[0], rank["after"]
+        assert first == [(4, second)]
+    (tmp_path / "checkpoint-4").rename(tmp_path / "later")
+    assert run_ranks(saving.load_newest, 1, ([str(tmp_path)],))[0] == [(2, rank["before"])]
+
+
+def test_a_failed_write_in_the_background_is_an_error_at_the_next_step(tmp_path: Path) -> None:
+    results = run_ranks(saving.failing_background, 2, (str(tmp_path),))
+    for rank in results:
+        assert rank["error"] is not None and "checkpoint-2 could not be written" in rank["error"]
+        assert "checkpoint-1" in rank["left"] and "checkpoint-2" not in rank["left"]
+    assert results[0]["error"] == results[1]["error"]
+
+
+def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    results = run_ranks(saving.full_disk, 2, (str(tmp_path), 20_000))
+    for rank in results:
+        assert "checkpoint-2 could not be written" in rank["error"]
+        assert {"checkpoint-1", "checkpoint-3"} <= set(rank["left"]) and "checkpoint-2" not in rank["left"]
+    assert results[0]["error"] == results[1]["error"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    first, second = run_ranks(saving.read_only, 2, (str(tmp_path),))
+    assert first == second and "could not be written (rank 0: NotADirectoryError" in first

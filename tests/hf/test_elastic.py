@@ -1,0 +1,146 @@
+"""Under torchrun and accelerate: a killed or stopped rank, a stopped launcher, a lost node; the run goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, free_port
+
+LIMIT = 400
+WORKER = f"{ROOT}/tests/workers/elastic.py"
+Log = dict[int, list[float]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a user on a machine without GPUs."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def start(command: list[str], **more: str) -> subprocess.Popen[str]:
+    """The job, its output piped."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=ROOT, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def end(job: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and output; a job that hangs fails the test."""
+    output, _ = job.communicate(timeout=LIMIT)
+    return job.returncode, output
+
+
+def torchrun(folder: Path, case: str, *options: str) -> tuple[int, str]:
+    """Two processes."""
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--monitor-interval", "0.1"]
+    return end(start([*command, *options, WORKER, str(folder), case]))
+
+
+def log(folder: Path) -> Log:
+    """Loss, gradient norm, learning rate, ranks and restarts of each step; the last entry counts."""
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return {int(entry[0]): entry[1:] for entry in map(json.loads, lines)}
+
+
+def numbers(of: Log) -> dict[int, list[float]]:
+    """What must be equal."""
+    return {step: entry[:3] for step, entry in of.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    """The log of a run to which nothing happens."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, output = torchrun(folder, "nothing")
+    assert code == 0, output
+    assert sorted(log(folder)) == list(range(1, 9))
+    return log(folder)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_torchrun_restarts_all_when_a_rank_is_killed_and_the_run_resumes_by_itself(whole: Log, tmp_path: Path) -> None:
+    code, output = torchrun(tmp_path, "killed", "--max-restarts", "2")
+    assert code == 0, output
+    assert "resuming from" in output
+    again = log(tmp_path)
+    assert again[8][4] == 1, "one restart"
+    assert numbers(again) == numbers(whole)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_a_rank_that_is_told_to_stop_takes_the_others_along_and_all_are_restarted(whole: Log, tmp_path: Path) -> None:
+    code, output = torchrun(tmp_path, "told", "--max-restarts", "1")
+    assert code == 0, output
+    assert "SIGTERM: stopped after step 3" in output
+    assert numbers(log(tmp_path)) == numbers(whole)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.parametrize("case", ["launcher", "job"])
+def test_a_launcher_that_is_told_to_stop_gives_the_ranks_time_to_save(case: str, whole: Log, tmp_path: Path) -> None:
+    code, output = torchrun(tmp_path, case)
+    assert code != 0
+    assert "stopped after step" in output and "exit code 75" in output, output
+    assert 3 <= max(log(tmp_path)) < 8, "in the middle"
+    code, output = torchrun(tmp_path, case)
+    assert code == 0, output
+    assert numbers(log(tmp_path)) == numbers(whole)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_exit_codes_tell_the_launcher_that_a_restart_helps(tmp_path: Path) -> None:
+    code, output = torchrun(tmp_path, "told")
+    assert code != 0
+    assert "exitcode  : 75" in output and "exitcode  : -15" not in output, output
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: Log, tmp_path: Path) -> None:
+    port = free_port()
+    command = ["torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
+    command += [
+        "--monitor-interval",
+        "0.1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "x",
+    ]
+
+    def agent(is_host: int, **more: str) -> subprocess.Popen[str]:
+        settings = f"is_host={is_host},last_call_timeout=20,keep_alive_interval=1"
+        return start([*command, "--rdzv-conf", settings, WORKER, str(tmp_path), "node"], **more)
+
+    jobs = [agent(1), agent(0, VICTIM="1")]
+    code, output = end(jobs[0])
+    jobs[1].kill()
+    assert code == 0, output
+    again = log(tmp_path)
+    assert again[1][3] == 2 and again[8][3] == 1, "two ranks, then one"
+    assert sorted(again) == list(range(1, 9))
+    for step, entry in numbers(again).items():
+        assert entry == pytest.approx(whole[step][:3], rel=2e-5)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_accelerate_launch_restarts_too(whole: Log, tmp_path: Path) -> None:
+    command = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--max_restarts", "1", "--monitor_interval", "0.1"]
+    port = str(free_port())
+    job = start([*command, "--main_process_port", port, WORKER, str(tmp_path), "killed"], ACCELERATE_USE_CPU="true")
+    code, output = end(job)
+    assert code == 0, output
+    assert numbers(log(tmp_path)) == numbers(whole)

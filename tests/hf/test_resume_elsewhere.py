@@ -1,0 +1,147 @@
+"""The Trainer resumes on another number of ranks, ZeRO stage and precision, at any place of an epoch, with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.hf.on_ranks import run_jobs
+
+LIFE = "tests.hf.lifecycle:"
+WINDOW = 12
+"""Samples per step: 2 per rank and microbatch; 48 rows make four steps per epoch, two epochs."""
+
+
+def run(folder: Path, world: int, *jobs: tuple[str, dict[str, Any]]) -> list[Any]:
+    """What rank 0 returned for each job; a traceback in the place of a result fails the test."""
+    named = [(LIFE + name, arguments) for name, arguments in jobs]
+    results = run_ranks(run_jobs, world, (named, str(folder)), timeout=600)[0]
+    return list(results)
+
+
+def ok(result: Any) -> Any:
+    """A result that is not a traceback."""
+    assert not isinstance(result, str), result
+    return result
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Eight steps on 2 ranks at stage 2, with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("whole")
+    job = ("whole", {"recipe": "even", "stage": 2, "gradient_accumulation_steps": 3})
+    return folder / "0", ok(run(folder, 2, job)[0])
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (1, 0), (2, 3), (3, 1), (3, 3)])
+def test_another_layout_continues_the_same_run(whole: tuple[Path, Any], world: int, stage: int, tmp_path: Path) -> None:
+    folder, expected = whole
+    at = (3, 4, 6)
+    changed = {"gradient_accumulation_steps": WINDOW // (2 * world)}
+    jobs = [
+        ("resumed_at", {"recipe": "even", "stage": stage, "checkpoint": f"{folder}/checkpoint-{n}", **changed})
+        for n in at
+    ]
+    for step, result in zip(at, run(tmp_path, world, *jobs), strict=True):
+        again = ok(result)
+        assert [entry[0] for entry in again["logs"]] == list(range(1, 9)), step
+        for mine, theirs in zip(again["logs"], expected["logs"], strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-5), (step, mine, theirs)
+        for name, weight in again["weights"].items():
+            difference = (weight - expected["weights"][name]).norm() / expected["weights"][name].norm()
+            assert difference < 1e-5, (step, name)
+
+
+def test_the_rows_of_the_rest_of_the_epoch_are_the_same_ones(whole: tuple[Path, Any], tmp_path: Path) -> None:
+    job = {"recipe": "even", "stage": 3, "checkpoint": f"{whole[0]}/checkpoint-6", "gradient_accumulation_steps": 6}
+    again = ok(run(tmp_path, 1, ("resumed_at", job))[0])
+    assert again["fetched"] == 2 * WINDOW, "the position is sought: only what is trained on is read"
+
+
+def test_another_precision_continues_from_the_same_master_weights(whole: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, expected = whole
+    job = {"recipe": "even", "stage": 3, "checkpoint": f"{folder}/checkpoint-6", "config": {"bf16": {"enabled": True}}}
+    again = ok(run(tmp_path, 2, ("resumed_at", {**job, "gradient_accumulation_steps": 3}))[0])
+    for mine, theirs in zip(again["logs"][6:], expected["logs"][6:], strict=True):
+        assert mine[1] == pytest.approx(theirs[1], rel=2e-2)
+
+
+def test_auto_takes_the_newest_complete_one_and_starts_fresh_without(whole: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, expected = whole
+    shutil.copytree(folder, tmp_path / "0")
+    newest = tmp_path / "0" / "checkpoint-8"
+    (newest / "model.safetensors").unlink()
+    for n in (7, 5):
+        shutil.rmtree(tmp_path / "0" / f"checkpoint-{n}")
+    (tmp_path / "0" / ".incomplete-checkpoint-9").mkdir()
+    arguments = {"recipe": "even", "stage": 2, "checkpoint": "auto", "gradient_accumulation_steps": 3}
+    again, fresh = (ok(r) for r in run(tmp_path, 2, ("resumed_at", arguments), ("resumed_at", arguments)))
+    assert again["resumed_at"] == 6 and fresh["resumed_at"] == 0
+    assert again["logs"] == expected["logs"] and fresh["logs"] == expected["logs"]
+    assert not (tmp_path / "0" / ".incomplete-checkpoint-9").exists()
+
+
+def test_a_changed_global_batch_keeps_the_position_in_samples(whole: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = whole
+    job = {"recipe": "even", "stage": 2, "checkpoint": f"{folder}/checkpoint-6", "gradient_accumulation_steps": 6}
+    again = ok(run(tmp_path, 2, ("resumed_at", job))[0])
+    # 24 of 48 samples of the second epoch are used; 24 are left, one step of 24.
+    assert again["fetched"] == 24
+    assert [entry[0] for entry in again["logs"]] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        ("truncated state", ["is not complete", "bytes"]),
+        ("missing state file", ["is not complete", "missing"]),
+        ("newer version", ["format 99", "Upgrade"]),
+        ("another model", ["another model"]),
+        ("poisoned metadata", [".metadata", "has no place"]),
+    ],
+)
+def test_bad_checkpoints_are_one_clear_error_on_every_rank(
+    whole: tuple[Path, Any], damage: str, parts: list[str], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(whole[0] / "checkpoint-3", checkpoint)
+    state = checkpoint / "hf_dist_state"
+    recipe = "even"
+    if damage == "truncated state":
+        file = next(state.glob("__1_*.distcp"))
+        file.write_bytes(file.read_bytes()[:1000])
+    elif damage == "missing state file":
+        next(state.glob("__1_*.distcp")).unlink()
+    elif damage == "newer version":
+        manifest = json.loads((checkpoint / "hf_dist.json").read_text())
+        (checkpoint / "hf_dist.json").write_text(json.dumps({**manifest, "format": 99}))
+    elif damage == "another model":
+        recipe = "classifier"
+    else:
+        poison(state / ".metadata", checkpoint / "hf_dist.json")
+    job = (LIFE + "resume_only", {"checkpoint": str(checkpoint), "stage": 1, "recipe": recipe})
+    messages = [rank[0] for rank in run_ranks(run_jobs, 2, ([job], str(tmp_path)), timeout=240)]
+    assert messages[0] == messages[1], "every rank must raise the same"
+    assert messages[0].startswith("CheckpointError")
+    for part in parts:
+        assert part in messages[0]
+
+
+def poison(metadata: Path, manifest: Path) -> None:
+    """A pickle that would run a command, of the size the manifest expects."""
+    import os
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("touch /tmp/hf_dist_was_here",)
+
+    metadata.write_bytes(pickle.dumps(Evil()))
+    content = json.loads(manifest.read_text())
+    content["files"]["hf_dist_state/.metadata"] = metadata.stat().st_size
+    manifest.write_text(json.dumps(content))
