@@ -233,22 +233,10 @@ class _Groups:
         # A job of one process with a process group keeps it: NCCL with one rank then runs the very code of many ranks.
         if not dist.is_initialized() or (size == 1 and dist.get_world_size() > 1):
             return MeshAxis(name, size, mine.index(self.rank), None, None)
-        group = self._make(rows, mine, name)
-        return MeshAxis(
-            name, size, mine.index(self.rank), group, self._make(rows, mine, f"{name} reduce") if two else group
-        )
+        group = self._make(rows, mine)
+        return MeshAxis(name, size, mine.index(self.rank), group, self._make(rows, mine) if two else group)
 
-    def _make(self, rows: list[list[int]], mine: list[int], purpose: str) -> dist.ProcessGroup | None:
-        # A group costs threads and sockets, and a process may prepare many models: meshes share theirs. All ranks run the
-        # same program, so the collectives of several models come in the same order on each.
-        made = _made_for(dist.group.WORLD)
-        key = (purpose, str(rows), self.backend, self.timeout)
-        if key not in made:
-            groups = [dist.new_group(row, timeout=self.timeout, backend=self.backend) for row in rows]
-            made[key] = groups[rows.index(mine)]
-        return made[key]
-
-
-@functools.lru_cache(maxsize=1)  # forgets the groups of a world that was destroyed
-def _made_for(world: object) -> dict[tuple[str, str, str, timedelta], dist.ProcessGroup]:
-    return {}
+    def _make(self, rows: list[list[int]], mine: list[int]) -> dist.ProcessGroup | None:
+        # Never shared with another mesh: a model that is dropped may leave a gather in flight, which the next one would get.
+        groups = [dist.new_group(row, timeout=self.timeout, backend=self.backend) for row in rows]
+        return groups[rows.index(mine)]
