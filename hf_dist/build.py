@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,7 @@ from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
+from hf_dist.pipelined import Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
 from hf_dist.sharding.consistency import (
     agree_on_sources,
@@ -36,7 +38,7 @@ from hf_dist.sharding.consistency import (
     synchronize_weights,
     tell_full_build,
 )
-from hf_dist.sharding.placement import ZERO_STAGES
+from hf_dist.sharding.placement import ZERO_STAGES, Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -54,13 +56,16 @@ def initialize(
     lr_scheduler: LrScheduler | Callable[[torch.optim.Optimizer], LrScheduler] | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    example_batch: Mapping[str, Any] | None = None,
 ) -> Engine:
     """An `Engine` for one's own training loop; counterpart of `deepspeed.initialize`.
 
     Every rank of the job calls it with the same model and config, whatever launcher started it (torchrun, accelerate,
     mpirun, srun) or none. The model is sharded in place and stays the same object. `optimizer`: any element-wise torch
     optimizer over its parameters, or None to make the one in the config. `device`: where to train (default: the local
-    GPU, else CPU). `timeout`: for every process group. Raises `ConfigError`, `TopologyError` or `ModelError`.
+    GPU, else CPU). `timeout`: for every process group. `example_batch`: arguments of the model like those of training, for
+    `pipeline.stages` above 1 (a row or two are enough; most HF models need none).
+    Raises `ConfigError`, `TopologyError` or `ModelError`.
     """
     failure.install()
     read = config if isinstance(config, DistConfig) else load_config(config)
@@ -73,7 +78,8 @@ def initialize(
         settled(resolved.gradient_accumulation_steps),
         mesh.dp.size,
     )
-    return build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    example = Example(lambda: dict(example_batch) if example_batch is not None else example_of(model))
+    return build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler, example=example)
 
 
 def mesh_for(
@@ -81,7 +87,11 @@ def mesh_for(
 ) -> ParallelMesh:
     """The mesh that `config` asks for. Every rank calls it; ranks whose configs differ are told so."""
     return build_mesh(
-        shard_size=config.zero_optimization.shard_group_size, device=device, timeout=timeout, facts=_facts(config)
+        shard_size=config.zero_optimization.shard_group_size,
+        pipeline_stages=config.pipeline.stages,
+        device=device,
+        timeout=timeout,
+        facts=_facts(config),
     )
 
 
@@ -97,6 +107,18 @@ def _facts(config: DistConfig) -> dict[str, str]:
 
     walk("", config.model_dump())
     return facts
+
+
+def placements_for(config: DistConfig) -> StatePlacements:
+    """The row of the table, but for a pipeline: there gradients are accumulated locally and reduced once per window.
+
+    Reducing every microbatch would send M times as much inside the schedule's critical path; `reshard_per_microbatch` says
+    that memory is worth more.
+    """
+    placements = ZERO_STAGES[config.zero_optimization.stage]
+    if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
+        return replace(placements, grads=Placement.PARTIAL)
+    return placements
 
 
 def precision_for(config: DistConfig, model: nn.Module) -> Precision:
@@ -129,11 +151,13 @@ def build_engine(
     lr_scheduler: LrScheduler | None = None,
     trainable: bool = True,
     make_optimizer: bool = True,
+    example: Example | None = None,
 ) -> Engine:
     """Shard `model` and put the engine together. Collective: every rank, same model, resolved config.
 
     `trainable=False`: a frozen model (reference, reward, evaluation only), without gradient or optimizer memory.
     `make_optimizer=False`: whoever calls makes and attaches optimizer and schedule, also those that the config asks for.
+    `example`: for a pipeline.
     """
     zero = config.zero_optimization
     if not trainable:
@@ -143,35 +167,46 @@ def build_engine(
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)
     tell_full_build(model, mesh)
+    # Before sharding, while nothing has been read: each rank then loads the weights of its own stages only.
+    cut = (
+        cut_model(model, config.pipeline, mesh, example or Example(lambda: example_of(model)))
+        if mesh.pp.size > 1
+        else None
+    )
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
     sharded = ShardedModel(
         model,
-        placements=ZERO_STAGES[zero.stage],
+        placements=placements_for(config),
         mesh=mesh,
         precision=precision_for(config, model),
         prefetch_numel=settled(zero.stage3_prefetch_bucket_size),
         gather_numel=settled(zero.allgather_bucket_size),
         reduce_numel=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
         leaf_modules=(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
+        pipeline=cut.share if cut else None,
     )
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
     # After sharding: the optimizer's state is made for fragments, never for whole parameters.
     if optimizer is None and trainable and make_optimizer and config.optimizer is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, parameters)
+        # One group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
+        groups = [{"params": parameters}]
+        optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, groups)
+    pipeline = Pipeline(cut, sharded, config.pipeline) if cut else None
     engine = Engine(
         sharded=sharded,
         config=config,
         batch=batch,
         optimizer=optimizer,
+        pipeline=pipeline,
         scaler=DynamicLossScaler.from_config(config.fp16) if settled(config.fp16.enabled) and trainable else None,
     )
     # Last: a schedule reads and writes the param groups of the optimizer as it will be stepped.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     if trainable:
-        say(start_up_report(sharded, config, batch))
+        say(start_up_report(sharded, config, batch, pipeline))
     return engine
 
 

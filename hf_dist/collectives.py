@@ -230,6 +230,15 @@ def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
     return items
 
 
+def broadcast_object(axis: MeshAxis, item: Any, source: int = 0) -> Any:
+    """The small picklable `item` of coordinate `source`. Collective, blocking."""
+    if axis.group is None:
+        return item
+    items = [item]
+    dist.broadcast_object_list(items, group=axis.group, group_src=source)
+    return items[0]
+
+
 def barrier(axis: MeshAxis) -> None:
     """Wait until every rank of `axis` is here."""
     if axis.group is not None:

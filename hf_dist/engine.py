@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from hf_dist import collectives
 from hf_dist.checkpoint import random_state, resume
 from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
@@ -22,6 +24,7 @@ from hf_dist.optim.attach import Fragment, FragmentedOptimizer
 from hf_dist.optim.clip import GradientSummary, clip_coefficient, scale_gradients, summarize_gradients
 from hf_dist.optim.elementwise import check_elementwise
 from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -42,10 +45,13 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         lr_scheduler: Any = None,
         scaler: DynamicLossScaler | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.sharded = sharded
         self.config = config
         self.batch = batch
+        self.pipeline = pipeline
+        """The stages of this rank, None where the model is whole."""
         self.optimizer: torch.optim.Optimizer | None = None
         self.fragments: FragmentedOptimizer | None = None
         if optimizer is not None:
@@ -62,6 +68,8 @@ class Engine:
         self._summary: GradientSummary | None = None
         self._max_norm: float | None = None
         self._norm: torch.Tensor | None = None
+        self._losses: list[torch.Tensor] | None = None
+        """Handed in by `backward` while a pipeline's window runs."""
 
     # ------------------------------------------------------------------ the parts
 
@@ -124,11 +132,94 @@ class Engine:
         `scale_wrt_gas`: divide by the number of microbatches of the window, right for a loss that is a mean over its
         microbatch; pass False if the loss is already normalised over the window. Returns the loss as it was.
         """
+        scale = self.loss_scale / (self.batch.accumulation if scale_wrt_gas else 1)
+        scaled = loss if scale == 1.0 else loss.float() * scale
+        if self.pipeline is not None:
+            if self._losses is None:
+                raise ModelError(
+                    "pipeline.stages is above 1: backward is part of the schedule. Use engine.train_batch(iterator), or the "
+                    "Trainer."
+                )
+            self._losses.append(scaled)
+            return loss
         self.sharded.is_last_microbatch = self.is_gradient_accumulation_boundary()
         self._summary = None
-        scale = self.loss_scale / (self.batch.accumulation if scale_wrt_gas else 1)
-        (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
+        scaled.backward(retain_graph=retain_graph)
         return loss
+
+    def run_window(self, microbatches: Sequence[Any], step: Callable[[nn.Module, Any], torch.Tensor]) -> torch.Tensor:
+        """Forward and backward of one accumulation window; the sum of what `step` returns, 0D, equal on a pipeline's ranks.
+
+        `step(model, microbatch)` runs the model once, calls `backward` with the loss, and returns what is to be reported.
+        Every rank calls it. Under a pipeline only the rank of the last stage gets beyond the call of the model.
+        """
+        if self.pipeline is None:
+            reported = []
+            for i, microbatch in enumerate(microbatches):
+                self.set_gradient_accumulation_boundary(i + 1 == len(microbatches))
+                reported.append(step(self.model, microbatch).detach())
+            self.set_gradient_accumulation_boundary(None)
+            return torch.stack(reported).sum()
+        self._summary = None
+        to_differentiate: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        self._losses = to_differentiate
+
+        def function(model: nn.Module, microbatch: Any) -> torch.Tensor:
+            value = step(model, microbatch)
+            values.append(value.detach())
+            return to_differentiate.pop()
+
+        try:
+            self.pipeline.train(microbatches, function)
+        finally:
+            self._losses = None
+        return self.pipeline.share_loss(values, microbatches)
+
+    def train_batch(
+        self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """One optimizer step on the next `gradient_accumulation_steps` microbatches; their mean loss, over all data ranks.
+
+        `loss(model, microbatch)`: by default `model(**microbatch).loss`. Every rank calls it; the ranks of a pipeline with
+        equal iterators. Counterpart of DeepSpeed's `PipelineEngine.train_batch`, at every layout.
+        """
+        self.train()
+        window = [_to_device(next(data_iter), self.device) for _ in range(self.batch.accumulation)]
+
+        def step(model: nn.Module, microbatch: Any) -> torch.Tensor:
+            value = (loss or _own_loss)(model, microbatch)
+            self.backward(value, scale_wrt_gas=False) if self.batch.accumulation == 1 else self.backward(value)
+            return value
+
+        total = self.run_window(window, step)
+        self.set_gradient_accumulation_boundary(True)
+        self.step()
+        self.set_gradient_accumulation_boundary(None)
+        return self._mean(total, len(window))
+
+    def eval_batch(
+        self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Mean loss of the next `gradient_accumulation_steps` microbatches over all data ranks, without gradient."""
+        was_training = self.model.training
+        self.eval()
+        window = [_to_device(next(data_iter), self.device) for _ in range(self.batch.accumulation)]
+        total = torch.stack([self.evaluate(batch, loss or _own_loss).float() for batch in window]).sum()
+        self.train(was_training)
+        return self._mean(total, len(window))
+
+    def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
+        """`function(model, batch)` without gradient, on every rank; it runs the model once. Every rank calls it."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(batch, function)
+        with torch.no_grad():
+            return function(self.model, batch)
+
+    def _mean(self, total: torch.Tensor, count: int) -> torch.Tensor:
+        mean = total.float() / count
+        collectives.all_reduce(self.mesh.dp, mean).wait()
+        return mean
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -273,7 +364,8 @@ class Engine:
     def layout_facts(self) -> dict[str, Any]:
         """What a reader may want to know about the run that saved; a resume needs none of it."""
         return {
-            "world_size": self.mesh.dp.size,
+            "world_size": self.mesh.world.size,
+            "pipeline_stages": self.mesh.pp.size,
             "zero_stage": self.config.zero_optimization.stage,
             "precision": self.config.dtype,
             "micro_batch": self.batch.micro,
@@ -305,6 +397,15 @@ class Engine:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.global_steps = state["counters"]["global_steps"]
         self.skipped_steps = state["counters"]["skipped_steps"]
+
+
+def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**microbatch).loss
+    return loss
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
 
 
 def _is_used(fragment: Fragment, used: dict[tuple[int, int], bool]) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -28,7 +30,7 @@ class MeshAxis:
     """One axis of the mesh, as this process sees it."""
 
     name: str
-    """dp, dp_shard, dp_replicate, control, background."""
+    """world, pp, dp, dp_shard, dp_replicate, control, background; of a tied parameter: its holders."""
     size: int
     """Number of processes along the axis."""
     rank: int
@@ -41,13 +43,22 @@ class MeshAxis:
 
 @dataclass(frozen=True, eq=False)
 class ParallelMesh:
-    """All axes of this process. `dp` = `dp_replicate` x `dp_shard`, ranks in that order (dp_shard innermost)."""
+    """All axes of this process. world = `pp` x `dp_replicate` x `dp_shard`, ranks in that order (dp_shard innermost).
+
+    Ranks that differ only on `pp` hold different layers and read the same data; ranks that differ only on `dp` hold the same
+    layers and read different data.
+    """
 
     launch: Launch
     device: torch.device
     backend: str
     """nccl, gloo, or none in a single process without a process group."""
+    world: MeshAxis
+    """All ranks: what concerns the whole job, such as checkpoints and the agreement on the model."""
+    pp: MeshAxis
+    """Pipeline stages."""
     dp: MeshAxis
+    """Ranks that share a batch, `dp_replicate` x `dp_shard`."""
     dp_shard: MeshAxis
     dp_replicate: MeshAxis
     control: MeshAxis
@@ -55,6 +66,8 @@ class ParallelMesh:
     background: MeshAxis
     """All ranks over gloo, for the thread that writes checkpoints; a slow disk is no reason to end the job."""
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
+    groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
+    """All process groups of this rank that end with the mesh; who makes one for it adds it here."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         # Process groups cannot be copied, and a copied model belongs to the same processes.
@@ -62,16 +75,32 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """One line for the start-up report, such as `4 ranks = dp_replicate 2 x dp_shard 2, gloo on cpu`."""
-        world = self.dp.size
+        world = self.world.size
+        stages = f"pp {self.pp.size} x " if self.pp.size > 1 else ""
         return (
-            f"{world} rank{'s' if world > 1 else ''} = dp_replicate {self.dp_replicate.size} x dp_shard "
+            f"{world} rank{'s' if world > 1 else ''} = {stages}dp_replicate {self.dp_replicate.size} x dp_shard "
             f"{self.dp_shard.size}, {self.backend} on {self.device.type}"
         )
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """Global ranks of every pipeline of the job, first stage first."""
+        return _rows(self.world.size, self.dp.size)[1]
+
+    def holders(self, stages: Sequence[int]) -> MeshAxis:
+        """The ranks of some pipeline coordinates that have this rank's data; for weights that several stages hold.
+
+        Collective over world: every rank calls it, also those that are not among them (they get an axis of size 0).
+        """
+        rows = [[row[stage] for stage in stages] for row in self.pipelines]
+        groups = _Groups(self.world.rank, self.backend, self.timeout, self.groups)
+        return groups.axis("holders", rows)
 
 
 def build_mesh(
     *,
     shard_size: int | None = None,
+    pipeline_stages: int = 1,
     device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     facts: Mapping[str, str] | None = None,
@@ -79,9 +108,10 @@ def build_mesh(
     """Make the mesh; every process of the job must call it, in the same order as other meshes.
 
     `shard_size`: ranks among which states are sharded (None: all); the remaining factor becomes `dp_replicate` (HSDP).
+    `pipeline_stages`: ranks in a row that hold one copy of the model between them; the rest is data parallel.
     `facts`: settings that must be equal on every rank (the configuration); compared before any group is made from them.
     Starts `torch.distributed` if nobody did: NCCL on GPUs, gloo on CPUs; a process without a launcher stays alone.
-    Raises `TopologyError` when `shard_size` does not divide the number of ranks, or when `facts` differ.
+    Raises `TopologyError` when `pipeline_stages` or `shard_size` do not divide the ranks, or when `facts` differ.
     """
     launch = detect_launch()
     chosen = _choose_device(launch, device)
@@ -100,25 +130,54 @@ def build_mesh(
             "process would train alone on the same data. On a machine without GPUs set ACCELERATE_USE_CPU=true."
         )
     _check_agreement(facts or {}, world)
-    shard = world if shard_size is None else shard_size
-    if shard < 1 or world % shard:
+    if pipeline_stages < 1 or world % pipeline_stages:
         raise TopologyError(
-            f"zero_optimization.mics_shard_size / zero_hpz_partition_size: {shard} does not divide the {world} ranks of "
-            f"this job. Use a divisor of {world}, or remove the key to shard over all ranks."
+            f"pipeline.stages: {pipeline_stages} does not divide the {world} ranks of this job. Start a multiple of "
+            f"{pipeline_stages} processes, or use a divisor of {world}."
+        )
+    size = world // pipeline_stages
+    shard = size if shard_size is None else shard_size
+    if shard < 1 or size % shard:
+        raise TopologyError(
+            f"zero_optimization.mics_shard_size / zero_hpz_partition_size: {shard} does not divide the {size} data ranks of "
+            f"this job. Use a divisor of {size}, or remove the key to shard over all of them."
         )
     groups = _Groups(rank, _backend(chosen) if ready else "none", timeout)
     on_host = replace(groups, backend="gloo")
-    return ParallelMesh(
+    everyone = [list(range(world))]
+    rows, pipelines = _rows(world, size)
+    dp = groups.axis("dp", rows)
+    mesh = ParallelMesh(
         launch=launch,
         device=chosen,
         backend=groups.backend,
-        dp=groups.axis("dp", [list(range(world))]),
-        dp_shard=groups.axis("dp_shard", [list(range(s, s + shard)) for s in range(0, world, shard)], two=True),
-        dp_replicate=groups.axis("dp_replicate", [list(range(s, world, shard)) for s in range(shard)]),
-        control=on_host.axis("control", [list(range(world))]),
-        background=replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", [list(range(world))]),
+        world=groups.axis("world", everyone) if pipeline_stages > 1 else dp,
+        pp=groups.axis("pp", pipelines),
+        dp=dp,
+        dp_shard=groups.axis("dp_shard", [row[s : s + shard] for row in rows for s in range(0, size, shard)], two=True),
+        dp_replicate=groups.axis("dp_replicate", [row[s::shard] for row in rows for s in range(shard)]),
+        control=on_host.axis("control", everyone),
+        background=replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone),
         timeout=timeout,
+        groups=groups.made,
     )
+    # NCCL's communicators are left to the end of the process: taking one down waits for all its ranks.
+    if groups.backend == "gloo":
+        weakref.finalize(mesh, _give_back, groups.made).atexit = False
+    return mesh
+
+
+def _give_back(groups: list[dist.ProcessGroup]) -> None:
+    """End the groups of a mesh that nobody uses any more: each has two threads, one of which wakes a hundred times a second."""
+    while groups and dist.is_initialized():
+        with contextlib.suppress(ValueError, RuntimeError):  # ended already, by destroy_process_group()
+            dist.destroy_process_group(groups.pop())
+
+
+def _rows(world: int, size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """(global ranks of each stage's data ranks, global ranks of each pipeline). Stages are blocks of `size` ranks, so
+    that data ranks, which send most, are neighbours."""
+    return [list(range(s, s + size)) for s in range(0, world, size)], [list(range(d, world, size)) for d in range(size)]
 
 
 def leave_agent_store() -> None:
@@ -225,18 +284,26 @@ class _Groups:
     rank: int
     backend: str
     timeout: timedelta
+    made: list[dist.ProcessGroup] = field(default_factory=list)
+    """This process's groups."""
 
     def axis(self, name: str, rows: list[list[int]], two: bool = False) -> MeshAxis:
         """`rows`: the global ranks of every line along this axis. Every process makes every group, as torch demands."""
         size = len(rows[0])
-        mine = next(row for row in rows if self.rank in row)
+        mine = next((row for row in rows if self.rank in row), [])
         # A job of one process with a process group keeps it: NCCL with one rank then runs the very code of many ranks.
         if not dist.is_initialized() or (size == 1 and dist.get_world_size() > 1):
             return MeshAxis(name, size, mine.index(self.rank), None, None)
         group = self._make(rows, mine)
+        if not mine:
+            return MeshAxis(name, 0, 0, None, None)
         return MeshAxis(name, size, mine.index(self.rank), group, self._make(rows, mine) if two else group)
 
     def _make(self, rows: list[list[int]], mine: list[int]) -> dist.ProcessGroup | None:
         # Never shared with another mesh: a model that is dropped may leave a gather in flight, which the next one would get.
         groups = [dist.new_group(row, timeout=self.timeout, backend=self.backend) for row in rows]
-        return groups[rows.index(mine)]
+        if not mine:
+            return None
+        own = groups[rows.index(mine)]
+        self.made.append(own)
+        return own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hf_dist.config import BatchSizes, DistConfig, format_table
+from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -17,12 +18,15 @@ _RESTS = {
 }
 
 
-def start_up_report(sharded: ShardedModel, config: DistConfig, batch: BatchSizes) -> str:
+def start_up_report(
+    sharded: ShardedModel, config: DistConfig, batch: BatchSizes, pipeline: Pipeline | None = None
+) -> str:
     """Plain text, printed once by rank 0."""
     place = sharded.placements
     weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
     parts = {
         "layout": [sharded.mesh.describe(), f"weights {weights}, gradients {grads}, optimizer state {optim}"],
+        **({"pipeline": pipeline.describe()} if pipeline else {}),
         "batch": [_batch(batch)],
         "precision": _aligned(sharded.precision.rows()),
         "units": _units(sharded),

@@ -61,8 +61,9 @@ def model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
 
 
 def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
-    """Parameter -> the dtype it was loaded in, which is the dtype it is saved in."""
-    return {
+    """Parameter -> the dtype it was loaded in, which is the dtype it is saved in; all of them under a pipeline, too."""
+    whole = {name: p.dtype for name, p in sharded.whole.named_parameters()}
+    return whole | {
         slot.name: dtype
         for group in sharded.groups
         for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True)
@@ -71,10 +72,10 @@ def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
 
 def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
     """Names of `state_dict()`; a tensor with two names is written under the first."""
+    dtypes = loaded_dtypes(sharded)
     tensors = [
-        StoredTensor(slot.name, slot.shape, dtype, (Piece.whole(slot.name, slot.numel),))
-        for group in sharded.groups
-        for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True)
+        StoredTensor(name, tuple(p.shape), dtypes[name], (Piece.whole(name, p.numel()),))
+        for name, p in sharded.whole.named_parameters()
     ]
     persistent = set(sharded.model.state_dict(keep_vars=True))
     buffers = [
@@ -83,7 +84,7 @@ def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFile
         if name in persistent
     ]
     tensors += [StoredTensor(b.name, b.shape, b.values.dtype, (Piece.whole(b.name, b.stop),)) for b in buffers]
-    order = {name: i for i, name in enumerate(sharded.model.state_dict(keep_vars=True))}
+    order = {name: i for i, name in enumerate(sharded.whole.state_dict(keep_vars=True))}
     tensors.sort(key=lambda t: order[t.name])
     return ModelFiles(WeightPlan.pack(tensors, max_shard_size=max_shard_size), buffers)
 

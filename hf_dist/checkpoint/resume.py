@@ -77,16 +77,16 @@ def check_readable(directory: Path) -> None:
 
 def restore_random_state(mesh: ParallelMesh, directory: Path, *, seed: int, step: int) -> None:
     """Put this rank's generators where they were; a rank that did not exist then gets a state of its own. Local."""
-    values = read_rank_values(directory / folder.STATE, mesh.dp.rank)
+    values = read_rank_values(directory / folder.STATE, mesh.world.rank)
     if values:
         random_state.restore(values)
     else:
-        random_state.derive(seed, step, mesh.dp.rank)
+        random_state.derive(seed, step, mesh.world.rank)
 
 
 def agree(mesh: ParallelMesh, problem: str | None) -> None:
-    """Raise the first problem of any rank on all of them. Collective over dp."""
-    problems = collectives.all_gather_object(mesh.dp, problem)
+    """Raise the first problem of any rank on all of them. Collective over world."""
+    problems = collectives.all_gather_object(mesh.world, problem)
     first = next((p for p in problems if p), None)
     if first is not None:
         raise CheckpointError(first)

@@ -158,7 +158,7 @@ class CheckpointWriter:
         common: dict[str, Any] = {}
         if request.training_state:
             state = saved_state(engine, pairs, self._take)
-            rank = self.mesh.dp.rank
+            rank = self.mesh.world.rank
             state |= {f"rank.{rank}.{key}": value for key, value in request.own_values.items()}
             common = engine.plain_state()
         if self.in_background and self.mesh.device.type == "cuda":
@@ -202,7 +202,7 @@ class CheckpointWriter:
             self._error.__cause__ = error
 
     def _report(self, final: Path) -> None:
-        if self.mesh.dp.rank == 0:
+        if self.mesh.world.rank == 0:
             nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
             stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
             say(f"{final}: {nbytes / 1e9:.2f} GB written in {self.total_seconds:.1f} s{stall}")

@@ -56,10 +56,11 @@ class Stateful(Protocol):
 
 
 def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, OwnedPart]]:
-    """The parts of all weights that this rank writes. Replicas of a shard group write nothing."""
+    """The parts of all weights that this rank writes. Replicas of a shard group write nothing, nor do later holders of
+    what several pipeline stages hold."""
     if sharded.mesh.dp_replicate.rank > 0:
         return
-    for group in sharded.groups:
+    for group in (g for g in sharded.groups if g.counts):
         start, stop = (position - group.resting[0] for position in group.owned)
         values = group.source[start:stop]
         if group.trainable:  # frozen weights do not change while a copy is being written
@@ -84,7 +85,7 @@ def saved_state(
         return state
     for fragment in engine.fragments.fragments:
         first, last, offset = _owned_interval(fragment)
-        if last == first:
+        if last == first or not fragment.group.counts:
             continue
         slot = fragment.group.layout.slots[fragment.index]
         for key, value in engine.fragments.optimizer.state.get(fragment.tensor, {}).items():

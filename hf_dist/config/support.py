@@ -288,7 +288,6 @@ NOT_YET: Mapping[str, Support] = {
     **rows(f"{_Z}.offload_optimizer", "device", _NO_DEVICE),
     **rows(f"{_Z}.offload_param", "device", _NO_DEVICE),
     **rows("activation_checkpointing", "cpu_checkpointing", later("Remove the key or set it to false.")),
-    **rows("pipeline", "stages", later("Remove the key or set it to 1.", at_most_one)),
     **rows("pipeline", "activation_checkpoint_interval", later("Use gradient_checkpointing of TrainingArguments.")),
     **rows("hf_dist", "tiled_loss", later("Remove the key or set it to false.")),
 }

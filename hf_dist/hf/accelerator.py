@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.operations import recursively_apply
 from torch import nn
 
-from hf_dist import failure
+from hf_dist import collectives, failure
 from hf_dist.build import build_engine, mesh_for
 from hf_dist.config import (
     AutoSources,
@@ -27,10 +29,12 @@ from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf.data import make_seekable
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
+from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.state import full_state_dict
 from hf_dist.launch import detect_launch
 from hf_dist.log import warn_once
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
+from hf_dist.pipelined import Example
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.wrap import containers
 
@@ -63,7 +67,10 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                 "those given to prepare(). The Trainer and hf_dist.initialize make them from the configuration."
             )
         sources = AutoSources(
-            data_world_size=self.num_processes, bf16=False, fp16=False, launcher_precision=str(wanted)
+            data_world_size=self.num_processes // read.pipeline.stages,
+            bf16=False,
+            fp16=False,
+            launcher_precision=str(wanted),
         )
         self._init_dist(resolve(read, sources))
 
@@ -77,13 +84,13 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
 
     def _init_dist(self, config: DistConfig) -> None:
         launch = detect_launch()
-        if launch.world_size != self.num_processes:
+        if launch.world_size != self.state.num_processes:
             raise ConfigError(
                 Problem(
                     "WORLD_SIZE",
                     str(launch.world_size),
-                    f"processes were started by {launch.launcher}, but accelerate sees {self.num_processes}: every process "
-                    "would train alone on the same data",
+                    f"processes were started by {launch.launcher}, but accelerate sees {self.state.num_processes}: every "
+                    "process would train alone on the same data",
                     "On a machine without GPUs set ACCELERATE_USE_CPU=true before starting, or create the "
                     "DistTrainingArguments / DistAccelerator before any other accelerate object.",
                 )
@@ -91,8 +98,22 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         self.dist_config = config
         self.engines: list[Engine] = []
         self.own_model: nn.Module | None = None
+        self.calls_model: Callable[[nn.Module, dict[str, Any]], Any] | None = None
+        """How training calls the model with a batch; None: `model(**batch)`."""
+        self._example_loader: Any = None
         self.timeout: timedelta = DEFAULT_TIMEOUT
         self._mesh: ParallelMesh | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that read different data: the ranks of a pipeline share theirs. Loaders and losses count with it."""
+        stages = self.dist_config.pipeline.stages if "dist_config" in vars(self) else 1
+        return int(self.state.num_processes) // stages
+
+    @property
+    def process_index(self) -> int:
+        """Coordinate among `num_processes`; `is_main_process` still means one process of the job."""
+        return int(self.state.process_index) % self.num_processes
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -145,6 +166,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                 self._batch_sizes(),
                 trainable=trainable,
                 make_optimizer=False,
+                example=Example(lambda: example_from(self._example_loader), self.calls_model),
             )
             self.engines.insert(0 if trainable else len(self.engines), engine)
             if engine.sharded.placements.params is Placement.SHARD and self.mesh.dp_shard.size > 1:
@@ -173,11 +195,33 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """accelerate's, with batches that a resume can seek."""
+        self._example_loader = given = args[0] if args else kwargs["data_loader"]
+        if self.dist_config.pipeline.stages > 1:
+            self._share_data(given)
         loader = super().prepare_data_loader(*args, **kwargs)
         sought = make_seekable(loader)
         if sought is not loader:
             self._dataloaders[:] = [sought if known is loader else known for known in self._dataloaders]
         return sought
+
+    def _share_data(self, loader: Any) -> None:
+        """The ranks of a pipeline read the same batches, each for itself."""
+        if self.dispatch_batches:
+            raise ConfigError(
+                Problem(
+                    "dispatch_batches",
+                    "True",
+                    "one process would deal batches to all others, of which several share a batch when pipeline.stages is "
+                    "above 1",
+                    "Remove it; every process then reads the data itself.",
+                )
+            )
+        self.dataloader_config.dispatch_batches = False
+        init = getattr(loader, "worker_init_fn", None)
+        if isinstance(init, functools.partial) and "rank" in init.keywords:  # HF's: seeds of the workers
+            loader.worker_init_fn = functools.partial(
+                init.func, *init.args, **{**init.keywords, "rank": self.process_index}
+            )
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -202,6 +246,40 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
 
+    def gather(self, tensor: Any) -> Any:
+        """accelerate's, over the data ranks: the ranks of a pipeline hold the same."""
+        if self.dist_config.pipeline.stages == 1:
+            return super().gather(tensor)
+        return recursively_apply(self._gather, tensor, error_on_other_type=True)
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
+        axis, own = self.mesh.dp, rows.view(-1).view(torch.uint8)
+        full = torch.empty(axis.size * own.numel(), dtype=torch.uint8, device=own.device)
+        full[axis.rank * own.numel() : (axis.rank + 1) * own.numel()] = own
+        collectives.all_gather(axis, full).wait()
+        return full.view(tensor.dtype).view(axis.size * rows.shape[0], *rows.shape[1:])
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's, over the data ranks."""
+        if self.dist_config.pipeline.stages == 1 or not (use_gather_object or _has_objects(input_data)):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        rows = [row for rows in collectives.all_gather_object(self.mesh.dp, input_data) for row in rows]
+        last = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
+        return rows[: self.gradient_state.remainder] if last else rows
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """accelerate's, over the data ranks."""
+        if self.dist_config.pipeline.stages == 1 or reduction == "none":
+            return super().reduce(tensor, reduction, scale)
+
+        def one(value: torch.Tensor) -> torch.Tensor:
+            value = value.clone()
+            collectives.all_reduce(self.mesh.dp, value, op=reduction).wait()
+            return value * scale
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Global norm of all trainable parameters before clipping; equal on every rank, whatever `parameters` lists."""
         if norm_type != 2:
@@ -225,3 +303,11 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         if engine is None:
             return dict(super().get_state_dict(model, unwrap))
         return full_state_dict(engine, keep=self.is_main_process)
+
+
+def _has_objects(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return True
+    return False

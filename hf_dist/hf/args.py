@@ -69,6 +69,8 @@ class DistArgsMixin:
         """Resolve what TrainingArguments know; mixed precision is ours from here on."""
         arguments: Any = self
         wanted = arguments.mixed_precision
+        arguments._dist = config  # `world_size` asks it
+        _check_pipeline(self, config)
         sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
         arguments._dist = resolve(config, replace(sources, launcher_precision=wanted))
         report_to_monitors(arguments._dist, self)
@@ -84,6 +86,13 @@ class DistArgsMixin:
             )
         if arguments.n_gpu > 1:  # plain `python` on a machine with several GPUs: one rank, never nn.DataParallel
             arguments._n_gpu = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that read different data: the ranks of a pipeline share theirs. HF counts batches with it."""
+        processes: int = super().world_size  # type: ignore[misc]
+        config: DistConfig | None = getattr(self, "_dist", None)
+        return processes if config is None else processes // config.pipeline.stages
 
     @property
     def dist(self) -> DistConfig | None:
@@ -117,6 +126,28 @@ def _refuse_other_engines(args: Any) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _check_pipeline(args: Any, config: DistConfig) -> None:
+    stages, processes = config.pipeline.stages, detect_launch().world_size
+    if processes % stages:
+        raise ConfigError(
+            Problem(
+                "pipeline.stages",
+                str(stages),
+                f"does not divide the {processes} processes of this job",
+                f"Start a multiple of {stages} processes, or use a divisor of {processes}.",
+            )
+        )
+    if stages > 1 and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
+        raise ConfigError(
+            Problem(
+                "train_sampling_strategy",
+                "batch_rebalance",
+                "deals batches to processes, of which several share a batch when pipeline.stages is above 1",
+                'Use "random" or "group_by_length".',
+            )
+        )
 
 
 def _choose_hardware(args: Any) -> None:

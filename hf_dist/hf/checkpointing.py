@@ -125,7 +125,7 @@ class CheckpointingMixin:
         root = Path(self.args.output_dir)
         found: str | None = None
         problem: str | None = None
-        if self.accelerator.mesh.dp.rank == 0:
+        if self.accelerator.mesh.world.rank == 0:
             folder.recover(root)
             if wanted is not True and wanted != "auto":
                 found = str(wanted)
@@ -138,7 +138,7 @@ class CheckpointingMixin:
                     say(f"resuming from {found}" if found else f"no checkpoint in {root}: starting from the beginning")
                 elif found is None:
                     problem = f"No valid checkpoint found in output directory ({root})"
-        found, problem = collectives.all_gather_object(self.accelerator.mesh.dp, (found, problem))[0]
+        found, problem = collectives.all_gather_object(self.accelerator.mesh.world, (found, problem))[0]
         if problem is not None:
             raise ValueError(problem)
         return found
@@ -236,7 +236,7 @@ class CheckpointingMixin:
             return
         target = Path(self.args.output_dir if output_dir is None else output_dir)
         if self._working is not None and target == self._working[0]:
-            if self.accelerator.mesh.dp.rank == 0:
+            if self.accelerator.mesh.world.rank == 0:
                 self._working[1].write_small_files(target)
             return
         files = trainer_files(self, engine)
@@ -410,6 +410,6 @@ class CheckpointingMixin:
         in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
         if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:
             state = Path(str(checkpoint)) / folder.STATE
-            values = read_rank_values(state, self.accelerator.mesh.dp.rank) if state.is_dir() else None
+            values = read_rank_values(state, self.accelerator.mesh.world.rank) if state.is_dir() else None
             self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]

@@ -132,7 +132,7 @@ class LoopCheckpointsMixin:
                 )
             return Path(output_dir)
         final = self._automatic_root() / f"checkpoint_{project.iteration}"
-        exists = collectives.all_gather_object(self.mesh.dp, final.exists())[0]
+        exists = collectives.all_gather_object(self.mesh.world, final.exists())[0]
         if exists:
             raise ValueError(
                 f"{final} already exists. load_state() continues the numbering; or set "
@@ -147,12 +147,12 @@ class LoopCheckpointsMixin:
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
         root, found = self._automatic_root(), None
-        if self.mesh.dp.rank == 0:
+        if self.mesh.world.rank == 0:
             folder.recover(root)
             found, skipped = folder.newest_complete(root)
             for line in skipped:
                 say(f"{root}: {line}; an older state is used")
-        found = collectives.all_gather_object(self.mesh.dp, found)[0]
+        found = collectives.all_gather_object(self.mesh.world, found)[0]
         if found is None:
             raise ValueError(f"there is no complete state in {root}")
         self.project_configuration.iteration = int(found.name.rpartition("_")[2]) + 1

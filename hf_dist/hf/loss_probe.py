@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist.engine import Engine
 from hf_dist.log import say_once
 
 
@@ -35,9 +36,8 @@ def ignores_num_items(trainer: Any, model: nn.Module, inputs: Any) -> bool:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            count = torch.tensor(7.0, device=trainer.args.device)
-            losses = [_loss(model(**prepared, num_items_in_batch=n)) for n in (count, 2 * count)]
+        count = torch.tensor(7.0, device=trainer.args.device)
+        losses = [_loss_for(trainer.dist_engine, prepared, n) for n in (count, 2 * count)]
     finally:
         model.train(was_training)
     if losses[0] is None or losses[1] is None or not torch.isclose(losses[0].float(), losses[1].float(), rtol=1e-3):
@@ -48,6 +48,10 @@ def ignores_num_items(trainer: Any, model: nn.Module, inputs: Any) -> bool:
         "rows, a mean of the microbatches' means)"
     )
     return True
+
+
+def _loss_for(engine: Engine, prepared: Any, count: torch.Tensor) -> torch.Tensor | None:
+    return engine.evaluate(prepared, lambda model, batch: _loss(model(**batch, num_items_in_batch=count)))
 
 
 def _loss(output: Any) -> torch.Tensor | None:

@@ -31,7 +31,9 @@ def hf_model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFil
     model: Any = sharded.model
     if not hasattr(model, "save_pretrained"):
         return None
-    return _files(sharded, max_shard_size, lambda folder: model.save_pretrained(folder, state_dict=_no_weights(model)))
+    return _files(
+        sharded, max_shard_size, lambda folder: model.save_pretrained(folder, state_dict=_no_weights(sharded))
+    )
 
 
 register(hf_model_files)
@@ -40,18 +42,21 @@ register(hf_model_files)
 def trainer_files(trainer: Any, engine: Engine) -> ModelFiles:
     """What the Trainer's `_save` writes: the model's files, tokenizer or processor, training arguments."""
     size = engine.config.checkpoint.max_shard_size
-    return _files(engine.sharded, size, lambda folder: trainer._save(str(folder), state_dict=_no_weights(engine.model)))
+    return _files(
+        engine.sharded, size, lambda folder: trainer._save(str(folder), state_dict=_no_weights(engine.sharded))
+    )
 
 
-def _no_weights(model: Any) -> dict[str, torch.Tensor]:
+def _no_weights(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """The state dict for HF's own functions, which write everything else. PEFT picks its names, and must find them."""
+    model: Any = sharded.whole
     if isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False):
         return {}
     return {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
 
 
 def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> ModelFiles:
-    plan = weight_plan_for(sharded.model, loaded_dtypes(sharded), max_shard_size)
+    plan = weight_plan_for(sharded.whole, loaded_dtypes(sharded), max_shard_size)
 
     def small_files(folder: Path) -> None:
         # HF's own function writes everything but the weights: it is given none. What it makes of that is thrown away.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist import collectives
 from hf_dist.engine import Engine
 from hf_dist.sharding.gather import full_tensors, gathered, load_full_tensor
 from hf_dist.sharding.runtime import ShardedModel
@@ -22,25 +23,41 @@ def full_state_dict(engine: Engine, keep: bool = True) -> dict[str, torch.Tensor
     Collective: every rank calls it; those with `keep=False` get an empty dict and hold one unit at most. Tied names share
     one tensor, as in `model.state_dict()`.
     """
+    whole = engine.sharded.whole
     names: dict[int, list[str]] = {}
     state: dict[str, torch.Tensor] = {}
-    for name, value in engine.model.state_dict(keep_vars=True).items():
+    for name, value in whole.state_dict(keep_vars=True).items():
         state[name] = value  # fixes the order of keys
         names.setdefault(id(value), []).append(name)
+    aliases = {name: names.get(id(param), []) for name, param in whole.named_parameters()}
     owned: set[str] = set()
-    for group in engine.sharded.groups:
-        for index, (_, tensor) in enumerate(full_tensors(group)):
-            aliases = names.get(id(group.params[index]), [])
-            owned.update(aliases)
-            if keep:
-                host = tensor.detach().to("cpu", copy=True)
-                state.update(dict.fromkeys(aliases, host))
+    for name, tensor in _all_tensors(engine):
+        owned.update(aliases[name])
+        if keep:
+            state.update(dict.fromkeys(aliases[name], tensor.detach().to("cpu", copy=True)))
     if not keep:
         return {}
+    buffers = engine.model.state_dict(keep_vars=True)
     for name, value in state.items():
         if name not in owned and isinstance(value, torch.Tensor):
-            state[name] = value.detach().cpu()
+            state[name] = buffers[name].detach().cpu()
     return state
+
+
+def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter in full, one after the other, also those of other pipeline stages. Collective."""
+    pp = engine.mesh.pp
+    for stage in range(pp.size):
+        groups = [g for g in engine.sharded.groups if g.counts]
+        rows = [
+            (s.name, s.shape, dtype) for g in groups for s, dtype in zip(g.layout.slots, g.loaded_dtypes, strict=True)
+        ]
+        own = (tensor for group in groups for _, tensor in full_tensors(group))
+        for name, shape, dtype in collectives.broadcast_object(pp, rows, stage):
+            tensor = next(own) if stage == pp.rank else torch.empty(shape, dtype=dtype, device=engine.device)
+            if pp.size > 1:
+                collectives.broadcast(pp, tensor.detach().contiguous().view(-1).view(torch.uint8), stage)
+            yield name, tensor
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
+from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.schedules import build_scheduler
 
 
-class DistTrainerMixin(CheckpointingMixin):
+class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
     Active when the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG); otherwise the base's behaviour.
@@ -46,6 +47,7 @@ class DistTrainerMixin(CheckpointingMixin):
         config = resolve(self.dist, self._auto_sources())
         accelerator = DistAccelerator.adopt(self.accelerator, config)
         accelerator.own_model = self.model
+        accelerator.calls_model = lambda model, batch: self.compute_loss(model, dict(batch))  # type: ignore[attr-defined]
         accelerator.timeout = self.args.ddp_timeout_delta
         self.gather_function: Any = accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:

@@ -58,6 +58,11 @@ class FragmentedOptimizer:
             self.param_names.append(names)
             for p in group["params"]:
                 if id(p) not in places:
+                    elsewhere = sharded.pipeline.name_elsewhere(p) if sharded.pipeline else None
+                    if elsewhere is not None:  # another pipeline stage steps it
+                        names.append(elsewhere)
+                        optimizer.state.pop(p, None)
+                        continue
                     raise ModelError(
                         f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
                         "optimizer from the parameters of the model that is prepared with it."

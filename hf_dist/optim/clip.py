@@ -23,9 +23,9 @@ class GradientSummary:
 def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSummary:
     """Norm of `scale` times the reduced gradients, and which parameters had a gradient anywhere.
 
-    Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats. Every rank counts the interval it
-    owns, so shared and replicated elements count once. The flags are read on the host only by a rank that has a parameter
-    without a gradient; on the others nothing waits.
+    Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats; then over pp, of one float. Every
+    rank counts the interval it owns, so shared and replicated elements count once. The flags are read on the host only by a
+    rank that has a parameter without a gradient; on the others nothing waits.
     """
     sharded.finish_gradients()
     mesh = sharded.mesh
@@ -34,7 +34,7 @@ def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSu
     vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
     norms = []
     for g in groups:
-        if g.grad is not None:
+        if g.grad is not None and g.counts:
             first, last = g.owned
             start = first - g.resting[0]
             norms.append(torch.linalg.vector_norm(g.grad[start : start + last - first], dtype=torch.float32))
@@ -43,7 +43,9 @@ def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSu
     if flags:
         vector[1:] = torch.tensor(flags)
     collectives.all_reduce(mesh.dp, vector, op="sum").wait()
-    norm = (vector[0] / mesh.dp_replicate.size).sqrt() * scale
+    squared = vector[:1].clone()
+    collectives.all_reduce(mesh.pp, squared, op="sum").wait()
+    norm = (squared[0] / mesh.dp_replicate.size).sqrt() * scale
     places = [(id(g), i) for g in groups for i in range(len(g.used))]
     missing = [k for k, used in enumerate(flags) if not used]
     if not missing:

@@ -40,8 +40,12 @@ def meta_twin(module: nn.Module, *, real: bool = False) -> nn.Module:
         own = [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]
         for tensor in own:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                data = tensor.detach()
-                twin = data.clone() if real else torch.empty_like(data, device="meta")
+                # From shape and dtype: a parameter that is still in its file is not read for this.
+                twin = (
+                    tensor.detach().clone()
+                    if real
+                    else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                )
                 is_param = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_param else twin
     return copy.deepcopy(module, memo)

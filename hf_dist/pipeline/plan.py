@@ -45,6 +45,8 @@ class StagePlan:
     owners: dict[str, tuple[int, ...]]
     """Parameter, by its name in `named_parameters` of the whole model -> stages that hold it."""
     shared: tuple[SharedParameter, ...]
+    loose: frozenset[str]
+    """Parameters that code around the modules reads itself."""
     in_place: bool = False
     """Write what is received into the stand-ins, so that code around the blocks (a residual past one) sees it too; costs a
     copy. Otherwise it only takes their places among the arguments of blocks."""
@@ -88,6 +90,7 @@ def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
         outside=probe.outside,
         owners=owners,
         shared=tuple(shared),
+        loose=frozenset(name for name, positions in probe.loose_reads.items() if positions),
     )
 
 

@@ -68,8 +68,8 @@ class BlockCall:
 
     module: str
     """Path of the block."""
-    num_leaves: int
-    """Leaves of (args, kwargs), tensors or not."""
+    leaves: tuple[str, ...]
+    """Paths of the leaves of (args, kwargs), tensors or not."""
     arguments: tuple[Argument, ...]
     result: Any
     """What it returns, each tensor replaced by `SameAs`."""
@@ -244,10 +244,14 @@ class _Recorder:
         layout, tensors = before
         self.calls.append(
             BlockCall(
-                path, len(leaves), tuple(arguments), tree_map(template, result, is_leaf=is_leaf), layout,
-                tuple(map(TensorSpec.of, tensors)),
+                module=path,
+                leaves=tuple(keystr(where) for where, _ in leaves),
+                arguments=tuple(arguments),
+                result=tree_map(template, result, is_leaf=is_leaf),
+                collected=layout,
+                collected_specs=tuple(map(TensorSpec.of, tensors)),
             )
-        )  # fmt: skip
+        )
 
     def _number(self, tensor: torch.Tensor) -> int:
         return self._values.setdefault(id(tensor), len(self._values))

@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from hf_dist.errors import ModelError
 from hf_dist.pipeline import collected
@@ -62,6 +71,10 @@ class StagedModel:
         self.plan = plan
         self.stages = tuple(stages)
         self.pass_: StagePass | None = None
+        self.visit: Callable[[str], AbstractContextManager[None]] | None = None
+        """Brings the parameters of a module here for a call outside a pass."""
+        self.alignments: dict[int, tuple[TreeSpec, list[int | None]]] = {}
+        """Call -> (structure of its arguments when last seen, where the leaves of the example are among them)."""
         self._check(model)
         twins = {path: meta_twin(model.get_submodule(path)) for path in self._with_twin()}
         self.stand_ins = {path: StandIn(twin) for path, twin in twins.items()}
@@ -130,6 +143,9 @@ class StagedModel:
         def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             staged = me()
             stage_pass = staged.pass_ if staged is not None else None
+            if staged is not None and stage_pass is None and staged.visit is not None:
+                with staged.visit(path):
+                    return call(*args, **kwargs)
             if stage_pass is None or stage_pass.inside:
                 return call(*args, **kwargs)
             if is_block:
@@ -145,6 +161,7 @@ class StagePass:
     def __init__(self, staged: StagedModel, stage: int, received: Sequence[torch.Tensor]) -> None:
         self.plan = staged.plan
         self.stand_ins = staged.stand_ins
+        self.alignments = staged.alignments
         self.device = staged.placeholders.device
         self.model_name = type(staged.model).__name__
         self.start, self.stop = self.plan.bounds[stage : stage + 2]
@@ -179,18 +196,17 @@ class StagePass:
             raise self._other_path(path, expected)
         self.next_block += 1
         if index < self.start:
-            return self._pass_over(expected, args, kwargs)
+            return self._pass_over(index, args, kwargs)
         if index not in self._ends and self._moved.isdisjoint(expected.values):
             return self._run(call, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
-        if len(leaves) != expected.num_leaves:
-            raise self._other_path(f"{path} with {len(leaves)} arguments", expected)
-        self._substitute(expected, leaves)
+        order = self._align(index, (args, kwargs), spec)
+        self._substitute(expected, leaves, order)
         if index == self.stop:
             raise StageExit(self._hand_over(index))
         if index == self.start:
             collected.restore(self._layout, self._collected)
-        self.enter_block(expected, leaves)
+        self.enter_block(expected, [None if place is None else leaves[place] for place in order])
         args, kwargs = tree_unflatten(leaves, spec)
         return self._run(call, args, kwargs)
 
@@ -201,7 +217,8 @@ class StagePass:
         return self._run(call, args, kwargs)
 
     def enter_block(self, call: BlockCall, leaves: Leaves) -> None:
-        """Called before a block of this stage runs, with its arguments; the plan-time check looks at them."""
+        """Called before a block of this stage runs, with its arguments in the example's order; the plan-time check looks at
+        them."""
 
     def stand_in(self, value: Any) -> Any:
         """Called with every value that stands in for one of an earlier stage; the plan-time check marks them."""
@@ -225,26 +242,52 @@ class StagePass:
         finally:
             self.inside = False
 
-    def _pass_over(self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass_over(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self.plan.calls[index]
         if any(x == SameAs(None) for x in tree_leaves(call.result)):
             return self.stand_in(self.stand_ins[call.module].answer(args, kwargs, self.device))
-        leaves = tree_leaves((args, kwargs), is_leaf=is_leaf)
-        if len(leaves) != call.num_leaves:
-            raise self._other_path(f"{call.module} with {len(leaves)} arguments", call)
-        return self.stand_in(tree_map(lambda x: leaves[x.index or 0] if isinstance(x, SameAs) else x, call.result))
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
+        order = self._align(index, (args, kwargs), spec)
+
+        def argument(leaf: Any) -> Any:
+            if not isinstance(leaf, SameAs):
+                return leaf
+            place = order[leaf.index or 0]
+            if place is None:
+                raise self._other_path(f"{call.module} without {call.leaves[leaf.index or 0]}", call)
+            return leaves[place]
+
+        return self.stand_in(tree_map(argument, call.result))
+
+    def _align(self, index: int, inputs: Any, spec: TreeSpec) -> list[int | None]:
+        """Where the leaves of the example's call are among those of this one; callers may add keywords, or leave out some."""
+        known = self.alignments.get(index)
+        if known is not None and known[0] == spec:
+            return known[1]
+        call = self.plan.calls[index]
+        rows = tree_flatten_with_path(inputs, is_leaf=is_leaf)[0]
+        places = {keystr(where): i for i, (where, _) in enumerate(rows)}
+        order = [places.get(path) for path in call.leaves]
+        missing = [a.path for a in call.arguments if order[a.index] is None]
+        if missing:
+            raise self._other_path(f"{call.module} without {missing[0]}", call)
+        self.alignments[index] = (spec, order)
+        return order
 
     def _other_path(self, found: str, expected: BlockCall | None) -> ModelError:
-        wanted = f"{expected.module} with {expected.num_leaves} arguments" if expected else "over"
+        wanted = f"{expected.module} with {', '.join(expected.leaves)}" if expected else "over"
         return ModelError(
             f"{self.model_name}: a block call is {found}, in the example batch it was {wanted}. Give the splitter an example "
             "batch like those of training, and run the model once per microbatch"
         )
 
-    def _substitute(self, call: BlockCall, leaves: Leaves) -> None:
+    def _substitute(self, call: BlockCall, leaves: Leaves, order: list[int | None]) -> None:
         """Put what was received where this process has a stand-in, and remember what later stages need again."""
         for argument in call.arguments:
+            place = order[argument.index]
+            assert place is not None
             if argument.value in self.held:
-                leaf = leaves[argument.index]
+                leaf = leaves[place]
                 if self.plan.in_place:
                     if id(leaf) not in self._written:
                         leaf.copy_(self.held[argument.value])
@@ -252,9 +295,9 @@ class StagePass:
                         self._replaced[id(leaf)] = (leaf, leaf)
                     continue
                 self._replaced[id(leaf)] = (leaf, self.held[argument.value])  # holds the stand-in: its id stays its own
-                leaves[argument.index] = self.held[argument.value]
+                leaves[place] = self.held[argument.value]
             elif argument.value in self._moved:
-                self.held[argument.value] = leaves[argument.index]
+                self.held[argument.value] = leaves[place]
 
     def _hand_over(self, cut: int) -> list[torch.Tensor]:
         boundary = self.plan.boundaries[self.plan.bounds.index(cut) - 1]

@@ -22,13 +22,13 @@ _SAMPLES = 8
 
 
 def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Raise `ModelError` on every rank when names, shapes, dtypes or `requires_grad` differ. Collective over dp."""
+    """Raise `ModelError` on every rank when names, shapes, dtypes or `requires_grad` differ. Collective over world."""
     rows = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    digests = collectives.all_gather_object(mesh.dp, (digest, len(rows)))
+    digests = collectives.all_gather_object(mesh.world, (digest, len(rows)))
     if len(set(digests)) == 1:
         return
-    everyone = collectives.all_gather_object(mesh.dp, rows)
+    everyone = collectives.all_gather_object(mesh.world, rows)
     other = next(r for r, d in enumerate(digests) if d != digests[0])
     mine, theirs = everyone[0], everyone[other]
     where = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
@@ -44,7 +44,7 @@ def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSource]:
-    """Sources of the parameters that every rank still has in its files, by name. Collective over dp.
+    """Sources of the parameters that every rank still has in its files, by name. Collective over world.
 
     What only some ranks have read (one of them printed a norm) is read by the others too, so that all do the same from here
     on. Raises `CheckpointError` when a rank cannot read its files, `ModelError` when they differ.
@@ -56,12 +56,12 @@ def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSo
     except CheckpointError as error:
         problem = str(error)
     digest = hashlib.sha256(repr(sorted(prints.items())).encode()).hexdigest()
-    said = collectives.all_gather_object(mesh.dp, (digest, problem))
+    said = collectives.all_gather_object(mesh.world, (digest, problem))
     failed = [(rank, text) for rank, (_, text) in enumerate(said) if text]
     if failed:
         raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}")
     if len({digest for digest, _ in said}) > 1:
-        everyone = collectives.all_gather_object(mesh.dp, prints)
+        everyone = collectives.all_gather_object(mesh.world, prints)
         common = set.intersection(*map(set, everyone))
         for name in sorted(common):
             other = next((r for r, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]), None)
@@ -80,24 +80,24 @@ def tell_full_build(model: nn.Module, mesh: ParallelMesh) -> None:
     """One line on what it cost to build the whole model on every rank, where it was not streamed. Call before sharding."""
     sizes = [(p.numel() * p.element_size(), hasattr(p, LAZY)) for p in model.parameters()]
     built = sum(nbytes for nbytes, lazy in sizes if not lazy)
-    if mesh.dp.size > 1 and 2 * built > sum(nbytes for nbytes, _ in sizes):
+    if mesh.world.size > 1 and 2 * built > sum(nbytes for nbytes, _ in sizes):
         say(
-            f"the model was built in full on each of {mesh.dp.size} ranks: {built / 2**20:,.0f} MiB of host memory per rank. "
-            "Call from_pretrained after the DistTrainingArguments were made, or hf_dist.from_pretrained(AutoModel..., ...), "
-            "and each rank reads only its part."
+            f"the model was built in full on each of {mesh.world.size} ranks: {built / 2**20:,.0f} MiB of host memory per "
+            "rank. Call from_pretrained after the DistTrainingArguments were made, or hf_dist.from_pretrained(AutoModel..., "
+            "...), and each rank reads only its part."
         )
 
 
 def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Give every rank the values of rank 0 where they differ (a new head, initialised at random). Collective over dp.
+    """Give every rank the values of rank 0 where they differ (a new head, initialised at random). Collective over world.
 
     A checksum per tensor decides, so nothing is sent when all ranks loaded the same checkpoint. Parameters that are still
     in their files are equal already (`agree_on_sources`).
     """
-    if mesh.dp.size == 1:
+    if mesh.world.size == 1:
         return
     named = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if not hasattr(t, LAZY)]
-    sums = collectives.all_gather_object(mesh.dp, [_checksum(t) for _, t in named])
+    sums = collectives.all_gather_object(mesh.world, [_checksum(t) for _, t in named])
     different = [k for k in range(len(named)) if any(theirs[k] != sums[0][k] for theirs in sums)]
     if not different:
         return
@@ -108,13 +108,13 @@ def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     for k in different:
         tensor = named[k][1].detach()
         on_device = tensor.to(mesh.device).contiguous()
-        collectives.broadcast(mesh.dp, on_device)
+        collectives.broadcast(mesh.world, on_device)
         with torch.no_grad():
             tensor.copy_(on_device)
 
 
 def check_load(model: nn.Module, groups: list[FlatGroup], sources: dict[str, WeightSource], mesh: ParallelMesh) -> None:
-    """Compare what the ranks hold after sharding with the files and with each other. Collective over dp.
+    """Compare what the ranks hold after sharding with the files and with each other. Collective over world.
 
     A few elements of every parameter of `sources`, each from the rank that owns it, against the file read in another way;
     weights that rest replicated, shards of replicas (HSDP) and all buffers by checksum over the ranks.
@@ -140,7 +140,7 @@ def check_load(model: nn.Module, groups: list[FlatGroup], sources: dict[str, Wei
             }
             where = ", ".join(map(str, sorted(owners)))
             problems.append(f"parameter {slot.name} is not what its file says (shard {where})")
-    found = collectives.all_gather_object(mesh.dp, (problems, _checksums(model, rows, mesh)))
+    found = collectives.all_gather_object(mesh.world, (problems, _checksums(model, rows, mesh)))
     problems = [line for lines, _ in found for line in lines] + _differences([sums for _, sums in found])
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""

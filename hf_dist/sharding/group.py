@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.errors import FreedParameterError, ModelError
-from hf_dist.mesh import ParallelMesh
+from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_source
@@ -32,11 +32,14 @@ class FlatGroup:
         placements: StatePlacements,
         mesh: ParallelMesh,
         precision: Precision,
+        holders: MeshAxis | None = None,
     ) -> None:
+        """`holders`: ranks of other pipeline stages that hold the same weights; their gradients are added up."""
         self.params = [p for _, p in params]
         self.mesh = mesh
         self.placements = placements
         self.precision = precision
+        self.holders = holders
         self.trainable = self.params[0].requires_grad
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
@@ -114,6 +117,11 @@ class FlatGroup:
     def owned(self) -> tuple[int, int]:
         """Interval that this rank answers for when every element must be counted once over `dp_shard`."""
         return self.layout.shard(self.mesh.dp_shard.rank)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this pipeline stage answers for the group; of several holders the first one does."""
+        return self.holders is None or self.holders.rank == 0
 
     def fragment(self, slot: ParamSlot) -> tuple[int, int]:
         """Interval of `source` (and of `grad`) that belongs to `slot`; start == stop when none does."""

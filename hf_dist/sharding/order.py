@@ -7,7 +7,7 @@ image in it, an unused tower) still takes part in that unit's collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 
 class IssueOrder:
@@ -65,6 +65,34 @@ class IssueOrder:
         todo = self._order[self._cursor :]
         self._cursor = len(self._order)
         return todo
+
+
+class PassOrders:
+    """The orders of one kind of pass: through the whole model, or through one pipeline stage of it."""
+
+    def __init__(self, units: Iterable[int], in_backward: Container[int], trainable: Container[int]) -> None:
+        """`units`: those of the pass, 0 (the root) first; `in_backward`: whose weights a backward reads."""
+        self.units = list(units)
+        self.forward = IssueOrder(self.units)
+        self.backward = IssueOrder([0, *(u for u in reversed(self.units[1:]) if u in in_backward)])
+        self.reduce = IssueOrder([u for u in reversed(self.units) if u in trainable])
+        self.agreed = False
+        self._in_backward = in_backward
+        self._trainable = trainable
+
+    def agree(self, everyone: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Use what was seen in the first pass by every rank (`seen()`, rank by rank) from the next one on."""
+        self.agreed = True
+        forward, backward, reduce = (merge([ranks[k] for ranks in everyone]) for k in range(3))
+        # Units that no rank has used so far: the data of some rank may use them one day, then all must take part.
+        unused = [u for u in self.units if u not in forward]
+        self.forward.replace(forward, unused)
+        self.backward.replace(backward, (u for u in reversed(unused) if u in self._in_backward))
+        self.reduce.replace(reduce, [u for u in reversed(self.units) if u in self._trainable])
+
+    def seen(self) -> tuple[list[int], list[int], list[int]]:
+        """What this rank reached in its last pass: forward, backward, reduced."""
+        return self.forward.seen, self.backward.seen, self.reduce.seen
 
 
 def merge(orders: Sequence[Sequence[int]]) -> list[int]:

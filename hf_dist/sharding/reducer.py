@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Container
+
+import torch
 
 from hf_dist import collectives
 from hf_dist.collectives import Handle
@@ -25,34 +28,35 @@ class Reducer:
         self.placements = placements
         self.mesh = mesh
         self.max_numel = max_numel
-        self.is_last_microbatch = True
+        self.finishing: Container[int] = range(len(units))
+        """Units whose gradients of the window are complete after the backward under way."""
         self.order = IssueOrder([u.index for u in reversed(units) if u.trainable])
         self._in_flight: deque[tuple[int, Handle]] = deque()  # (elements, handle)
         self._replicating: list[Handle] = []
+        self._held_elsewhere: list[FlatGroup] = []
 
-    @property
-    def _reduces_now(self) -> bool:
-        return self.placements.grads is Placement.SHARD or self.is_last_microbatch
+    def _reduces(self, index: int) -> bool:
+        return self.placements.grads is Placement.SHARD or index in self.finishing
 
     def unit_complete(self, unit: ShardUnit) -> None:
         """All gradients of `unit` are there: reduce what is next in the order, as far as it is complete."""
-        if not self._reduces_now:
+        if not self._reduces(unit.index):
             return
         if unit.index not in self.order.seen:
             self.order.seen.append(unit.index)
-        while (index := self.order.peek()) is not None and self.units[index].complete:
+        while (index := self.order.peek()) is not None and (self.units[index].complete or not self._reduces(index)):
             self.order.advance()
-            self._reduce(self.units[index])
+            if self._reduces(index):
+                self._reduce(self.units[index])
 
     def finish_backward(self) -> None:
         """The units that did not complete on this rank take part all the same, with zeros for what is missing."""
-        if not self._reduces_now:
-            return
         for index in self.order.rest():
-            self._reduce(self.units[index])
+            if self._reduces(index):
+                self._reduce(self.units[index])
         # Reentrant checkpointing runs a backward of its own per call of a unit: what came after the first reduction.
         for unit in self.units:
-            if any(g.partial is not None for g in unit.trainable):
+            if self._reduces(unit.index) and any(g.partial is not None for g in unit.trainable):
                 self._reduce(unit)
 
     def _reduce(self, unit: ShardUnit) -> None:
@@ -64,8 +68,11 @@ class Reducer:
             self._in_flight.popleft()[1].wait()
         for group in unit.trainable:
             handle = group.reduce()
-            if self.is_last_microbatch and self.mesh.dp_replicate.size > 1:
-                handle = Handle([handle], functools.partial(self._replicate, group))
+            if unit.index in self.finishing:
+                if self.mesh.dp_replicate.size > 1:
+                    handle = Handle([handle], functools.partial(self._replicate, group))
+                if group.holders is not None:
+                    self._held_elsewhere.append(group)
             self._in_flight.append((group.layout.numel, handle))
         while self._in_flight and not self.max_numel:
             self._in_flight.popleft()[1].wait()
@@ -76,9 +83,20 @@ class Reducer:
         self._replicating.append(collectives.all_reduce(self.mesh.dp_replicate, group.grad))
 
     def wait(self) -> None:
-        """Until nothing is in flight. Local."""
+        """Until nothing is in flight; then weights that several pipeline stages hold get the sum of their gradients.
+
+        Collective over the holders of such weights, once per window; local otherwise.
+        """
         while self._in_flight:
             self._in_flight.popleft()[1].wait()
         for handle in self._replicating:
             handle.wait()
         self._replicating.clear()
+        for group in self._held_elsewhere:
+            assert group.grad is not None and group.holders is not None
+            used = torch.tensor(group.used, dtype=torch.float32, device=group.grad.device)
+            handles = [collectives.all_reduce(group.holders, t, op="sum") for t in (group.grad, used)]
+            for handle in handles:
+                handle.wait()
+            group.used = (used > 0).tolist()
+        self._held_elsewhere.clear()

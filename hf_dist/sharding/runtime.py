@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +19,34 @@ from torch import nn
 from torch.autograd import Variable
 
 from hf_dist import collectives
-from hf_dist.mesh import ParallelMesh
+from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import refuse_moves
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
-from hf_dist.sharding.order import IssueOrder, merge
+from hf_dist.sharding.order import IssueOrder, PassOrders
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.wrap import LeafModules, build_units, containers
+
+
+@dataclass(frozen=True)
+class PipelineShare:
+    """What a rank holds of a model that is cut into pipeline stages."""
+
+    names: Sequence[Container[str]]
+    """Of every stage of this rank, first to last: the parameters."""
+    holders: Mapping[str, MeshAxis]
+    """Parameters that other ranks of the pipeline hold, too."""
+    elsewhere: Mapping[str, weakref.ref[nn.Parameter]]
+    """The parameters of other ranks' stages: an optimizer may have been made over them."""
+    whole: nn.Module
+    """The model before the cut, on meta: names, shapes and dtypes of everything."""
+
+    def name_elsewhere(self, param: nn.Parameter) -> str | None:
+        """The name of a parameter that another stage holds."""
+        return next((name for name, ref in self.elsewhere.items() if ref() is param), None)
 
 
 class ShardedModel:
@@ -43,12 +63,14 @@ class ShardedModel:
         gather_numel: int = 500_000_000,
         reduce_numel: int = 500_000_000,
         leaf_modules: LeafModules = ((), (), ()),
+        pipeline: PipelineShare | None = None,
     ) -> None:
         """Shard `model` in place. Collective: every rank of the mesh, with the same model.
 
         `prefetch_numel`: elements gathered ahead of their use (at least one unit, 0 for none); `gather_numel`: elements of
         weight gathers in flight after a step; `reduce_numel`: elements of gradient reductions in flight, 0 to wait for
-        each at once; `leaf_modules`: class names, module names and name endings that are units whatever the structure.
+        each at once; `leaf_modules`: class names, module names and name endings that are units whatever the structure;
+        `pipeline`: the stages of a pipeline that this rank runs; `model` then has their parameters only.
         """
         self.model = model
         self.mesh = mesh
@@ -56,14 +78,15 @@ class ShardedModel:
         self.precision = precision
         self.prefetch_numel = prefetch_numel
         self.gather_numel = gather_numel
-        self.units = build_units(model, placements, mesh, precision, leaf_modules)
+        self.pipeline = pipeline
+        self.units = build_units(
+            model, placements, mesh, precision, leaf_modules, pipeline.holders if pipeline else None
+        )
         self.root = self.units[0]
         self.reducer = Reducer(self.units, placements, mesh, reduce_numel)
-        indices = range(len(self.units))
-        backward = [u.index for u in reversed(self.units[1:]) if u.needed_in_backward]
-        self.forward_order = IssueOrder(indices)
-        self.backward_order = IssueOrder([0, *backward])
-        self._agreed = False
+        self.passes = self._build_passes()
+        """One, or one for every pipeline stage of this rank."""
+        self.select_pass(0)
         self._depth = 0  # how many modules that contain every unit are in their forward
         self._in_backward = False
         self._num_backwards = 0
@@ -73,11 +96,34 @@ class ShardedModel:
     @property
     def is_last_microbatch(self) -> bool:
         """Whether the next backward ends its accumulation window; set it before every backward."""
-        return self.reducer.is_last_microbatch
+        return bool(self.reducer.finishing)
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self.reducer.is_last_microbatch = value
+        self.reducer.finishing = range(len(self.units)) if value else ()
+
+    def _build_passes(self) -> list[PassOrders]:
+        in_backward = {u.index for u in self.units if u.needed_in_backward}
+        trainable = {u.index for u in self.units if u.trainable}
+        stages = self.pipeline.names if self.pipeline else [None]
+        return [PassOrders(self._units_of(names), in_backward, trainable) for names in stages]
+
+    def _units_of(self, names: Container[str] | None) -> list[int]:
+        return [
+            u.index
+            for u in self.units
+            if u.is_root or names is None or any(s.name in names for g in u.groups for s in g.layout.slots)
+        ]
+
+    def select_pass(self, number: int) -> None:
+        """The passes from now on are of this kind (a position in `passes`): another pipeline stage. Local."""
+        self.orders = self.passes[number]
+        self.reducer.order = self.orders.reduce
+
+    @property
+    def whole(self) -> nn.Module:
+        """The model with all its parameters; on meta where this rank holds only some pipeline stages."""
+        return self.pipeline.whole if self.pipeline else self.model
 
     @property
     def groups(self) -> list[FlatGroup]:
@@ -135,10 +181,10 @@ class ShardedModel:
         if self._in_backward:  # the last backward raised; what it left behind belongs to no step
             self._in_backward = False
             self.drop_gradients()
-        self.forward_order.restart()
-        self._issue(self.forward_order.reach(0))
+        self.orders.forward.restart()
+        self._issue(self.orders.forward.reach(0))
         self.root.wait_unshard()
-        self._prefetch(self.forward_order, 0)
+        self._prefetch(self.orders.forward, 0)
         return self._cast_inputs(args, kwargs)
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
@@ -160,8 +206,8 @@ class ShardedModel:
         tensors = differentiable(output) or inside_object(output)
         # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
         # rank's data reached it: a rank that holds weights which another has freed would skip a gather.
-        keep = {0, self.forward_order.last} if tensors and torch.is_grad_enabled() else set()
-        for index in self.forward_order.rest():  # units that only other ranks' data may have used
+        keep = {0, self.orders.forward.last} if tensors and torch.is_grad_enabled() else set()
+        for index in self.orders.forward.rest():  # units that only other ranks' data may have used
             self.units[index].unshard()
             if index not in keep:
                 self.units[index].reshard()
@@ -181,9 +227,9 @@ class ShardedModel:
         if _recomputing():
             self._regather(unit)
         elif self._depth > 0:
-            self._issue(self.forward_order.reach(unit.index))
+            self._issue(self.orders.forward.reach(unit.index))
             unit.wait_unshard()
-            self._prefetch(self.forward_order, unit.index)
+            self._prefetch(self.orders.forward, unit.index)
         else:
             unit.unshard()
             unit.wait_unshard()
@@ -195,9 +241,9 @@ class ShardedModel:
         The reentrant kind hides a unit's outputs from autograd, so this may be the first that backward hears of it.
         """
         self._begin_backward()
-        self._issue(self.backward_order.reach(unit.index))
+        self._issue(self.orders.backward.reach(unit.index))
         unit.wait_unshard()
-        self._prefetch(self.backward_order, unit.index)
+        self._prefetch(self.orders.backward, unit.index)
 
     def _watch_inputs(self, unit: ShardUnit, args: Any, kwargs: Any) -> Any:
         """Route differentiable inputs through an identity that tells when the call's backward has reached them."""
@@ -229,7 +275,7 @@ class ShardedModel:
             self._watch_outputs(unit, tensors, self._call)
         # The last unit's backward comes next, its weights may stay: `_leave` decides. (Before the ranks agreed this is a
         # guess.) A recomputed forward is followed by its backward at once.
-        if not _recomputing() and not (self._depth > 0 and self.forward_order.last == unit.index):
+        if not _recomputing() and not (self._depth > 0 and self.orders.forward.last == unit.index):
             unit.reshard()
 
     def _watch_outputs(self, unit: ShardUnit, tensors: list[torch.Tensor], call: Call) -> None:
@@ -246,15 +292,33 @@ class ShardedModel:
     # ----------------------------------------------------------------- backward
 
     def _begin_backward(self) -> None:
-        if self._in_backward:
+        if self._in_backward or self.pipeline is not None:
             return
+        self._start_backward()
+        Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _start_backward(self) -> None:
         self._in_backward = True
         self._num_backwards += 1
-        self.backward_order.restart()
+        self.orders.backward.restart()
         self.reducer.order.restart()
         for unit in self.units:
             unit.begin_backward()
-        Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def begin_backward(self, finishing: Container[int]) -> None:
+        """Of a pipeline stage and microbatch, before autograd runs: a stage may take several runs for one backward.
+
+        `finishing`: units whose gradients are complete after it. Select the stage's pass first. Collective over dp_shard.
+        """
+        self.reducer.finishing = finishing
+        self._start_backward()
+        # A stage that sends tensors on has no output of the root module on which a gradient could arrive.
+        self._issue(self.orders.backward.reach(0))
+        self.root.wait_unshard()
+
+    def end_backward(self) -> None:
+        """After it. Collective over dp."""
+        self._finish_backward()
 
     def _pre_backward(self, unit: ShardUnit, call: Call) -> None:
         """The first gradient arrived at the outputs of one call of `unit`."""
@@ -265,9 +329,9 @@ class ShardedModel:
         unit.open_calls += call.has_inputs
         if not unit.needed_in_backward:
             return
-        self._issue(self.backward_order.reach(unit.index))
+        self._issue(self.orders.backward.reach(unit.index))
         unit.wait_unshard()
-        self._prefetch(self.backward_order, unit.index)
+        self._prefetch(self.orders.backward, unit.index)
 
     def _inputs_reached(self, unit: ShardUnit, call: Call) -> None:
         if call.started_in == self._num_backwards:
@@ -293,27 +357,16 @@ class ShardedModel:
         """Runs when autograd is through: units that did not complete on this rank still take part."""
         if not self._in_backward:
             return
-        for index in self.backward_order.rest():
+        for index in self.orders.backward.rest():
             self.units[index].unshard()
             self.units[index].reshard()
         self.reducer.finish_backward()
         for unit in self.units:
             unit.reshard()
         self._in_backward = False
-        if not self._agreed:
-            self._agree()
-
-    def _agree(self) -> None:
-        """After the first backward all ranks use the order that was seen. Collective over dp."""
-        self._agreed = True
-        seen = (self.forward_order.seen, self.backward_order.seen, self.reducer.order.seen)
-        everyone = collectives.all_gather_object(self.mesh.dp, seen)
-        forward, backward, reduce = (merge([ranks[k] for ranks in everyone]) for k in range(3))
-        # Units that no rank has used so far: the data of some rank may use them one day, then all must take part.
-        unused = [u.index for u in self.units if u.index not in forward]
-        self.forward_order.replace(forward, unused)
-        self.backward_order.replace(backward, (i for i in reversed(unused) if self.units[i].needed_in_backward))
-        self.reducer.order.replace(reduce, [u.index for u in reversed(self.units) if u.trainable])
+        if not self.orders.agreed:
+            # After the first backward all ranks use the order that was seen.
+            self.orders.agree(collectives.all_gather_object(self.mesh.dp, self.orders.seen()))
 
     # ------------------------------------------------------------------- issuing
 
@@ -334,8 +387,23 @@ class ShardedModel:
 
     # --------------------------------------------------------------------- step
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, weights that were gathered stay: one gather for all microbatches. Freed at the end. Local."""
+        for group in self.groups:
+            group.pins += 1
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.pins -= 1
+                group.reshard()
+
     def finish_gradients(self) -> None:
-        """Wait for all reductions; after this `group.grad` is the mean over all data ranks. Local."""
+        """Wait for all reductions; after this `group.grad` is the mean over all data ranks.
+
+        Local, but for weights that several pipeline stages hold (`Reducer.wait`).
+        """
         self.reducer.wait()
 
     def drop_gradients(self) -> None:
@@ -350,7 +418,8 @@ class ShardedModel:
         Collective over dp_shard at stages 1 and 2. Each unit waits for its own gather just before it is read.
         """
         in_flight: deque[ShardUnit] = deque()
-        order = dict.fromkeys([*self.forward_order.units, *range(len(self.units))])
+        seen = [index for orders in self.passes for index in orders.forward.units]
+        order = dict.fromkeys([*seen, *range(len(self.units))])
         for unit in (self.units[i] for i in order):
             for group in unit.groups:
                 group.weights_changed()

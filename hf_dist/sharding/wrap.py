@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
-from hf_dist.mesh import ParallelMesh
+from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.placement import StatePlacements
 from hf_dist.sharding.precision import Precision
@@ -69,8 +69,12 @@ def build_units(
     mesh: ParallelMesh,
     precision: Precision,
     leaf: LeafModules = ((), (), ()),
+    holders: Mapping[str, MeshAxis] | None = None,
 ) -> list[ShardUnit]:
-    """Flatten all parameters of `model` into units; unit 0 is the root. Rearranges memory, keeps the parameter objects."""
+    """Flatten all parameters of `model` into units; unit 0 is the root. Rearranges memory, keeps the parameter objects.
+
+    `holders`: parameters that other pipeline stages hold, too. They are groups of their own, so that the layouts are equal.
+    """
     _check_materialized(model)
     modules = find_unit_modules(model, leaf)
     inside: dict[nn.Parameter, set[str]] = defaultdict(set)
@@ -90,7 +94,10 @@ def build_units(
     for path, named in members.items():
         if not named and path:
             continue
-        groups = [FlatGroup(g, placements, mesh, precision) for g in _groups(named, precision)]
+        groups = [
+            FlatGroup(g, placements, mesh, precision, (holders or {}).get(g[0][0]))
+            for g in _groups(named, precision, holders or {})
+        ]
         used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
         units.append(ShardUnit(len(units), path, used_by, groups, is_root=not path))
     return units
@@ -113,10 +120,13 @@ def _direct_owners(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Modul
     return [m for m in model.modules() if any(p in params for p in m.parameters(recurse=False))]
 
 
-def _groups(named: list[tuple[str, nn.Parameter]], precision: Precision) -> list[list[tuple[str, nn.Parameter]]]:
-    groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+def _groups(
+    named: list[tuple[str, nn.Parameter]], precision: Precision, holders: Mapping[str, MeshAxis]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    groups: dict[tuple[torch.dtype, bool, int], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in named:
-        groups[precision.compute_dtype(name, p.dtype), p.requires_grad].append((name, p))
+        shared = id(holders[name]) if name in holders else 0
+        groups[precision.compute_dtype(name, p.dtype), p.requires_grad, shared].append((name, p))
     return list(groups.values())
 
 

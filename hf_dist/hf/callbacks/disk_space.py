@@ -34,9 +34,9 @@ class DiskSpaceCallback(TrainerCallback):
         nbytes = checkpoint_nbytes(engine, with_state=not args.save_only_model)
         limit = args.save_total_limit
         problem = None
-        if engine.mesh.dp.rank == 0:
+        if engine.mesh.world.rank == 0:
             problem = _shortage(Path(args.output_dir), nbytes, limit if limit and limit > 0 else None)
-        problem = collectives.all_gather_object(engine.mesh.dp, problem)[0]
+        problem = collectives.all_gather_object(engine.mesh.world, problem)[0]
         if problem is not None:
             raise CheckpointError(problem)
 

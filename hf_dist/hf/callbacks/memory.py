@@ -37,7 +37,7 @@ class MemoryCallback(LogCallback):
         """The largest peak of all ranks and the rank that had it (the lowest of several). Collective over `dp`."""
         engine = self.engine
         assert engine is not None
-        peaks: list[int] = collectives.all_gather_object(engine.mesh.dp, peak_nbytes(engine.device))
+        peaks: list[int] = collectives.all_gather_object(engine.mesh.world, peak_nbytes(engine.device))
         if not self._keeps_peak:
             reset_peak(engine.device)
         largest = max(peaks)

@@ -1,0 +1,88 @@
+"""The Trainer over pipeline stages: the accumulation window is the pipeline's batch; evaluation goes through the stages, too.
+
+HF's own `training_step` and `prediction_step` run on every stage, and leave at its end: losses, label smoothing, overrides of
+`compute_loss` stay the Trainer's. `accelerator.backward` hands the loss to the schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hf_dist.checkpoint import random_state
+from hf_dist.engine import Engine
+from hf_dist.errors import ModelError
+
+__all__ = ["PipelineMixin", "example_from"]
+
+_ROWS = 2
+
+
+class PipelineMixin:
+    """Overrides of the Trainer for `pipeline.stages` above 1; part of `DistTrainerMixin`."""
+
+    args: Any
+    accelerator: Any
+    _window: list[Any]
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """HF's; under a pipeline the window's microbatches are kept until the last one, which runs and reports them all."""
+        engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
+        if engine is None or engine.pipeline is None:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            return loss
+        self._window = [*getattr(self, "_window", ()), self._prepare_inputs(inputs)]  # type: ignore[attr-defined]
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=engine.device)
+        window, self._window = self._window, []
+        step = super().training_step  # type: ignore[misc]
+        # Copies: losses may take the labels out of their batch, and a rank with several stages runs each batch several times.
+        return engine.run_window(window, lambda model, batch: step(model, _copy(batch), num_items_in_batch))
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """HF's; under a pipeline every rank gets what the last stage computed."""
+        engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
+        step = super().prediction_step  # type: ignore[misc]
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        if engine is None or engine.pipeline is None or generates:
+            return step(model, inputs, prediction_loss_only, *args, **kwargs)
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        return engine.evaluate(
+            inputs, lambda model, batch: step(model, _copy(batch), prediction_loss_only, *args, **kwargs)
+        )
+
+
+def _copy(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def example_from(loader: DataLoader[Any] | None) -> dict[str, Any]:
+    """A small batch of `loader`, without moving it: two rows of its dataset through its collator. Local.
+
+    Random states are put back. Raises `ModelError` when there is no loader, or when it has no rows.
+    """
+    if loader is None:
+        raise ModelError(
+            "pipeline.stages is above 1, and the model is prepared before any data loader: the stages are planned with a batch "
+            "of the data. Prepare the loader first, or in the same call."
+        )
+    before = random_state.capture()
+    try:
+        dataset: Any = loader.dataset
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            rows = [dataset[i] for i in range(min(_ROWS, len(dataset)))]
+        else:
+            rows = list(itertools.islice(iter(dataset), _ROWS))
+        if not rows:
+            raise ModelError("pipeline.stages is above 1, and the dataset is empty: nothing to plan the stages with")
+        collate: Any = loader.collate_fn
+        return dict(collate(rows))
+    finally:
+        random_state.restore(before)

@@ -1,0 +1,311 @@
+"""Pipeline stages at work on sharded weights: a window of microbatches through a schedule, with every ZeRO stage.
+
+Below this file `pipeline/` knows nothing of sharding and `sharding/` nothing of schedules; here they meet. Weights are
+gathered once per window and kept, gradients are accumulated locally, and each unit is reduced inside the last backward that
+adds to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_dist import collectives
+from hf_dist.config.sections import PipelineConfig
+from hf_dist.errors import ModelError
+from hf_dist.log import warn_once
+from hf_dist.mesh import ParallelMesh
+from hf_dist.pipeline import (
+    Hooks,
+    P2PTransport,
+    PlannedSplit,
+    Schedule,
+    ScheduleRun,
+    StagedModel,
+    add_communication,
+    forward_only,
+    make_channels,
+    make_schedule,
+    plan_stages,
+    simulate,
+)
+from hf_dist.pipeline.meta import meta_twin
+from hf_dist.pipeline.visit import Visits
+from hf_dist.sharding.runtime import PipelineShare, ShardedModel
+
+__all__ = ["CutModel", "Example", "Pipeline", "cut_model", "example_of"]
+
+_CHECKED_STEPS = 8
+_CHECK_EVERY = 64
+"""On a GPU, where comparing the batches makes the host wait, it is done in the first steps and then now and then."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A batch like those of training (rank 0's counts), and how training calls the model with one."""
+
+    batch: Callable[[], dict[str, Any]]
+    run: Callable[[nn.Module, dict[str, Any]], Any] | None = None
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model of which this rank holds its stages."""
+
+    split: PlannedSplit
+    staged: StagedModel
+    share: PipelineShare
+    visits: Visits
+
+
+def cut_model(model: nn.Module, config: PipelineConfig, mesh: ParallelMesh, example: Example) -> CutModel:
+    """Plan the stages and drop the parameters of other ranks' stages from `model`, in place. Collective over world.
+
+    Nothing is read of weights that are still in their files. Raises `ModelError` when the model cannot be split rightly,
+    `TopologyError` for a partition that is not possible.
+    """
+    batch = collectives.broadcast_object(mesh.world, example.batch() if mesh.world.rank == 0 else None)
+    num_stages = config.stages * config.virtual_stages
+    split = plan_stages(model, batch, num_stages, method=config.partition_method, run=example.run)
+    plans = collectives.all_gather_object(mesh.world, (split.plan.bounds, sorted(split.plan.owners.items())))
+    if any(plan != plans[0] for plan in plans):
+        raise ModelError("the ranks cut the model differently; build it from the same configuration on every rank")
+    stages = tuple(range(mesh.pp.rank, num_stages, mesh.pp.size))
+    holders = {}
+    for shared in split.plan.shared:
+        ranks = sorted({stage % mesh.pp.size for stage in shared.stages})
+        axis = mesh.holders(ranks) if len(ranks) > 1 else None
+        if axis is not None and mesh.pp.rank in ranks:
+            holders[shared.names[0]] = axis
+    whole = meta_twin(model)
+    references = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    visits = Visits(model, split.plan, mesh.pp)
+    staged = StagedModel(model, split.plan, stages)
+    staged.visit = visits
+    names = [frozenset(split.plan.names_of(stage)) for stage in stages]
+    kept = frozenset[str]().union(*names)
+    elsewhere = {name: ref for name, ref in references.items() if name not in kept}
+    return CutModel(split, staged, PipelineShare(names, holders, elsewhere, whole), visits)
+
+
+def example_of(model: nn.Module) -> dict[str, Any]:
+    """A small batch made from what an HF model says of itself: `dummy_inputs`, and labels for its loss.
+
+    Raises `ModelError` for a model that says nothing.
+    """
+    inputs = dict(getattr(model, "dummy_inputs", None) or {})
+    if not inputs:
+        raise ModelError(
+            f"{type(model).__name__} is to be cut into pipeline stages, and nothing tells what it is called with: pass "
+            "example_batch={...} (keyword arguments, one or two rows) to hf_dist.initialize"
+        )
+    main = getattr(model, "main_input_name", "input_ids")
+    if main == "input_ids" and "input_ids" in inputs and "labels" not in inputs:
+        config: Any = model.config
+        per_row = "ForSequenceClassification" in type(model).__name__
+        rows = inputs["input_ids"].shape[:1] if per_row else inputs["input_ids"].shape
+        inputs["labels"] = torch.zeros(rows, dtype=torch.long)
+        inputs["input_ids"] = inputs["input_ids"].clamp(max=max(config.get_text_config().vocab_size - 1, 0))
+    return inputs
+
+
+def refuse_state_dict(model: nn.Module) -> None:
+    """`model.state_dict()` would silently be a part of the model (and `save_pretrained` a part of a checkpoint)."""
+
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not prefix and not keep_vars:  # our own code, which knows, keeps the parameters as they are
+            raise ModelError(
+                f"{type(module).__name__}.state_dict() on a pipeline rank has the parameters of its stages only. Use "
+                "trainer.save_model(), engine.save_checkpoint() or accelerator.get_state_dict(model), which every rank calls."
+            )
+
+    model.register_state_dict_pre_hook(refuse)
+
+
+class Pipeline:
+    """The stages of this rank, ready to run. Every rank of a pipeline makes the same calls with the same microbatches."""
+
+    def __init__(self, cut: CutModel, sharded: ShardedModel, config: PipelineConfig) -> None:
+        """Make the channels between stages. Collective over world."""
+        self.split = cut.split
+        self.sharded = sharded
+        self.config = config
+        self.mesh = mesh = sharded.mesh
+        self.staged = cut.staged
+        cut.visits.compute_dtype = sharded.precision.compute_dtype
+        units = {slot.name: unit for unit in sharded.units for group in unit.groups for slot in group.layout.slots}
+
+        def make_readable(name: str) -> None:
+            units[name].unshard()
+            units[name].wait_unshard()
+
+        cut.visits.make_readable = make_readable
+        channels = make_channels(
+            mesh.pipelines, ring=config.virtual_stages > 1, backend=mesh.backend, timeout=mesh.timeout
+        )
+        mesh.groups.extend(ends.group for ends in channels.values())
+        self.transport = P2PTransport(channels, mesh.device)
+        refuse_state_dict(sharded.model)
+        self._schedules: dict[tuple[bool, int], Schedule] = {}
+        self._steps = 0
+
+    @property
+    def last(self) -> int:
+        """Coordinate of the rank with the last stage, which has the loss."""
+        return (self.split.plan.num_stages - 1) % self.mesh.pp.size
+
+    def schedule(self, num_microbatches: int, train: bool = True) -> Schedule:
+        """What every rank does with that many microbatches, sends and receives included."""
+        key = (train, num_microbatches)
+        if key not in self._schedules:
+            size, virtual = self.mesh.pp.size, self.config.virtual_stages
+            if train:
+                plain = make_schedule(self.config.schedule, size, num_microbatches, virtual)
+                if num_microbatches < size:
+                    warn_once(
+                        f"{num_microbatches} microbatches per step on {size} pipeline stages: {simulate(plain).bubble:.0%} of "
+                        "the time the ranks wait. Raise gradient_accumulation_steps to four times the stages or more."
+                    )
+            else:
+                plain = forward_only(size, num_microbatches, virtual)
+            self._schedules[key] = add_communication(plain)
+        return self._schedules[key]
+
+    def train(self, microbatches: Sequence[Any], function: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+        """Forward and backward of one window; gradients are then in the sharded model, reduced.
+
+        `function(model, microbatch)` runs the model once and returns the loss to differentiate, already divided by what
+        the window's loss is a mean over. Only the rank of the last stage gets that far. Collective over world.
+        """
+        schedule = self.schedule(len(microbatches))
+        run = ScheduleRun(
+            self.staged,
+            schedule,
+            self.mesh.pp.rank,
+            self.transport,
+            _ZeroHooks(self.sharded, schedule, self.mesh.pp.rank),
+        )
+        held = nullcontext() if self.config.reshard_per_microbatch else self.sharded.held()
+        with self._random_numbers(), held:
+            run.run(microbatches, function)
+        self._steps += 1
+
+    def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
+        """What `function(model, batch)` returns on the last stage, on every rank of the pipeline; no gradient.
+
+        Collective over pp. Tensors in it (in lists, tuples and dicts) are sent, the rest is pickled.
+        """
+        run = ScheduleRun(self.staged, self.schedule(1, train=False), self.mesh.pp.rank, self.transport, _selects(self))
+        results = run.run([batch], function)
+        return self._from_last(results[0])
+
+    def share_loss(self, values: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
+        """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp.
+
+        Compares the batches of the ranks on the way: raises `ModelError` where one has read other data than the last stage.
+        """
+        checks = self.mesh.device.type == "cpu" or self._steps <= _CHECKED_STEPS or self._steps % _CHECK_EVERY == 0
+        message = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.pp.rank == self.last:
+            message[0] = torch.stack([v.detach().double().reshape(()) for v in values]).sum()
+        own = _digest(microbatches).to(message) if checks else message[1]
+        message[1] = own
+        collectives.broadcast(self.mesh.pp, message, self.last)
+        if checks and not torch.equal(own, message[1]):
+            raise ModelError(
+                f"the rank of pipeline stage {self.mesh.pp.rank} reads other data than that of the last stage: every rank of a "
+                "pipeline needs the same batches in the same order. Use the same seed on all ranks, and a sampler or collator "
+                "that draws from torch, numpy or Python generators only."
+            )
+        return message[0].float()
+
+    def _from_last(self, value: Any) -> Any:
+        is_last = self.mesh.pp.rank == self.last
+        shapes = tree_map(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)
+        shapes = collectives.broadcast_object(self.mesh.pp, shapes if is_last else None, self.last)
+        own = iter(tree_leaves(value)) if is_last else None
+
+        def arrive(row: Any) -> Any:
+            leaf = next(own) if own is not None else None
+            if not isinstance(row, _Tensor):
+                return row
+            device = self.mesh.device
+            tensor = (
+                torch.empty(row.shape, dtype=row.dtype, device=device) if leaf is None else leaf.detach().contiguous()
+            )
+            collectives.broadcast(self.mesh.pp, tensor.view(-1).view(torch.uint8), self.last)
+            return tensor
+
+        return tree_map(arrive, shapes)
+
+    @contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        """Dropout draws another stream on every stage, and leaves the generators alike on all: collators draw from them."""
+        seed = int(torch.randint(2**62, ()))
+        with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
+            torch.manual_seed(seed + self.mesh.pp.rank)
+            yield
+
+    def describe(self) -> list[str]:
+        """For the start-up report: stages, schedule, bubble."""
+        name, virtual = self.config.schedule, self.config.virtual_stages
+        often = f", {virtual} stages per rank" if virtual > 1 else ""
+        return [f"{name} on {self.mesh.pp.size} ranks{often}", *self.split.describe().splitlines()]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _digest(microbatches: Sequence[Any]) -> torch.Tensor:
+    """A number that differs when the first microbatches do; the tensors stay where they are."""
+    tensors = [t for t in tree_leaves(microbatches) if isinstance(t, torch.Tensor) and t.numel()]
+    total = torch.zeros((), dtype=torch.float64)
+    for i, tensor in enumerate(tensors):
+        flat = tensor.detach().reshape(-1)[:4096].double().nan_to_num()
+        weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+        total = total.to(flat.device) + (i + 1) * torch.dot(flat, weights) / weights.numel()
+    return total
+
+
+class _ZeroHooks(Hooks):
+    """Tells the sharded model which stage runs, and which units a backward finishes."""
+
+    def __init__(self, sharded: ShardedModel, schedule: Schedule, rank: int) -> None:
+        self.sharded = sharded
+        self.numbers = {stage: number for number, stage in enumerate(schedule.stages_of(rank))}
+        self.open = set(self.numbers.values())
+        """Passes that have a backward before them."""
+
+    def before_forward(self, stage: int, microbatch: int) -> None:
+        """The passes of this stage's units."""
+        self.sharded.select_pass(self.numbers[stage])
+
+    def before_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
+        """In the last backward of a stage its units are reduced; those of several stages in the last one of all."""
+        number = self.numbers[stage]
+        self.sharded.select_pass(number)
+        finishing: set[int] = set()
+        if is_last:
+            self.open.discard(number)
+            finishing = set(self.sharded.passes[number].units)
+            for other in self.open:
+                finishing -= set(self.sharded.passes[other].units)
+        self.sharded.begin_backward(finishing)
+
+    def after_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
+        """Units that got no gradient take part all the same."""
+        self.sharded.end_backward()
+
+
+def _selects(pipeline: Pipeline) -> Hooks:
+    return _ZeroHooks(pipeline.sharded, pipeline.schedule(1, train=False), pipeline.mesh.pp.rank)

@@ -1,0 +1,151 @@
+"""Five steps on pipeline stages x data ranks, and the same in one process with plain torch on the same microbatches."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.parity.train import CLIP, EPS, LR, STEPS
+from tests.pipeline.zoo import make_microbatches, make_model
+
+
+@dataclass(frozen=True)
+class PipelineCase:
+    """One cell: `microbatches` per data rank and step."""
+
+    family: str = "Llama"
+    pp: int = 2
+    dp: int = 1
+    stage: int = 0
+    schedule: str = "1f1b"
+    virtual: int = 1
+    microbatches: int = 4
+    tied: bool = False
+    checkpointing: bool = False
+    reshard: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("tied", "checkpointing", "reshard") if getattr(self, name)]
+        often = f"x{self.virtual}" if self.virtual > 1 else ""
+        shape = [self.family, f"pp{self.pp}", f"dp{self.dp}", f"z{self.stage}", self.schedule + often]
+        return "-".join([*shape, f"m{self.microbatches}", *flags])
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.pp * self.dp
+
+    @property
+    def work(self) -> tuple[str, int, bool, bool]:
+        """What the reference depends on."""
+        return self.family, self.microbatches * self.dp, self.tied, self.checkpointing
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The JSON."""
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.microbatches,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": self.stage},
+            "pipeline": {
+                "stages": self.pp,
+                "schedule": self.schedule,
+                "virtual_stages": self.virtual,
+                "reshard_per_microbatch": self.reshard,
+            },
+        }
+
+
+def build(family: str, tied: bool, checkpointing: bool) -> nn.Module:
+    """Blocks enough for every cell: 8 for Llama, what the zoo has for others."""
+    if family != "Llama":
+        return make_model(family, tied=tied, checkpointing=checkpointing)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=101, hidden_size=32, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=48, use_cache=False, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def step_batches(family: str, count: int, step: int) -> list[dict[str, torch.Tensor]]:
+    """Ragged microbatches of the whole window, other ones in every step."""
+    return make_microbatches(family, STEPS * count)[step * count :][:count]
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    """Decay for matrices only."""
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
+    return torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}],
+        lr=LR,
+        eps=EPS,
+        foreach=True,
+    )
+
+
+@functools.cache
+def reference(family: str, count: int, tied: bool, checkpointing: bool) -> dict[str, Any]:
+    """The mean of the model's own loss over `count` microbatches per step, in one process."""
+    model = build(family, tied, checkpointing)
+    optimizer = optimizer_for(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        window = 0.0
+        for batch in step_batches(family, count, step):
+            loss = model(**batch).loss / count
+            loss.backward()
+            window += loss.item()
+        losses.append(window)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu") -> dict[str, Any]:
+    """The same through `engine.train_batch`; this rank's weights under the full model's names."""
+    import hf_dist
+
+    model = build(case.family, case.tied, case.checkpointing)
+    before = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
+    engine = hf_dist.initialize(
+        model,
+        config=case.config,
+        optimizer=optimizer_for(model),
+        example_batch=step_batches(case.family, 1, 0)[0],
+        device=device,
+    )
+    losses, norms = [], []
+    for step in range(STEPS):
+        window = step_batches(case.family, case.microbatches * case.dp, step)
+        losses.append(float(engine.train_batch(iter(window[engine.mesh.dp.rank :: case.dp]))))
+        norms.append(engine.get_global_grad_norm())
+    after = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
+    assert after.items() <= before.items(), "object, name or shape changed"
+    with hf_dist.gathered(model):
+        weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def run_cases(rank: int, world: int, cases: list[PipelineCase], device: str = "cpu") -> list[Any]:
+    """Every case on this rank; a case that raises gives its traceback, so that the others still run."""
+    results: list[Any] = []
+    for case in cases:
+        try:
+            results.append(train_on_rank(rank, world, case, device))
+        except Exception:
+            results.append(traceback.format_exc())
+    return results
