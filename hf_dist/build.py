@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_dist import failure
+from hf_dist.activation import set_up_checkpointing, tiled_loss_for
 from hf_dist.config import (
     BatchSizes,
     DistConfig,
@@ -162,6 +163,9 @@ def build_engine(
     zero = config.zero_optimization
     if not trainable:
         model.requires_grad_(False)
+    else:
+        # Before sharding, whose hooks must stay outside of what is recomputed; and a split model asks who recomputes.
+        set_up_checkpointing(model, config)
     # Before anything is sent: ranks that disagree about the model would hang, or mix each other's weights.
     check_same_model(model, mesh)
     sources = agree_on_sources(model, mesh)
@@ -203,6 +207,9 @@ def build_engine(
         pipeline=pipeline,
         scaler=DynamicLossScaler.from_config(config.fp16) if settled(config.fp16.enabled) and trainable else None,
     )
+    if trainable and (pipeline is None or mesh.pp.rank == pipeline.last):
+        kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else model.modules()
+        engine.tiled_loss = tiled_loss_for(model, set(kept), config)
     # Last: a schedule reads and writes the param groups of the optimizer as it will be stepped.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     if trainable:

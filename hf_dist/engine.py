@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hf_dist import collectives
+from hf_dist.activation import TiledLoss
 from hf_dist.checkpoint import random_state, resume
 from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
@@ -58,6 +59,8 @@ class Engine:
             self.attach_optimizer(optimizer)
         self.lr_scheduler = lr_scheduler
         self.scaler = scaler
+        self.tiled_loss: TiledLoss | None = None
+        """Head and loss without the full logits; None where the model has no such head, or the config says no."""
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.skipped_steps = 0

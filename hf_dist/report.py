@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
@@ -31,6 +32,7 @@ def start_up_report(
         "precision": _aligned(sharded.precision.rows()),
         "units": _units(sharded),
         "memory": _memory(sharded),
+        "recompute": describe_checkpointing(sharded.model),
         "config": format_table(config).splitlines(),
     }
     lines = ["hf_dist start-up report"]

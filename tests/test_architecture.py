@@ -17,7 +17,7 @@ PACKAGE = REPO / "hf_dist"
 
 LAYERS = [
     {"config", "errors", "failure", "launch", "log", "version"},
-    {"mesh", "collectives", "offload", "activation_checkpoint"},
+    {"mesh", "collectives", "offload", "activation"},
     {"sharding", "tensor_parallel", "pipeline"},
     {"checkpoint", "optim"},
     {"build", "engine", "estimate", "report"},

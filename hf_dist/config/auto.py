@@ -74,19 +74,23 @@ AUTO_TABLE: tuple[AutoRule, ...] = (
         "--max_steps",
         must_match=True,
     ),
+    AutoRule("hf_dist.tiled_loss", "only_loss_is_read", "the Trainer", fill_absent=True),
     AutoRule(f"{_ZERO}.reduce_bucket_size", "hidden_squared", "hidden_size ** 2"),
     AutoRule(f"{_ZERO}.stage3_prefetch_bucket_size", "prefetch_numel", "0.9 * hidden_size ** 2", stage3=True),
     AutoRule(f"{_ZERO}.stage3_param_persistence_threshold", "persistence_numel", "10 * hidden_size", stage3=True),
 )
 """Every key that has a source. `train_batch_size` is the product of the batch keys and the data ranks."""
 
-_DEFAULTED = tuple(
-    f"{_ZERO}.{key}"
-    for key in (
-        *("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "stage3_prefetch_bucket_size"),
-        *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
-        *("offload_param.buffer_size", "offload_param.max_in_cpu"),
-    )
+_DEFAULTED = (
+    "hf_dist.tiled_loss",
+    *(
+        f"{_ZERO}.{key}"
+        for key in (
+            *("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "stage3_prefetch_bucket_size"),
+            *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
+            *("offload_param.buffer_size", "offload_param.max_in_cpu"),
+        )
+    ),
 )
 """Keys that cannot change a result: "auto" without a source is the default."""
 

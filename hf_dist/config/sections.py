@@ -202,10 +202,15 @@ class AioConfig(Frozen):
 
 
 class ActivationCheckpointingConfig(Frozen):
-    """The `activation_checkpointing` section; gradient_checkpointing of TrainingArguments turns it on."""
+    """The `activation_checkpointing` section: blocks recomputed in backward. Any key of it turns checkpointing on, as
+    `gradient_checkpointing` of TrainingArguments does."""
 
     cpu_checkpointing: Flag = False
     """`activation_checkpointing.cpu_checkpointing`: whether inputs of checkpointed blocks rest on the host."""
+    every_n_layers: Count | None = None
+    """`activation_checkpointing.every_n_layers`: only every n-th block is checkpointed; None leaves it to the model."""
+    selective: Flag = False
+    """`activation_checkpointing.selective`: whether outputs of matrix products and attention are kept, the rest recomputed."""
 
 
 class PipelineConfig(Frozen):
@@ -220,7 +225,7 @@ class PipelineConfig(Frozen):
     virtual_stages: Count = 1
     """`pipeline.virtual_stages`: parts of the model per rank, for the schedule "interleaved_1f1b"."""
     activation_checkpoint_interval: Whole = 0
-    """`pipeline.activation_checkpoint_interval`: blocks per activation checkpoint; 0 is no checkpointing from here."""
+    """`pipeline.activation_checkpoint_interval`: every n-th block is checkpointed, without a pipeline too; 0 is off."""
     reshard_per_microbatch: Flag = False
     """`pipeline.reshard_per_microbatch`: whether stage 3 frees weights after every microbatch, not once per step."""
 
@@ -285,8 +290,8 @@ class HfDistSection(Frozen):
     """`hf_dist.save_on_signal`: whether SIGTERM or SIGUSR1 at any rank makes all ranks save a checkpoint and exit."""
     check_load: Flag = True
     """`hf_dist.check_load`: whether weights are compared with their files before the first step."""
-    tiled_loss: Flag = False
-    """`hf_dist.tiled_loss`: whether head and loss of a causal LM run in tiles, without the full logits."""
+    tiled_loss: FlagOrAuto = False
+    """`hf_dist.tiled_loss`: whether head and loss run in tiles, without the full logits; the Trainer's default is true."""
     lazy_load: Flag = True
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
 

@@ -51,6 +51,8 @@ class AutoSources:
     lr_scheduler_type: str = ""
     """Schedule asked for on the command line, for the note that the config overrides it."""
 
+    only_loss_is_read: bool | None = None
+    """Whether nobody but the loss inside the model's forward reads its logits in training."""
     optim: str = ""
     """Optimizer asked for on the command line, likewise."""
 
@@ -71,6 +73,7 @@ class AutoSources:
             "hidden_size": hidden_size,
             "auto_find_batch_size": bool(getattr(args, "auto_find_batch_size", False)),
             "lr_scheduler_type": str(getattr(kind, "value", kind) or ""),
+            "only_loss_is_read": not getattr(args, "label_smoothing_factor", 0.0),
             "optim": str(getattr(optim, "value", optim) or ""),
         }
         return cls(data_world_size=data_world_size, **values)

@@ -34,7 +34,6 @@ _COMPILE = idle("use torch_compile of TrainingArguments", is_off)
 _PERFORMANCE = idle("a detail of DeepSpeed's implementation")
 _RESHARD = idle("every checkpoint can be loaded by any layout")
 _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
-_CHECKPOINTING = idle("use gradient_checkpointing of TrainingArguments", is_off)
 _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
 _NO_DEVICE = later('Remove the key or set it to "none".', lambda value: str(value).lower() in ("none", ""))
 _ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, lambda value: False)
@@ -210,10 +209,11 @@ _SERVICES = {
     **rows("aio", "block_size queue_depth intra_op_parallelism single_submit overlap_events", USED),
     **rows("aio", "use_gds", _OFFLOAD_DETAIL),
     **rows("aio", "thread_count", moved("aio.intra_op_parallelism")),
-    **rows("activation_checkpointing", "cpu_checkpointing", USED),
-    **rows("activation_checkpointing", "partition_activations number_checkpoints profile", _CHECKPOINTING),
-    **rows("activation_checkpointing", "contiguous_memory_optimization", _CHECKPOINTING),
-    **rows("activation_checkpointing", "synchronize_checkpoint_boundary", _CHECKPOINTING),
+    **rows("activation_checkpointing", "cpu_checkpointing every_n_layers selective", USED),
+    **rows("activation_checkpointing", "partition_activations", idle("there is no tensor parallelism", is_off)),
+    **rows("activation_checkpointing", "number_checkpoints", idle("it sizes a buffer; see every_n_layers", is_off)),
+    **rows("activation_checkpointing", "contiguous_memory_optimization", idle("buffers are used again anyway", is_off)),
+    **rows("activation_checkpointing", "synchronize_checkpoint_boundary profile", idle("for debugging", is_off)),
     **rows("checkpoint", "tag_validation use_node_local_storage", idle("one checkpoint folder for all ranks", is_off)),
     **rows("checkpoint", "async_save max_shard_size", USED),
     **rows("checkpoint", "load_universal", _RESHARD),
@@ -287,9 +287,6 @@ SUPPORT: Mapping[str, Support] = {
 NOT_YET: Mapping[str, Support] = {
     **rows(f"{_Z}.offload_optimizer", "device", _NO_DEVICE),
     **rows(f"{_Z}.offload_param", "device", _NO_DEVICE),
-    **rows("activation_checkpointing", "cpu_checkpointing", later("Remove the key or set it to false.")),
-    **rows("pipeline", "activation_checkpoint_interval", later("Use gradient_checkpointing of TrainingArguments.")),
-    **rows("hf_dist", "tiled_loss", later("Remove the key or set it to false.")),
 }
 """Switches of features whose keys are read and checked, but not served. Whoever builds a feature deletes its line."""
 

@@ -61,7 +61,14 @@ _NEEDS = (
         'read for device "nvme" only',
     ),
     Needs(("aio",), _on_disk, 'read for device "nvme" only'),
-    Needs(("pipeline",), lambda config: config.pipeline.stages > 1, "the model is one pipeline stage"),
+    Needs(
+        tuple(
+            f"pipeline.{key}"
+            for key in ("stages", "partition_method", "schedule", "virtual_stages", "reshard_per_microbatch")
+        ),
+        lambda config: config.pipeline.stages > 1,
+        "the model is one pipeline stage",
+    ),
     Needs(
         tuple(f"fp16.{key}" for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")),
         lambda config: config.fp16.loss_scale == 0,
@@ -92,6 +99,7 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
     _check_shard_groups(config, findings)
     _check_offload(config, findings)
     _check_partition(config, findings)
+    _check_intervals(config, findings)
 
 
 def _asks_nothing(config: DistConfig, path: str) -> bool:
@@ -132,6 +140,13 @@ def _check_partition(config: DistConfig, findings: Findings) -> None:
         expected = f"has {len(pipeline.partition_method)} numbers, not one for each of the {parts} parts"
         found = list(pipeline.partition_method)
         findings.problem("pipeline.partition_method", expected, "Write the blocks of every part.", found=found)
+
+
+def _check_intervals(config: DistConfig, findings: Findings) -> None:
+    here, there = config.activation_checkpointing.every_n_layers, config.pipeline.activation_checkpoint_interval
+    if here and there and here != there:
+        expected = f'contradicts "activation_checkpoint_interval" {there} of the pipeline section'
+        findings.problem("activation_checkpointing.every_n_layers", expected, "Keep one of the two.", found=here)
 
 
 def note_coercions(written: Mapping[str, Any], config: DistConfig, findings: Findings) -> None:

@@ -14,6 +14,7 @@ from accelerate.utils.operations import recursively_apply
 from torch import nn
 
 from hf_dist import collectives, failure
+from hf_dist.activation import set_up_checkpointing
 from hf_dist.build import build_engine, mesh_for
 from hf_dist.config import (
     AutoSources,
@@ -157,7 +158,9 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shard `model` in place and return it. A second model in evaluation mode is frozen and has no training state."""
-        if self.engine_of(model) is None:
+        if self.engine_of(model) is not None:
+            set_up_checkpointing(model, self.dist_config)  # a second `train()` has used HF's switch again
+        else:
             trainable = not evaluation_mode or model is self.own_model
             engine = build_engine(
                 model,

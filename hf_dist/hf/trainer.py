@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -104,16 +106,26 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         """HF's, after the same question: HF multiplies the loss by the number of ranks in evaluation, too."""
         self._settle_loss(model, inputs)
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        with self._only_loss_is_read() if prediction_loss_only else contextlib.nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def _only_loss_is_read(self) -> AbstractContextManager[None]:
+        """Forwards in evaluation whose logits nobody wants."""
+        tiled = self.accelerator.engine.tiled_loss if self.dist is not None else None
+        return contextlib.nullcontext() if tiled is None else tiled.only_loss_is_read()
 
     def _settle_loss(self, model: nn.Module, inputs: Any) -> None:
         if self.dist is None or self._loss_is_known or "labels" not in inputs:
             return
         self._loss_is_known = True
-        if counts_on_num_items(self) and ignores_num_items(self, model, inputs):
+        with self._only_loss_is_read():
+            is_mean = counts_on_num_items(self) and ignores_num_items(self, model, inputs)
+        if is_mean:
             self.model_accepts_loss_kwargs = False
             self._loss_is_mean = True
 

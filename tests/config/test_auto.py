@@ -324,7 +324,7 @@ def test_sources_are_read_from_any_object_like_training_arguments() -> None:
         get_warmup_steps=lambda n: n // 200,
     )
     sources = AutoSources.from_training_arguments(args, data_world_size=4, num_training_steps=100, hidden_size=64)
-    expected = replace(LATE, max_grad_norm=0.0, warmup_steps=1, lr_scheduler_type="cosine")
+    expected = replace(LATE, max_grad_norm=0.0, warmup_steps=1, lr_scheduler_type="cosine", only_loss_is_read=True)
     assert sources == expected
     assert AutoSources.from_training_arguments(args, data_world_size=4).warmup_steps is None
 

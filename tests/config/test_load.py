@@ -225,11 +225,6 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             'Use "bf16": {"enabled": true}.',
         ),
         (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing: true is not available yet in this version of hf_dist. "
-            "Remove the key or set it to false.",
-        ),
-        (
             {"gradient_allreduce_op": "sum"},
             'gradient_allreduce_op: "sum" is not available yet in this version of hf_dist. '
             "Remove the key; gradients are averaged.",

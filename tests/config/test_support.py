@@ -53,6 +53,7 @@ ABBREVIATED = {
 OURS = {
     *(f"hf_dist.{key}" for key in ("strict", "save_on_signal", "check_load", "lazy_load", "tiled_loss")),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
+    *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective")),
     "strict_config",
     *(f"checkpoint.{key}" for key in ("async_save", "max_shard_size")),
     *(f"zero_optimization.leaf_module.{key}" for key in ("classes", "names", "name_suffixes")),

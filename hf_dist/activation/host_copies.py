@@ -1,0 +1,119 @@
+"""Tensors of a forward that wait for their backward in host memory.
+
+On a GPU they travel on a side stream: to pinned memory while the next blocks compute, and back one ahead of its use.
+Elsewhere the same steps are plain copies. Nothing calls `record_stream`: a device tensor that the side stream reads is held
+until the compute stream has waited for that copy, and one that it writes is allocated on the compute stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+NUM_KEPT = 2
+"""Latest tensors that stay on the device as well: their copies may be under way, and backward wants them first."""
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """One tensor in host memory. Its buffer returns to `pool` when autograd drops the copy."""
+
+    host: torch.Tensor
+    pool: list[torch.Tensor]
+    device: torch.device
+    stored: torch.Event | None = None
+    """The copy to the host is over; None where copies are synchronous."""
+    source: torch.Tensor | None = None
+    """The tensor itself, among the latest `NUM_KEPT`."""
+    fetched: torch.Tensor | None = None
+    """On its way back."""
+    arrived: torch.Event | None = None
+    previous: weakref.ref[HostCopy] | None = field(default=None, repr=False)
+    """The one stored before, which backward wants next."""
+
+    def __del__(self) -> None:
+        # The next writer of this buffer uses the same side stream, so it comes after the last read.
+        self.pool.append(self.host)
+
+
+class HostCopies:
+    """`put` in forward, `get` in backward. One per model; buffers are kept and used again."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+        self._latest: deque[weakref.ref[HostCopy]] = deque()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.nbytes = 0
+        """Bytes of all buffers allocated so far."""
+
+    @torch.no_grad()
+    def put(self, tensor: torch.Tensor) -> HostCopy:
+        """Start the copy of `tensor` to the host."""
+        pool = self._pools[tensor.size(), tensor.stride(), tensor.dtype]
+        host = pool.pop() if pool else self._buffer(tensor)
+        copy = HostCopy(host, pool, tensor.device, source=tensor.detach())
+        stream = self._stream(tensor.device)
+        if stream is None:
+            host.copy_(tensor)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(stream):
+                host.copy_(tensor, non_blocking=True)
+                copy.stored = stream.record_event()
+        copy.previous = self._latest[-1] if self._latest else None
+        self._latest.append(weakref.ref(copy))
+        if len(self._latest) > NUM_KEPT:
+            _let_go(self._latest.popleft()())
+        return copy
+
+    @torch.no_grad()
+    def get(self, copy: HostCopy) -> torch.Tensor:
+        """The tensor on its device again; the copy before it is fetched meanwhile."""
+        tensor = copy.source
+        if tensor is None:
+            self._fetch(copy)
+            tensor, copy.fetched = copy.fetched, None
+            if copy.arrived is not None:
+                torch.cuda.current_stream(copy.device).wait_event(copy.arrived)
+        previous = copy.previous() if copy.previous is not None else None
+        if previous is not None and previous.source is None:
+            self._fetch(previous)
+        assert tensor is not None
+        return tensor
+
+    def _fetch(self, copy: HostCopy) -> None:
+        if copy.fetched is not None:
+            return
+        copy.fetched = torch.empty_like(copy.host, device=copy.device, pin_memory=False)
+        stream = self._stream(copy.device)
+        if stream is None:
+            copy.fetched.copy_(copy.host)
+            return
+        stream.wait_stream(torch.cuda.current_stream(copy.device))  # its memory may have been in use there
+        with torch.cuda.stream(stream):
+            copy.fetched.copy_(copy.host, non_blocking=True)
+            copy.arrived = stream.record_event()
+
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.nbytes += tensor.numel() * tensor.element_size()
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _let_go(copy: HostCopy | None) -> None:
+    """Free the device tensor of a copy, after the compute stream has waited for the side stream to have read it."""
+    if copy is None:
+        return
+    if copy.stored is not None:
+        torch.cuda.current_stream(copy.device).wait_event(copy.stored)
+    copy.source = None

@@ -1,0 +1,237 @@
+"""Logits that are computed when somebody reads them, and never if only a cross-entropy does.
+
+The hidden states enter the head as `Hidden`; `linear` answers with `LazyLogits`, which remember what is done to them:
+element by element with numbers (soft-capping, scaling, casts), or to their rows (views, the shift by one). `cross_entropy`
+of them is computed in tiles. Everything else reads them: then they are the plain logits with the usual graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from hf_dist.activation.tiles import Linear, tiled_cross_entropy
+from hf_dist.errors import ModelError
+
+_FIX = 'Read them before backward, or set "hf_dist": {"tiled_loss": false}.'
+
+
+@dataclass(eq=False)
+class Use:
+    """What becomes of the logits of one call of the head."""
+
+    on_read: Callable[[str], None]
+    """Told, with the name of the function, when code other than the loss reads them."""
+    has_loss: bool = False
+    """A cross-entropy took them."""
+    gone: bool = False
+    """The pass is over: weights may be freed, or be others."""
+
+    def end(self) -> None:
+        """No backward will need the weights any more."""
+        self.gone = True
+
+
+class Hidden(torch.Tensor):
+    """Hidden states on their way into the head; `linear` of them waits, any other function sees a plain tensor."""
+
+    _use: Use
+
+    @staticmethod
+    def of(hidden: torch.Tensor, use: Use) -> Hidden:
+        """`hidden` for one call of the head."""
+        marked = hidden.as_subclass(Hidden)
+        marked._use = use
+        return marked
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and isinstance(args[0], Hidden) and not _is_marked(args[1:]):
+                plain = args[0].as_subclass(torch.Tensor)
+                bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+                return LazyLogits.of(Linear(plain, args[1], bias), args[0]._use, plain.dtype)
+            args, kwargs = tree_map(_plain, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+def _is_marked(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(value, (Hidden, LazyLogits)) for value in args)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, Hidden) else value
+
+
+class _Unread(torch.autograd.Function):
+    """Shape, dtype and graph of logits without their memory.
+
+    Its backward runs only when the tensor itself got into a graph, which happens in a custom autograd Function: such code
+    bypasses `__torch_function__`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor of one element, expanded."""
+        return torch.empty((), dtype=dtype, device=hidden.device).expand(*hidden.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """There is none."""
+        raise ModelError(
+            "hf_dist.tiled_loss: the logits went into a custom autograd Function (a fused loss kernel?), which tiles cannot "
+            'follow. Set "hf_dist": {"tiled_loss": false}.'
+        )
+
+
+class LazyLogits(torch.Tensor):
+    """A tensor with the shape and dtype of logits (..., V) that have not been computed."""
+
+    _head: Linear
+    _use: Use
+    _full: torch.Tensor | None
+
+    @staticmethod
+    def of(head: Linear, use: Use, dtype: torch.dtype) -> LazyLogits:
+        """The logits of `head`."""
+        lazy: Any = _Unread.apply(head.hidden, head.weight, head.bias, dtype).as_subclass(LazyLogits)
+        lazy._head, lazy._use, lazy._full = head, use, None
+        return lazy
+
+    def full(self) -> torch.Tensor:
+        """The logits as a plain tensor. Raises `ModelError` when the pass they belong to is over."""
+        if self._full is None:
+            if self._use.gone:
+                raise ModelError(f"hf_dist.tiled_loss: logits were read after backward, and they were not kept. {_FIX}")
+            self._full = self._head.full()
+        return self._full
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        lazy = args[0] if args else None
+        handler = _HANDLERS.get(func)
+        if handler is not None and isinstance(lazy, LazyLogits) and lazy._full is None and not lazy._use.gone:
+            result = handler(func, lazy, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = tree_map(lambda value: _read(value, func), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _read(value: Any, func: Callable[..., Any]) -> Any:
+    if not isinstance(value, LazyLogits):
+        return value
+    full = value.full()
+    value._use.on_read(getattr(func, "__name__", str(func)))
+    return full
+
+
+# ---- what keeps them lazy; each answers NotImplemented where it cannot
+
+
+def _elementwise(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or value.requires_grad):
+            return NotImplemented
+    sample = func(torch.empty(0, dtype=lazy.dtype, device=lazy.device), *args, **kwargs)
+    if sample.device != lazy.device or not sample.is_floating_point():
+        return NotImplemented
+
+    def step(logits: torch.Tensor) -> torch.Tensor:
+        return func(logits, *args, **kwargs)
+
+    return LazyLogits.of(replace(lazy._head, after=(*lazy._head.after, step)), lazy._use, sample.dtype)
+
+
+def _reshaped(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[0], torch.dtype):
+        return NotImplemented
+    shape = func(torch.empty(lazy.shape, device="meta"), *args, **kwargs).shape
+    if shape[-1] != lazy.shape[-1]:
+        return NotImplemented
+    hidden = lazy._head.hidden
+    return LazyLogits.of(
+        replace(lazy._head, hidden=hidden.reshape(*shape[:-1], hidden.shape[-1])), lazy._use, lazy.dtype
+    )
+
+
+def _unchanged(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return lazy
+
+
+def _indexed(func: Callable[..., Any], lazy: LazyLogits, index: Any) -> Any:
+    """Rows by slices, masks or indices; the last dimension must stay whole."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if any(not isinstance(e, (slice, torch.Tensor)) and e is not Ellipsis for e in entries):
+        return NotImplemented
+    used = sum(e.dim() if isinstance(e, torch.Tensor) and e.dtype == torch.bool else 1 for e in entries)
+    used -= sum(e is Ellipsis for e in entries)
+    rest = [slice(None)] * (lazy.dim() - used)
+    if not any(e is Ellipsis for e in entries):
+        entries.append(Ellipsis)
+    at = next(i for i, e in enumerate(entries) if e is Ellipsis)
+    entries[at : at + 1] = rest
+    if not entries or not isinstance(entries[-1], slice) or entries[-1] != slice(None):
+        return NotImplemented
+    hidden = lazy._head.hidden[tuple(entries[:-1])]
+    return LazyLogits.of(replace(lazy._head, hidden=hidden), lazy._use, lazy.dtype)
+
+
+def _cross_entropy(func: Callable[..., Any], lazy: LazyLogits, target: Any, **kwargs: Any) -> Any:
+    wanted = {"reduction": "mean", "ignore_index": -100, **kwargs}
+    plain = not wanted.get("label_smoothing")
+    plain &= all(wanted.get(key) is None for key in ("weight", "size_average", "reduce"))
+    if not plain or wanted["reduction"] not in ("mean", "sum") or lazy.dim() != 2 or target.dim() != 1:
+        return NotImplemented
+    if isinstance(target, LazyLogits) or target.dtype != torch.int64 or len(target) != len(lazy):
+        return NotImplemented
+    lazy._use.has_loss = True
+    return tiled_cross_entropy(
+        lazy._head,
+        target,
+        ignore_index=wanted["ignore_index"],
+        mean=wanted["reduction"] == "mean",
+        dtype=lazy.dtype,
+        over=lazy._use.end,
+    )
+
+
+def _handlers() -> dict[Any, Callable[..., Any]]:
+    tensor = torch.Tensor
+    found: dict[Any, Callable[..., Any]] = {functional.cross_entropy: _cross_entropy, tensor.__getitem__: _indexed}
+    for name in ("div", "mul", "tanh", "true_divide"):
+        found[getattr(torch, name)] = found[getattr(tensor, name)] = _elementwise
+    for name in ("float", "bfloat16", "half", "to", "__truediv__", "__mul__", "__rmul__"):
+        found[getattr(tensor, name)] = _elementwise
+    for name in ("view", "reshape", "flatten"):
+        found[getattr(tensor, name)] = _reshaped
+    found[torch.reshape] = found[torch.flatten] = _reshaped
+    found[tensor.contiguous] = _unchanged
+    return found
+
+
+def _metadata() -> frozenset[Any]:
+    tensor: Any = torch.Tensor
+    attributes = "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta itemsize nbytes"
+    methods = "size dim numel nelement is_floating_point element_size get_device __len__ __hash__ register_hook"
+    found = {getattr(tensor, name).__get__ for name in attributes.split()}
+    return frozenset(found | {getattr(tensor, name) for name in methods.split()} | {torch.is_floating_point})
+
+
+_HANDLERS = _handlers()
+_METADATA = _metadata()

@@ -1,0 +1,167 @@
+"""Cross-entropy of a linear head, some rows at a time: the logits of all rows never exist together.
+
+Gradients of the hidden states and of the head are computed in forward, tile by tile, while a tile's logits are there, and
+scaled in backward: three matrix products as in the plain version, none of them twice. (Liger Kernel's
+`fused_linear_cross_entropy` works in the same order; torch's `linear_cross_entropy` has no place for what models do between
+head and loss, such as soft-capping.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+TILE_BYTES = 1 << 29
+"""Memory for one tile: logits and gradient in the compute dtype, and the fp32 copy, log-softmax and gradient of the loss."""
+BYTES_PER_LOGIT = 16
+_ROWS_MULTIPLE = 64
+
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A head whose product was put off."""
+
+    hidden: torch.Tensor  # (..., D)
+    weight: torch.Tensor  # (V, D)
+    bias: torch.Tensor | None  # (V,)
+    after: tuple[Elementwise, ...] = ()
+    """What the model does to the logits, element by element, in order."""
+
+    def full(self) -> torch.Tensor:
+        """The logits of all rows, (..., V)."""
+        logits = functional.linear(self.hidden, self.weight, self.bias)
+        for step in self.after:
+            logits = step(logits)
+        return logits
+
+
+def tile_rows(vocabulary: int) -> int:
+    """Rows of a tile: as many as `TILE_BYTES` hold, a multiple of 64 where that many fit."""
+    rows = max(1, TILE_BYTES // (BYTES_PER_LOGIT * vocabulary))
+    return rows - rows % _ROWS_MULTIPLE if rows > _ROWS_MULTIPLE else rows
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is no tensor of the graph."""
+
+    after: tuple[Elementwise, ...]
+    target: torch.Tensor  # (N,)
+    ignore_index: int
+    learns: bool
+    over: Callable[[], None]
+
+
+def tiled_cross_entropy(
+    head: Linear, target: torch.Tensor, *, ignore_index: int, mean: bool, dtype: torch.dtype, over: Callable[[], None]
+) -> torch.Tensor:
+    """`cross_entropy(head.full(), target)` as a 0-dim tensor of `dtype`, for `head.hidden` of (N, D) and `target` of (N,).
+
+    `mean`: over the targets other than `ignore_index`, else the sum. With no such target the mean is nan and its gradient 0,
+    as torch's. `over` is called when backward passes through.
+    """
+    if not _saves_memory(head, len(target)):
+        loss = functional.cross_entropy(
+            head.full(), target, reduction="mean" if mean else "sum", ignore_index=ignore_index
+        )
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: over())
+        return loss
+    job = _Job(head.after, target, ignore_index, torch.is_grad_enabled(), over)
+    total: torch.Tensor = _TiledSum.apply(head.hidden, head.weight, head.bias, job)
+    if mean:
+        count = (target != ignore_index).sum()
+        # In two steps, because the gradient of 0 / 0 would be nan.
+        total = total / count.clamp(min=1) + torch.where(count == 0, torch.nan, 0.0)
+    return total.to(dtype)
+
+
+def _saves_memory(head: Linear, num_rows: int) -> bool:
+    """Whether the logits of all rows are larger than a tile and the fp32 gradient of the head, which only tiles need."""
+    vocabulary, width = head.weight.shape
+    learned = 4 * vocabulary * width if head.weight.requires_grad and torch.is_grad_enabled() else 0
+    return num_rows * vocabulary * BYTES_PER_LOGIT > TILE_BYTES + learned
+
+
+class _TiledSum(torch.autograd.Function):
+    """Sum of the rows' losses in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: _Job
+    ) -> torch.Tensor:
+        """Loss and, where a gradient may be asked for, the gradients for an incoming gradient of one."""
+        wanted = [job.learns and needed for needed in ctx.needs_input_grad[:3]]
+        grads = _Gradients(hidden, weight, bias, wanted)
+        total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        rows = tile_rows(weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            part = hidden[start : start + rows]
+            product = functional.linear(part, weight, bias)
+            with torch.set_grad_enabled(any(wanted)):
+                product.requires_grad_(any(wanted))
+                logits = product
+                for step in job.after:
+                    logits = step(logits)
+                loss = functional.cross_entropy(
+                    logits.to(total.dtype),
+                    job.target[start : start + rows],
+                    reduction="sum",
+                    ignore_index=job.ignore_index,
+                )
+            total += loss.detach()
+            if any(wanted):
+                (grad,) = torch.autograd.grad(loss, product)
+                del product, logits, loss
+                grads.add(start, part, weight, grad)
+        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
+        ctx.over = job.over
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Scale what forward has computed. May run twice (a kept graph, a backward in parts)."""
+        ctx.over()
+        scaled = (
+            None if sums is None else torch.mul(sums, grad, out=torch.empty_like(sums, dtype=dtype))
+            for sums, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *scaled, None
+
+
+class _Gradients:
+    """Sums over tiles in fp32: the only rounding to a half dtype is that of the scaled result, as in the plain order."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: list[bool]
+    ) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.hidden = torch.empty_like(hidden, dtype=wide) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
+
+    def add(self, start: int, part: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """One tile: `grad` (R, V) arrived at its logits, `part` (R, D) are its hidden states."""
+        if self.hidden is not None:
+            self.hidden[start : start + len(part)] = _wide_product(grad, weight)
+        if self.weight is not None:
+            # Products of a part of the vocabulary, so that they need no second tensor of the size of the head.
+            step = max(1, TILE_BYTES // (4 * part.shape[1]))
+            for at in range(0, len(self.weight), step):
+                self.weight[at : at + step] += _wide_product(grad[:, at : at + step].t(), part)
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b`, not rounded to a half dtype."""
+    if a.dtype.itemsize >= 4:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

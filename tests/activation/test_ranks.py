@@ -1,0 +1,115 @@
+"""On ranks, at the two ends of ZeRO: checkpointing changes no bit, tiles change nothing beyond rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dist.activation import tiles
+from tests.activation.families import VOCAB
+from tests.activation.on_ranks import run_cases, run_trainer_jobs
+from tests.harness import run_ranks
+
+CHECKPOINTING = {
+    "every block": {"activation_checkpointing": {"every_n_layers": 1}},
+    "every second": {"activation_checkpointing": {"every_n_layers": 2}},
+    "on the host": {"activation_checkpointing": {"cpu_checkpointing": True}},
+    "selective": {"activation_checkpointing": {"selective": True}},
+    "all": {"activation_checkpointing": {"selective": True, "cpu_checkpointing": True, "every_n_layers": 2}},
+}
+TILED: dict[str, Any] = {"hf_dist": {"tiled_loss": True}}
+KINDS = ("whole", "gpt2", "lora", "frozen")
+WORLDS, STAGES = (1, 2), (0, 3)
+LAYOUTS = [(world, stage) for world in WORLDS for stage in STAGES]
+RTOL = 1e-5
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[tuple[Any, ...], Any]:
+    """(world, kind, stage, section's name) -> what each rank recorded."""
+    named = {"plain": {}, **CHECKPOINTING, "tiled": TILED, "tiled and host": {**TILED, **CHECKPOINTING["on the host"]}}
+    cases = [(kind, stage, name) for kind in (*KINDS, "tied") for stage in STAGES for name in named]
+    found: dict[tuple[Any, ...], Any] = {}
+    for world in WORLDS:
+        asked = [(kind, stage, named[name]) for kind, stage, name in cases]
+        small = tiles.BYTES_PER_LOGIT * VOCAB * 16
+        results = run_ranks(run_cases, world, (asked, small), timeout=480)
+        for i, (kind, stage, name) in enumerate(cases):
+            found[world, kind, stage, name] = [rank[i] for rank in results]
+    return found
+
+
+def parts(records: dict[tuple[Any, ...], Any], *key: Any) -> list[dict[str, Any]]:
+    for record in records[key]:
+        assert isinstance(record, dict), record
+    return records[key]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTING)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"world{layout[0]}-z{layout[1]}")
+def test_checkpointing_changes_no_bit(records: Any, layout: tuple[int, int], kind: str, name: str) -> None:
+    world, stage = layout
+    for plain, found in zip(
+        parts(records, world, kind, stage, "plain"), parts(records, world, kind, stage, name), strict=True
+    ):
+        assert found["losses"] == plain["losses"] and found["norms"] == plain["norms"]
+        assert [n for n in plain["weights"] if not torch.equal(found["weights"][n], plain["weights"][n])] == []
+
+
+@pytest.mark.parametrize("name", ["tiled", "tiled and host"])
+@pytest.mark.parametrize("kind", [*KINDS, "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"world{layout[0]}-z{layout[1]}")
+def test_tiles_change_nothing_beyond_rounding(records: Any, layout: tuple[int, int], kind: str, name: str) -> None:
+    world, stage = layout
+    for plain, found in zip(
+        parts(records, world, kind, stage, "plain"), parts(records, world, kind, stage, name), strict=True
+    ):
+        assert found["tiled"] and not plain["tiled"]
+        assert found["losses"] == pytest.approx(plain["losses"], rel=RTOL)
+        assert found["norms"] == pytest.approx(plain["norms"], rel=RTOL)
+        for name_, weight in plain["weights"].items():
+            assert float((found["weights"][name_] - weight).norm() / weight.norm().clamp(min=1e-12)) < RTOL, name_
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """At stage 3 on two ranks: tiles off, on by default, on by name with checkpointing; then with label smoothing."""
+    job = "tests.activation.on_ranks:train_and_evaluate"
+    common: dict[str, Any] = {"recipe": "plain", "stage": 3, "max_steps": 4}
+    jobs = [
+        (job, {**common, "config": {"hf_dist": {"tiled_loss": False}}}),
+        (job, {**common}),
+        (job, {**common, "config": {**TILED, **CHECKPOINTING["all"]}}),
+        (job, {**common, "label_smoothing_factor": 0.1}),
+    ]
+    found: list[dict[str, Any]] = run_ranks(
+        run_trainer_jobs, 2, (jobs, str(tmp_path_factory.mktemp("trainer"))), timeout=480
+    )[0]
+    for record in found:
+        assert isinstance(record, dict), record
+    return found
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["by default", "with checkpointing"])
+def test_the_trainer_gives_the_same_with_tiles_and_without(trainings: list[dict[str, Any]], which: int) -> None:
+    plain, found = trainings[0], trainings[which]
+    assert found["tiled"] and not plain["tiled"]
+    for key in ("losses", "norms", "eval_loss"):
+        assert found[key] == pytest.approx(plain[key], rel=RTOL), key
+    for name, weight in plain["weights"].items():
+        assert float((found["weights"][name] - weight).norm() / weight.norm().clamp(min=1e-12)) < RTOL, name
+
+
+def test_label_smoothing_turns_tiles_off(trainings: list[dict[str, Any]]) -> None:
+    assert not trainings[3]["tiled"] and trainings[3]["losses"] != trainings[0]["losses"]
+
+
+def test_the_switches_are_read_from_the_folder_of_configs() -> None:
+    from hf_dist.config import load_config
+
+    config = load_config(Path(__file__).parents[2] / "configs" / "long_context.json")
+    assert config.hf_dist.tiled_loss is True and config.activation_checkpointing.cpu_checkpointing
