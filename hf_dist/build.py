@@ -27,6 +27,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.log import say
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
+from hf_dist.offload.storage import open_storage
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
@@ -177,6 +178,12 @@ def build_engine(
         if mesh.pp.size > 1
         else None
     )
+    storage = open_storage(
+        config,
+        mesh,
+        trained_numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        total_numel=sum(p.numel() for p in model.parameters()),
+    )
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
     sharded = ShardedModel(
@@ -189,6 +196,7 @@ def build_engine(
         reduce_numel=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
         leaf_modules=(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
         pipeline=cut.share if cut else None,
+        storage=storage,
     )
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)

@@ -20,10 +20,13 @@ from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.errors import ModelError
+from hf_dist.log import warn_once
 from hf_dist.mesh import ParallelMesh
-from hf_dist.optim.attach import Fragment, FragmentedOptimizer
+from hf_dist.offload.store import Tier
+from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.clip import GradientSummary, clip_coefficient, scale_gradients, summarize_gradients
 from hf_dist.optim.elementwise import check_elementwise
+from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.runtime import ShardedModel
@@ -174,7 +177,7 @@ class Engine:
             return to_differentiate.pop()
 
         try:
-            self.pipeline.train(microbatches, function)
+            self.pipeline.train(microbatches, function, self.global_steps)
         finally:
             self._losses = None
         return self.pipeline.share_loss(values, microbatches)
@@ -328,12 +331,28 @@ class Engine:
         """Learning rate of each param group."""
         return [g["lr"] for g in self.optimizer.param_groups] if self.optimizer else []
 
+    def resident_nbytes(self) -> dict[str, int]:
+        """Bytes of weights, masters and optimizer state that this rank holds between steps: device, host, disk.
+
+        `host` counts the places of offloaded gradients and the buffers of transfers, `device` no gradients.
+        """
+        parts = [self.sharded.resident_nbytes()]
+        if self.fragments is not None:
+            parts.append(self.fragments.resident_nbytes())
+        return {tier.value: sum(part[tier] for part in parts) for tier in Tier}
+
     # ---------------------------------------------------------------- checkpoints
 
     @cached_property
     def writer(self) -> CheckpointWriter:
         """Writes this engine's checkpoints, in the background if `checkpoint.async_save` says so."""
-        return CheckpointWriter(self.mesh, in_background=self.config.checkpoint.async_save)
+        in_background = self.config.checkpoint.async_save
+        if in_background and self.sharded.storage.uses_disk:
+            warn_once(
+                "checkpoint.async_save has no effect: states on disk are streamed into the checkpoint, as training stops"
+            )
+            in_background = False
+        return CheckpointWriter(self.mesh, in_background=in_background)
 
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
         """Make `directory` a checkpoint: the model as a folder that `from_pretrained` loads, and the training state.

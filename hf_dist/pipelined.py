@@ -7,6 +7,7 @@ adds to it.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,9 +43,9 @@ from hf_dist.sharding.runtime import PipelineShare, ShardedModel
 
 __all__ = ["CutModel", "Example", "Pipeline", "cut_model", "example_of"]
 
-_CHECKED_STEPS = 8
+_CHECKED = 8
 _CHECK_EVERY = 64
-"""On a GPU, where comparing the batches makes the host wait, it is done in the first steps and then now and then."""
+"""On a GPU, where comparing the batches makes the host wait, it is done in the first windows and then now and then."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Pipeline:
         self.transport = P2PTransport(channels, mesh.device)
         refuse_state_dict(sharded.model)
         self._schedules: dict[tuple[bool, int], Schedule] = {}
-        self._steps = 0
+        self._windows = 0
 
     @property
     def last(self) -> int:
@@ -178,11 +179,12 @@ class Pipeline:
             self._schedules[key] = add_communication(plain)
         return self._schedules[key]
 
-    def train(self, microbatches: Sequence[Any], function: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+    def train(self, microbatches: Sequence[Any], function: Callable[[nn.Module, Any], torch.Tensor], step: int) -> None:
         """Forward and backward of one window; gradients are then in the sharded model, reduced.
 
         `function(model, microbatch)` runs the model once and returns the loss to differentiate, already divided by what
-        the window's loss is a mean over. Only the rank of the last stage gets that far. Collective over world.
+        the window's loss is a mean over. Only the rank of the last stage gets that far. `step`: number of the optimizer step,
+        of which the random numbers of dropout are made. Collective over world.
         """
         schedule = self.schedule(len(microbatches))
         run = ScheduleRun(
@@ -193,9 +195,9 @@ class Pipeline:
             _ZeroHooks(self.sharded, schedule, self.mesh.pp.rank),
         )
         held = nullcontext() if self.config.reshard_per_microbatch else self.sharded.held()
-        with self._random_numbers(), held:
+        with self._random_numbers(step), held:
             run.run(microbatches, function)
-        self._steps += 1
+        self._windows += 1
 
     def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
         """What `function(model, batch)` returns on the last stage, on every rank of the pipeline; no gradient.
@@ -211,7 +213,7 @@ class Pipeline:
 
         Compares the batches of the ranks on the way: raises `ModelError` where one has read other data than the last stage.
         """
-        checks = self.mesh.device.type == "cpu" or self._steps <= _CHECKED_STEPS or self._steps % _CHECK_EVERY == 0
+        checks = self.mesh.device.type == "cpu" or self._windows <= _CHECKED or self._windows % _CHECK_EVERY == 0
         message = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.pp.rank == self.last:
             message[0] = torch.stack([v.detach().double().reshape(()) for v in values]).sum()
@@ -246,11 +248,12 @@ class Pipeline:
         return tree_map(arrive, shapes)
 
     @contextmanager
-    def _random_numbers(self) -> Iterator[None]:
+    def _random_numbers(self, step: int) -> Iterator[None]:
         """Dropout draws another stream on every stage, and leaves the generators alike on all: collators draw from them."""
-        seed = int(torch.randint(2**62, ()))
+        text = f"{torch.initial_seed()} {step} {self.mesh.pp.rank}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
-            torch.manual_seed(seed + self.mesh.pp.rank)
+            torch.manual_seed(seed)
             yield
 
     def describe(self) -> list[str]:

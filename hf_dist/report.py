@@ -6,12 +6,18 @@ from collections import Counter
 
 from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
+from hf_dist.offload.store import Tier
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel
 
 MAX_UNIT_KINDS = 6
 """Kinds of units that are listed, largest first; the rest is counted. The report is to fit a screen."""
+_PLACES = {
+    Tier.DEVICE: ("weights and master weights", "optimizer state"),
+    Tier.HOST: ("offloaded weights, masters, gradients", "optimizer state on the host"),
+    Tier.DISK: ("weights and master weights on disk", "optimizer state on disk"),
+}
 _RESTS = {
     Placement.SHARD: "sharded",
     Placement.REPLICATE: "replicated",
@@ -69,17 +75,21 @@ def _units(sharded: ShardedModel) -> list[str]:
 
 
 def _memory(sharded: ShardedModel) -> list[str]:
-    """Bytes of model states per rank, by the formula (Adam-like optimizer: two fp32 states)."""
-    weights = sum((g.source.numel() * g.source.element_size()) for g in sharded.groups if g.separate)
-    weights += sum(g.full.numel() * g.full.element_size() for g in sharded.groups if g.resident)
-    trained = sum(g.source.numel() for g in sharded.trainable_groups)
+    """Bytes of model states per rank and kind of memory, by the formula (Adam-like optimizer: two fp32 states)."""
     total = sum(g.layout.num_params for g in sharded.groups)
     learning = sum(g.layout.num_params for g in sharded.trainable_groups)
-    rows = [
-        ("weights and master weights", f"{_scaled(weights)}B"),
-        ("gradients", f"up to {_scaled(trained * sharded.precision.grads.itemsize)}B"),
-        ("optimizer state", f"{_scaled(trained * 8)}B if it is two numbers per element (Adam)"),
-    ]
+    held = sharded.resident_nbytes()
+    rows: list[tuple[str, str]] = []
+    for tier, (weights, states) in _PLACES.items():
+        groups = [g for g in sharded.trainable_groups if g.master.tier is tier]
+        trained = sum(g.source.numel() for g in groups)
+        if held[tier]:
+            rows.append((weights, f"{_scaled(held[tier])}B"))
+        if trained:
+            rows.append((states, f"{_scaled(trained * 8)}B if it is two numbers per element (Adam)"))
+    on_device = sum(g.source.numel() for g in sharded.trainable_groups if g.master.tier is Tier.DEVICE)
+    if on_device:
+        rows.append(("gradients", f"up to {_scaled(on_device * sharded.precision.grads.itemsize)}B"))
     if sharded.placements.params is Placement.SHARD:
         root, *others = (sum(g.layout.numel * g.dtype.itemsize for g in u.groups) for u in sharded.units)
         needed = root + max(others, default=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -13,10 +15,11 @@ from hf_dist.checkpoint.dcp_storage import without_neighbours
 class FlatSlice:
     """Elements [start, start + values.numel()) of a tensor of `shape`; implements DCP's protocol for foreign tensors.
 
-    `values`: 1-D. Saving reads it, loading fills it in place, whatever intervals the checkpoint was written from.
+    `values`: 1-D tensor; for saving alone, any `Sliceable`. Saving reads it, loading fills it in place, whatever intervals
+    the checkpoint was written from.
     """
 
-    def __init__(self, values: torch.Tensor, start: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, values: Any, start: int, shape: tuple[int, ...]) -> None:
         self.values = values
         self.start = start
         self.shape = torch.Size(shape)
@@ -29,7 +32,7 @@ class FlatSlice:
         return self.shape
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.values)
+        properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=self.values.dtype))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offsets), i),

@@ -24,7 +24,7 @@ import torch
 from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.resume import agree
-from hf_dist.checkpoint.state import Scalars, Stateful, Stored, optimizer_targets, set_scalars, weight_targets
+from hf_dist.checkpoint.state import Stateful, Stored, fill_optimizer, fill_weights, missing_weights
 from hf_dist.errors import CheckpointError
 from hf_dist.optim.attach import FragmentedOptimizer
 
@@ -247,23 +247,24 @@ def _other_optimizer(fragments: FragmentedOptimizer, groups: list[dict[str, Any]
 def _fill(engine: Stateful, source: _Source, where: Path, wanted: Imported) -> None:
     """Read this rank's part of the weights and the optimizer state, as far as `wanted` says. Local."""
     stored = source.stored
-    targets: dict[str, FlatSlice | torch.Tensor] = {}
-    scalars: Scalars = []
     if wanted.weights:
-        targets, missing = weight_targets(engine.sharded.groups, stored, where)
+        missing = missing_weights(engine.sharded.groups, stored, where)
         if missing:
             raise CheckpointError(
                 f"{where} does not hold {min(missing)} ({len(missing)} parameters in all): it was saved from another model, "
                 f"or only in part. Load what it has with from_pretrained, and start without resume_from_checkpoint."
             )
-        for name, buffer in engine.sharded.model.named_buffers():
-            if stored.get(f"weights.{name}", ((),))[0] == tuple(buffer.shape):
-                targets[f"weights.{name}"] = buffer
+        buffers: dict[str, FlatSlice | torch.Tensor] = {
+            f"weights.{name}": buffer
+            for name, buffer in engine.sharded.model.named_buffers()
+            if stored.get(f"weights.{name}", ((),))[0] == tuple(buffer.shape)
+        }
+        with torch.no_grad():
+            fill_weights(engine.sharded.groups, stored, source.read)
+            source.read(buffers)
     if wanted.optimizer and engine.fragments is not None:
-        targets |= optimizer_targets(engine.fragments, stored, scalars)
-    with torch.no_grad():
-        source.read(targets)
-    set_scalars(scalars)
+        with torch.no_grad():
+            fill_optimizer(engine.fragments, stored, source.read)
 
 
 def _shapes(engine: Stateful) -> dict[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from hf_dist.checkpoint.weight_plan import Piece, StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import MeshAxis
+from hf_dist.offload.store import opened
 from hf_dist.sharding.runtime import ShardedModel
 
 PLAN = "hf_dist_weights.json"
@@ -105,15 +106,15 @@ def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: I
 
     Follow with `weights_changed()`. Returns the names among those wanted that the folder does not hold.
     """
-    opened: dict[str, dict[str, FileTensor]] = {}
+    files: dict[str, dict[str, FileTensor]] = {}
     wanted = None if names is None else set(names)
     missing: set[str] = set()
 
     def fill(name: str, start: int, out: torch.Tensor) -> None:
         for place, piece in plan.by_param[name]:
-            if place.file not in opened:
-                opened[place.file] = SafetensorsFile(folder / place.file).tensors()
-            stored = TreeSource(Leaf(opened[place.file][place.tensor.name]))
+            if place.file not in files:
+                files[place.file] = SafetensorsFile(folder / place.file).tensors()
+            stored = TreeSource(Leaf(files[place.file][place.tensor.name]))
             for run in piece.runs(start, start + out.numel()):
                 stored.read(
                     run.target, run.target + run.numel, out[run.source - start : run.source - start + run.numel]
@@ -121,15 +122,15 @@ def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: I
 
     with torch.no_grad():
         for group in sharded.groups:
-            for slot in group.layout.slots:
-                if wanted is not None and slot.name not in wanted:
-                    continue
-                if slot.name not in plan.by_param:
-                    missing.add(slot.name)
-                    continue
-                first, last = group.fragment(slot)
-                if last > first:
-                    fill(slot.name, group.resting[0] + first - slot.offset, group.source[first:last])
+            slots = [s for s in group.layout.slots if wanted is None or s.name in wanted]
+            missing |= {s.name for s in slots if s.name not in plan.by_param}
+            held = [(s, *group.fragment(s)) for s in slots if s.name in plan.by_param]
+            held = [(slot, first, last) for slot, first, last in held if last > first]
+            if held:
+                with opened(group.master, changed=True) as masters:
+                    for slot, first, last in held:
+                        fill(slot.name, group.resting[0] + first - slot.offset, masters[first:last])
+                group.masters_changed()
         for name, buffer in sharded.model.named_buffers():
             if name in plan.by_param:
                 values = torch.empty(buffer.numel(), dtype=buffer.dtype)

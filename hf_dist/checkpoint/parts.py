@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from hf_dist.offload.store import Sliceable
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,5 +17,5 @@ class OwnedPart:
     """Of the whole parameter."""
     start: int
     stop: int
-    values: torch.Tensor
-    """1-D, `stop - start` elements; fp32 master weights, or the resting dtype of frozen ones; on any device."""
+    values: Sliceable
+    """1-D, `stop - start` elements; fp32 master weights, or the resting dtype of frozen ones; on any device, or on disk."""

@@ -10,9 +10,11 @@ No name contains a rank's layout, so any other layout finds its part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,18 +24,22 @@ from hf_dist.checkpoint.parts import OwnedPart
 from hf_dist.errors import CheckpointError
 from hf_dist.log import warn_once
 from hf_dist.mesh import ParallelMesh
-from hf_dist.optim.attach import Fragment, FragmentedOptimizer
+from hf_dist.offload.store import Tier, opened
+from hf_dist.optim.attach import FragmentedOptimizer
+from hf_dist.optim.fragment import Fragment
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
 COMMON = "common.pt"
 """Numbers and strings that are equal on every rank: param group options, schedule, scaler, counters."""
 
-Take = Callable[[str, torch.Tensor], torch.Tensor]
-"""How a tensor enters the checkpoint under a name: as it is, or as a copy on the host."""
+Take = Callable[[str, Any], Any]
+"""How a tensor (or `Sliceable`) enters the checkpoint under a name: as it is, or as a copy on the host."""
 
 Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Global shape and dtype of what a checkpoint holds, by the names above."""
+Read = Callable[[dict[str, "FlatSlice | torch.Tensor"]], None]
+"""Fills tensors by name."""
 Scalars = list[tuple[dict[str, Any], str, torch.Tensor]]
 """Values to be put into an optimizer's state once they are read: (state of one parameter, key, value)."""
 
@@ -62,14 +68,14 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
         return
     for group in (g for g in sharded.groups if g.counts):
         start, stop = (position - group.resting[0] for position in group.owned)
-        values = group.source[start:stop]
+        values = group.master.part(start, stop)
         if group.trainable:  # frozen weights do not change while a copy is being written
             values = take(f"weights.{group.layout.slots[0].name}", values)
         for slot in group.layout.slots:
             first, last = group.layout.fragment(slot, sharded.mesh.dp_shard.rank)
             at = slot.offset + first - group.owned[0]
             if last > first:
-                yield group, OwnedPart(slot.name, slot.shape, first, last, values[at : at + last - first])
+                yield group, OwnedPart(slot.name, slot.shape, first, last, values.narrow(0, at, last - first))
 
 
 def saved_state(
@@ -88,11 +94,12 @@ def saved_state(
         if last == first or not fragment.group.counts:
             continue
         slot = fragment.group.layout.slots[fragment.index]
-        for key, value in engine.fragments.optimizer.state.get(fragment.tensor, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == fragment.tensor.shape:
-                name = f"optimizer.{key}.{fragment.name}"
-                state[name] = FlatSlice(take(name, value[offset : offset + last - first]), first, slot.shape)
-            elif value is not None and first == 0:
+        for key, elements in engine.fragments.states(fragment):
+            name = f"optimizer.{key}.{fragment.name}"
+            values = take(name, elements.narrow(0, offset, last - first))
+            state[name] = FlatSlice(values, first, slot.shape)
+        for key, value in engine.fragments.scalars(fragment):
+            if value is not None and first == 0:
                 name = f"optimizer_scalar.{key}.{fragment.name}"
                 state[name] = take(name, _scalar(value))
     return state
@@ -121,47 +128,77 @@ def load_state(engine: Stateful, folder: Path, *, weights_only: bool = False) ->
     `CheckpointError` for another model or files that cannot be read.
     """
     stored = dcp.stored_tensors(folder)
-    wanted, missing = weight_targets(engine.sharded.trainable_groups, stored, folder)
-    if missing and len(missing) == sum(len(g.layout.slots) for g in engine.sharded.trainable_groups):
+    groups = engine.sharded.trainable_groups
+    missing = missing_weights(groups, stored, folder)
+    if missing and len(missing) == sum(len(g.layout.slots) for g in groups):
         raise CheckpointError(
             f"{folder} holds none of the model's trainable parameters ({min(missing)}, ...): another model"
         )
     common = read_common(folder)
-    scalars: Scalars = []
+    read = functools.partial(dcp.read_state, folder)
+    fill_weights(groups, stored, read)
     if not weights_only and engine.fragments is not None and _same_optimizer(engine.fragments, common, folder):
-        wanted |= optimizer_targets(engine.fragments, stored, scalars)
-    dcp.read_state(folder, wanted)
-    set_scalars(scalars)
+        fill_optimizer(engine.fragments, stored, read)
     if not weights_only:
         engine.load_plain_state(common)
     return missing
 
 
-def weight_targets(
-    groups: Iterable[FlatGroup], stored: Stored, where: Path
-) -> tuple[dict[str, FlatSlice | torch.Tensor], set[str]]:
-    """(this rank's intervals of the weights of `groups` to fill, by `weights.<parameter>`; parameters not in `stored`).
-
-    Raises `CheckpointError` for a parameter of another shape.
-    """
-    wanted: dict[str, FlatSlice | torch.Tensor] = {}
+def missing_weights(groups: Iterable[FlatGroup], stored: Stored, where: Path) -> set[str]:
+    """Parameters of `groups` that are not in `stored`. Raises `CheckpointError` for one of another shape."""
     missing: set[str] = set()
-    for group in groups:
-        for slot in group.layout.slots:
-            name = f"weights.{slot.name}"
-            if name not in stored:
-                missing.add(slot.name)
-                continue
-            if stored[name][0] != slot.shape:
-                raise CheckpointError(
-                    f"{where}: {slot.name} has shape {stored[name][0]} there, {slot.shape} in the model. It was saved from "
-                    "another model."
-                )
-            start, stop = group.fragment(slot)
-            first = group.resting[0] + start - slot.offset
-            if stop > start:
-                wanted[name] = FlatSlice(group.source[start:stop], first, slot.shape)
-    return wanted, missing
+    for slot in (slot for group in groups for slot in group.layout.slots):
+        name = f"weights.{slot.name}"
+        if name not in stored:
+            missing.add(slot.name)
+        elif stored[name][0] != slot.shape:
+            raise CheckpointError(
+                f"{where}: {slot.name} has shape {stored[name][0]} there, {slot.shape} in the model. It was saved from "
+                "another model."
+            )
+    return missing
+
+
+def fill_weights(groups: Iterable[FlatGroup], stored: Stored, read: Read) -> None:
+    """Fill this rank's intervals of the weights of `groups` as far as they are stored. Follow with `weights_changed()`."""
+    for some in _rounds(groups, lambda group: group):
+        with ExitStack() as stack:
+            wanted: dict[str, FlatSlice | torch.Tensor] = {}
+            for group in some:
+                masters = stack.enter_context(opened(group.master, changed=True))
+                for slot in group.layout.slots:
+                    start, stop = group.fragment(slot)
+                    if stop > start and f"weights.{slot.name}" in stored:
+                        first = group.resting[0] + start - slot.offset
+                        wanted[f"weights.{slot.name}"] = FlatSlice(masters[start:stop], first, slot.shape)
+            read(wanted)
+        for group in some:
+            group.masters_changed()
+
+
+def fill_optimizer(fragments: FragmentedOptimizer, stored: Stored, read: Read) -> None:
+    """Fill the optimizer's state of this rank's fragments as far as it is stored."""
+    for some in _rounds(fragments.batches, lambda batch: batch.groups[0]):
+        with ExitStack() as stack:
+            scalars: Scalars = []
+            wanted: dict[str, FlatSlice | torch.Tensor] = {}
+            for batch in some:
+                stack.enter_context(fragments.opened(batch))
+                wanted |= optimizer_targets(fragments, batch.fragments, stored, scalars)
+            read(wanted)
+            set_scalars(scalars)
+
+
+_Part = TypeVar("_Part")
+
+
+def _rounds(parts: Iterable[_Part], group_of: Callable[[_Part], FlatGroup]) -> Iterator[list[_Part]]:
+    """What rests in memory is filled at once, what rests on disk one after another: there may be no room for all of it."""
+    parts = list(parts)
+    on_disk = [p for p in parts if group_of(p).master.tier is Tier.DISK]
+    yield [p for p in parts if p not in on_disk]
+    for part in on_disk:
+        yield [part]
 
 
 def set_scalars(scalars: Scalars) -> None:
@@ -190,9 +227,9 @@ def _same_optimizer(fragments: FragmentedOptimizer, common: Mapping[str, Any], f
 
 
 def optimizer_targets(
-    fragments: FragmentedOptimizer, stored: Stored, scalars: Scalars
+    fragments: FragmentedOptimizer, some: Iterable[Fragment], stored: Stored, scalars: Scalars
 ) -> dict[str, FlatSlice | torch.Tensor]:
-    """Tensors to fill for the optimizer's state, which is attached to it here; `scalars` are set after reading."""
+    """Tensors to fill for the state of `some` fragments, attached to the optimizer here; `scalars` are set after reading."""
     keys: dict[str, list[tuple[str, str]]] = {}
     for name in stored:
         kind, _, rest = name.partition(".")
@@ -205,7 +242,7 @@ def optimizer_targets(
         for p in g["params"]
     }
     targets: dict[str, FlatSlice | torch.Tensor] = {}
-    for fragment in fragments.fragments:
+    for fragment in some:
         slot = fragment.group.layout.slots[fragment.index]
         first = fragment.group.resting[0] + fragment.start - slot.offset
         state: dict[str, Any] = {}

@@ -120,11 +120,11 @@ class OffloadOptimizerConfig(Frozen):
     nvme_path: str | None = None
     """`zero_optimization.offload_optimizer.nvme_path`: folder on the disk, for device "nvme"."""
     buffer_count: Count = 4
-    """`zero_optimization.offload_optimizer.buffer_count`: buffers in host memory, for device "nvme"."""
+    """`zero_optimization.offload_optimizer.buffer_count`: most groups of parameters whose state is in memory at a time."""
     pin_memory: Flag = True
     """`zero_optimization.offload_optimizer.pin_memory`: whether host memory is page-locked."""
     ratio: Share = 1.0
-    """`zero_optimization.offload_optimizer.ratio`: share of the parameters that is offloaded, 0 to 1."""
+    """`zero_optimization.offload_optimizer.ratio`: share of the elements whose state is offloaded, 0 to 1."""
     pipeline_read: Flag = False
     """`zero_optimization.offload_optimizer.pipeline_read`: whether reads run beside the step, for device "nvme"."""
     pipeline_write: Flag = False
@@ -141,7 +141,7 @@ class OffloadParamConfig(Frozen):
     buffer_count: Count = 5
     """`zero_optimization.offload_param.buffer_count`: buffers in host memory, for device "nvme"."""
     buffer_size: NumelOrAuto = 100_000_000
-    """`zero_optimization.offload_param.buffer_size`: elements of one buffer, for device "nvme"."""
+    """`zero_optimization.offload_param.buffer_size`: elements; times `buffer_count`, what may be read ahead."""
     max_in_cpu: NumelOrAuto = 1_000_000_000
     """`zero_optimization.offload_param.max_in_cpu`: elements kept in host memory, for device "nvme"."""
     pin_memory: Flag = True
@@ -192,13 +192,9 @@ class AioConfig(Frozen):
     block_size: Count = 1_048_576
     """`aio.block_size`: bytes of one request."""
     queue_depth: Count = 8
-    """`aio.queue_depth`: requests in flight per thread."""
+    """`aio.queue_depth`: requests in flight for each of `intra_op_parallelism`."""
     intra_op_parallelism: Count = 1
-    """`aio.intra_op_parallelism`: threads that serve one transfer."""
-    single_submit: Flag = False
-    """`aio.single_submit`: whether requests are submitted one by one."""
-    overlap_events: Flag = True
-    """`aio.overlap_events`: whether submitting goes on while requests finish."""
+    """`aio.intra_op_parallelism`: times `queue_depth` it is the number of requests in flight, 32 at most."""
 
 
 class ActivationCheckpointingConfig(Frozen):

@@ -35,7 +35,6 @@ _PERFORMANCE = idle("a detail of DeepSpeed's implementation")
 _RESHARD = idle("every checkpoint can be loaded by any layout")
 _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
 _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
-_NO_DEVICE = later('Remove the key or set it to "none".', lambda value: str(value).lower() in ("none", ""))
 _ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, lambda value: False)
 _LAMB = later("Remove the key; it belongs to LAMB.", lambda value: False)
 _MUON = later("Remove the key; it belongs to Muon.", lambda value: False)
@@ -206,7 +205,8 @@ _PARALLEL = {
 }
 
 _SERVICES = {
-    **rows("aio", "block_size queue_depth intra_op_parallelism single_submit overlap_events", USED),
+    **rows("aio", "block_size queue_depth intra_op_parallelism", USED),
+    **rows("aio", "single_submit overlap_events", _OFFLOAD_DETAIL),
     **rows("aio", "use_gds", _OFFLOAD_DETAIL),
     **rows("aio", "thread_count", moved("aio.intra_op_parallelism")),
     **rows("activation_checkpointing", "cpu_checkpointing every_n_layers selective", USED),
@@ -284,10 +284,7 @@ SUPPORT: Mapping[str, Support] = {
     **rows("hf_dist", "strict save_on_signal check_load lazy_load tiled_loss", USED),
 }
 
-NOT_YET: Mapping[str, Support] = {
-    **rows(f"{_Z}.offload_optimizer", "device", _NO_DEVICE),
-    **rows(f"{_Z}.offload_param", "device", _NO_DEVICE),
-}
+NOT_YET: Mapping[str, Support] = {}
 """Switches of features whose keys are read and checked, but not served. Whoever builds a feature deletes its line."""
 
 SECTION_ALIASES: Mapping[str, str] = {"bfloat16": "bf16", "tensor_parallel.tp": "tensor_parallel.tensor_parallel"}

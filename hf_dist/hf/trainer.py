@@ -49,13 +49,21 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
         config = resolve(self.dist, self._auto_sources())
         accelerator = DistAccelerator.adopt(self.accelerator, config)
         accelerator.own_model = self.model
-        accelerator.calls_model = lambda model, batch: self.compute_loss(model, dict(batch))  # type: ignore[attr-defined]
+        accelerator.calls_model = self._loss_of_example
         accelerator.timeout = self.args.ddp_timeout_delta
         self.gather_function: Any = accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
             self.gather_function = functools.partial(
                 self.gather_function, use_gather_object=self.args.eval_use_gather_object
             )
+
+    def _loss_of_example(self, model: nn.Module, batch: dict[str, Any]) -> Any:
+        """As `training_step` computes it, for whoever wants to see how the model is called."""
+        counts = (
+            getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None) is not None
+        )
+        number = torch.tensor(7) if counts else None
+        return self.compute_loss(model, dict(batch), num_items_in_batch=number)  # type: ignore[attr-defined]
 
     def _auto_sources(self, num_training_steps: int | None = None) -> AutoSources:
         assert self.dist is not None

@@ -8,31 +8,19 @@ unused parameters too; torch's fused AdamW runs a hundred tensors as fast as one
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
-from hf_dist.sharding.group import FlatGroup
+from hf_dist.offload.host import threads
+from hf_dist.offload.store import Sliceable, Tier
+from hf_dist.optim.fragment import Fragment, make_fragments
+from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused
 from hf_dist.sharding.runtime import ShardedModel
-
-
-@dataclass(eq=False)
-class Fragment:
-    """This rank's elements of one parameter, as the optimizer sees them."""
-
-    name: str
-    """Full parameter name."""
-    tensor: nn.Parameter  # 1D fp32, view of `group.source`
-    group: FlatGroup
-    index: int
-    """Position of the parameter in `group`."""
-    start: int
-    """First element in `group.source` and `group.grad`."""
-    stop: int
 
 
 class FragmentedOptimizer:
@@ -46,7 +34,7 @@ class FragmentedOptimizer:
         """
         self.sharded = sharded
         self.optimizer = optimizer
-        self.fragments = _make_fragments(sharded)
+        self.fragments = make_fragments(sharded.trainable_groups)
         by_owner = {(id(f.group), f.index): f for f in self.fragments}
         places = {id(p): (id(g), i) for g in sharded.groups for i, p in enumerate(g.params)}
         slot_names = {(id(g), i): slot.name for g in sharded.groups for i, slot in enumerate(g.layout.slots)}
@@ -77,23 +65,101 @@ class FragmentedOptimizer:
             group["params"] = own
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.fragments = [f for f in self.fragments if id(f.tensor) in stepped]
+        self.batches = make_batches(sharded.trainable_groups, self.fragments)
+        self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
+        if sharded.mesh.device.type != "cpu" and not all(batch.on_device for batch in self.batches):
+            prefer_fused(optimizer)
+        for batch in self.batches:
+            if any(f.tensor in optimizer.state for f in batch.fragments):
+                with self.opened(batch):  # states that were there before rest where the others will
+                    pass
 
     def step(self, used: Callable[[Fragment], bool], closure: Any = None) -> Any:
-        """Lend every used fragment its gradient, step, take the gradients back. Local."""
-        for f in self.fragments:
+        """Lend every used fragment its gradient, step, take the gradients back. Local.
+
+        One call of the optimizer's step if all states stay on the device, else one per batch, while states on disk are
+        read ahead and written behind: see [Note: stepping in batches].
+        """
+        if len(self.batches) == 1 and self.batches[0].on_device:
+            with self._lent(self.batches[0], used):
+                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+                self.batches[0].swap_out(self.optimizer)
+            return result
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        storage, narrowed = self.sharded.storage, Narrowed(self.optimizer)
+        for k, batch in enumerate(self.batches):
+            if storage.reads_beside and k + 1 < len(self.batches):
+                self._make_room(k + 1)
+                self.batches[k + 1].fetch()
+            self._make_room(k)
+            batch.swap_in(self.optimizer)
+            count = torch.get_num_threads() if batch.on_device else storage.num_threads
+            with self._lent(batch, used), narrowed.to(batch.fragments), threads(count):
+                self.optimizer.step()
+                batch.swap_out(self.optimizer)
+            if not storage.writes_beside:
+                batch.settle()
+        return loss
+
+    def _make_room(self, number: int) -> None:
+        """At most so many batches are in memory: the one before those may not be on its way to disk any more."""
+        before = number - self.sharded.storage.optim_depth
+        if before >= 0:
+            self.batches[before].settle()
+
+    @contextmanager
+    def _lent(self, batch: StepBatch, used: Callable[[Fragment], bool]) -> Iterator[None]:
+        for f in batch.fragments:
             grad = f.group.grad
             if grad is not None and used(f):
                 f.tensor.grad = grad[f.start : f.stop].to(f.tensor.dtype)
         try:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            yield
         finally:
-            for f in self.fragments:
+            for f in batch.fragments:
                 f.tensor.grad = None
+
+    # --------------------------------------------------------------------- states
+
+    @contextmanager
+    def opened(self, batch: StepBatch) -> Iterator[None]:
+        """Inside, the states of `batch` are in `optimizer.state` and its masters in memory, to be read and written. Local."""
+        batch.swap_in(self.optimizer)
+        try:
+            yield
+        finally:
+            batch.swap_out(self.optimizer)
+            batch.settle()
+            self.sharded.storage.link.wait_device()
+
+    def states(self, fragment: Fragment) -> Iterator[tuple[str, Sliceable]]:
+        """(key, 1-D elements) of what the optimizer keeps for every element of `fragment`; on disk they are not read yet."""
+        return self._batch_of[id(fragment)].states(fragment, self.optimizer)
+
+    def scalars(self, fragment: Fragment) -> Iterator[tuple[str, Any]]:
+        """(key, value) of what the optimizer keeps for `fragment` as a whole, such as its step."""
+        for key, value in self.optimizer.state.get(fragment.tensor, {}).items():
+            if not fragment.is_like(value):
+                yield key, value
+
+    def resident_nbytes(self) -> dict[Tier, int]:
+        """Bytes of the optimizer's states at rest, by kind of memory; master weights are the groups'."""
+        held = dict.fromkeys(Tier, 0)
+        for batch in self.batches:
+            for tier, nbytes in batch.nbytes(self.optimizer).items():
+                held[tier] += nbytes
+        return held
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's fragments by parameter name, with the options of each param group."""
-        names = {id(f.tensor): f for f in self.fragments}
-        state = {names[id(p)].name: dict(s) for p, s in self.optimizer.state.items() if id(p) in names}
+        state = {}
+        for f in self.fragments:
+            shaped = {key: value[:] for key, value in self.states(f)}
+            if own := {**shaped, **dict(self.scalars(f))}:
+                state[f.name] = own
         options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {"state": state, "param_groups": options}
 
@@ -104,22 +170,13 @@ class FragmentedOptimizer:
                 f"the checkpoint's optimizer has {len(saved['param_groups'])} param groups, this one has "
                 f"{len(self.optimizer.param_groups)}; resume with the same optimizer settings"
             )
-        for f in self.fragments:
-            if f.name in saved["state"]:
-                self.optimizer.state[f.tensor] = dict(saved["state"][f.name])
+        for batch in self.batches:
+            with self.opened(batch):
+                for f in batch.fragments:
+                    if f.name in saved["state"]:
+                        self.optimizer.state[f.tensor] = dict(saved["state"][f.name])
         for group, options in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update(options)
-
-
-def _make_fragments(sharded: ShardedModel) -> list[Fragment]:
-    fragments = []
-    for group in sharded.trainable_groups:
-        for index, slot in enumerate(group.layout.slots):
-            start, stop = group.fragment(slot)
-            if stop > start:
-                tensor = nn.Parameter(group.source[start:stop], requires_grad=True)
-                fragments.append(Fragment(slot.name, tensor, group, index, start, stop))
-    return fragments
 
 
 def _cut(key: str, value: Any, param: nn.Parameter, fragment: Fragment) -> Any:

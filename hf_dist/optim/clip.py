@@ -37,7 +37,8 @@ def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSu
         if g.grad is not None and g.counts:
             first, last = g.owned
             start = first - g.resting[0]
-            norms.append(torch.linalg.vector_norm(g.grad[start : start + last - first], dtype=torch.float32))
+            own = g.grad[start : start + last - first]
+            norms.append(torch.linalg.vector_norm(own, dtype=torch.float32).to(mesh.device))
     if norms:
         vector[0] = torch.stack(norms).square().sum()
     if flags:
@@ -58,7 +59,7 @@ def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float) -> None
     """Multiply the reduced gradients in place. Local."""
     for g in sharded.trainable_groups:
         if g.grad is not None:
-            g.grad.mul_(factor)
+            g.grad.mul_(factor.to(g.grad.device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from hf_dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
+from hf_dist.offload.store import opened
 from hf_dist.sharding.group import FlatGroup, _copy_overlap
 from hf_dist.sharding.guard import OWNER
 from hf_dist.sharding.layout import ParamSlot
@@ -57,11 +58,15 @@ def gathered(
 def _adopt_changes(group: FlatGroup, modifier_rank: int) -> None:
     """Make the full weights of one rank everyone's. Collective over dp."""
     collectives.broadcast(group.mesh.dp, group.full, modifier_rank)
-    if group.separate:
+    if group.separate or group.master is not group.shard:
         start, stop = group.resting
-        new = group.full[start:stop]
-        # Only what changed: the rest of the master weights keeps the bits that the compute dtype has no room for.
-        torch.where(new == group.source.to(new.dtype), group.source, new.to(group.source.dtype), out=group.source)
+        with opened(group.master, changed=True) as masters:
+            new = group.full[start:stop].to(masters.device)
+            # Only what changed: the rest of the master weights keeps the bits that the compute dtype has no room for.
+            torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
+        group.masters_changed()
+        group.write_back()
+        group.storage.link.wait_device()
 
 
 def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[FlatGroup]:
@@ -90,7 +95,8 @@ def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     wide = group.source.dtype if torch.float32 in group.loaded_dtypes else group.dtype
     full = torch.zeros(group.layout.numel, dtype=wide, device=group.mesh.device)
     start, stop = group.resting
-    full[start:stop].copy_(group.source)
+    with opened(group.master) as masters:
+        full[start:stop].copy_(masters)
     if stop - start < group.layout.numel:
         collectives.all_gather(group.mesh.dp_shard, full).wait()
     for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True):
@@ -101,4 +107,6 @@ def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> 
     """Overwrite the stored weights of one parameter from its full value; local. Follow with `weights_changed()`."""
     if tuple(value.shape) != slot.shape:
         raise ModelError(f"{slot.name}: the checkpoint has shape {tuple(value.shape)}, the model {slot.shape}")
-    _copy_overlap(group.source, group.resting[0], value.to(group.mesh.device).reshape(-1), slot.offset)
+    with opened(group.master, changed=True) as masters:
+        _copy_overlap(masters, group.resting[0], value.to(masters.device).reshape(-1), slot.offset)
+    group.masters_changed()

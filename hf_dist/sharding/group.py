@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from hf_dist import collectives
 from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.offload.storage import Storage
+from hf_dist.offload.store import Resident, Resting, Tier, opened
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_source
@@ -32,6 +35,7 @@ class FlatGroup:
         placements: StatePlacements,
         mesh: ParallelMesh,
         precision: Precision,
+        storage: Storage,
         holders: MeshAxis | None = None,
     ) -> None:
         """`holders`: ranks of other pipeline stages that hold the same weights; their gradients are added up."""
@@ -40,11 +44,11 @@ class FlatGroup:
         self.placements = placements
         self.precision = precision
         self.holders = holders
+        self.storage = storage
         self.trainable = self.params[0].requires_grad
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
         self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], mesh.dp_shard.size)
-        self.grad: torch.Tensor | None = None  # 1D, at `optim`: reduced gradient of the window so far
         self.partial: torch.Tensor | None = None  # 1D, whole layout: this rank's contribution, not yet reduced
         self.filled: list[bool] = [False] * len(self.params)  # slots of `partial` that hold a gradient
         self.used: list[bool] = [False] * len(self.params)  # had a gradient on this rank in this window
@@ -53,6 +57,7 @@ class FlatGroup:
         self._guarded = False
         self._gather: collectives.Handle | None = None
         self._gaps = self._gap_index()
+        self._stale_shard = False  # `master` was written and `shard` was not
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
@@ -72,32 +77,63 @@ class FlatGroup:
         layout, device = self.layout, self.mesh.device
         sources = [lazy_source(p) for p in self.params]
         streamed = any(source is not None for source in sources)
-        start, stop = self.interval(self.placements.optim if self.trainable else self.placements.params)
-        self.resting = (start, stop)
+        self.resting = self.interval(self.placements.optim if self.trainable else self.placements.params)
         rests_sharded = self.placements.params is Placement.SHARD
         # 1D, compute dtype; its storage is empty while the weights rest sharded. Never touched if it is never filled.
         new = torch.empty if streamed and rests_sharded else torch.zeros
         self.full = new(layout.numel, dtype=self.dtype, device=device)
-        # What the optimizer steps (fp32), or the resting shard of frozen weights. Where the weights are fp32 and rest
-        # replicated it is `full` itself: no second copy.
-        self.separate = rests_sharded or (self.trainable and self.dtype != MASTER_DTYPE)
+        self._choose_places(rests_sharded)
+        with opened(self.master, changed=True) as masters:
+            self._take_over(masters, sources, streamed)
+            self.masters_changed()
+            self.deliver(masters)
+        self.storage.link.wait_device()
+        if streamed and not rests_sharded:
+            self._gather_streamed()
+        self.reshard()
+
+    def _choose_places(self, rests_sharded: bool) -> None:
+        """Where this rank's weights rest: once where they are gathered from, and once, wider, where they are stepped.
+
+        The two are one tensor where nothing is gained by a second: on the device a gather casts on the way, so the masters
+        are its source; on the host only if the dtypes are equal, as half the bytes cross to the device. Where the weights
+        rest replicated, `full` itself is what is gathered from.
+        """
+        start, stop = self.resting
+        numel = stop - start
+        tier = self.storage.optim_tier(numel) if self.trainable else Tier.DEVICE
+        params_tier = self.storage.params_tier(numel) if rests_sharded else Tier.DEVICE
+        self.separate = rests_sharded or (self.trainable and tier is Tier.DEVICE and self.dtype != MASTER_DTYPE)
+        """Whether `shard` is copied into `full` before a gather."""
         dtype = MASTER_DTYPE if self.trainable else self.dtype
-        self.source = torch.zeros(stop - start, dtype=dtype, device=device) if self.separate else self.full[start:stop]
+        here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
+        self.shard: Resting
+        self.master: Resting
+        if not self.separate:
+            self.shard = Resident(self.full[start:stop], Tier.DEVICE)
+            self.master = self.shard if here else self.storage.optim.new(numel, dtype, tier)
+        elif here or not self.trainable:
+            self.shard = self.master = self.storage.params.new(numel, dtype, params_tier)
+        else:
+            self.master = self.storage.optim.new(numel, dtype, tier)
+            same = tier is params_tier is Tier.HOST and self.dtype == dtype
+            self.shard = self.master if same else self.storage.params.new(numel, self.dtype, params_tier)
+        self.gradient = self.storage.gradient(tier, numel, self.precision.grads)
+
+    def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
+        """Fill the masters from the parameters as they were loaded (fp32 weights keep their low bits), and make views."""
         first, last = self.owned if streamed else self.resting
-        mine = self.source[first - start : last - start]
-        for slot, p, source in zip(layout.slots, self.params, sources, strict=True):
+        mine = masters[first - self.resting[0] : last - self.resting[0]]
+        for slot, p, source in zip(self.layout.slots, self.params, sources, strict=True):
             if source is not None:
                 _read_overlap(mine, first, source, slot)
                 release(p)
-            elif streamed or self.separate:  # from the loaded dtype: fp32 weights keep their low bits in the master
+            elif streamed or self.separate or self.master is not self.shard:
                 _copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
             view = self.full[slot.offset : slot.stop].view(slot.shape)
             if not streamed:
                 view.copy_(p.detach())
             p.data = view
-        if streamed and not rests_sharded:
-            self._gather_streamed()
-        self.reshard()
 
     def _gather_streamed(self) -> None:
         """Every rank has read its own part of `source`: fill what rests replicated. Collective over dp_shard."""
@@ -106,6 +142,20 @@ class FlatGroup:
         self.fresh = False
         self.unshard()
         self.wait_unshard()
+
+    @property
+    def source(self) -> Any:
+        """1-D, this rank's weights in their widest dtype: fp32 masters, or the resting dtype of frozen ones.
+
+        The tensor where it stays in memory; on disk something that reads the interval it is asked for. To write, open
+        `master` and call `masters_changed`.
+        """
+        return self.master.elements
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """1-D, like `source`: reduced gradient of the window so far; on the host if the state it steps rests off the device."""
+        return self.gradient.values
 
     def interval(self, placement: Placement) -> tuple[int, int]:
         """Interval of the flat buffer that this rank holds at `placement`."""
@@ -144,12 +194,22 @@ class FlatGroup:
         with torch.autograd._unsafe_preserve_version_counter(self.full), torch.no_grad():
             if not self.resident:
                 storage.resize_(self.layout.numel * self.full.element_size())
-            start, stop = self.resting
-            if self.separate:
-                self.full[start:stop].copy_(self.source)
-            if stop - start < self.layout.numel:
-                self._gather = collectives.all_gather(self.mesh.dp_shard, self.full)
+            self._gather = self._fill_full() if self.separate else self._gather_full()
         self.fresh = True
+
+    def _fill_full(self) -> collectives.Handle:
+        start, stop = self.resting
+        values = self.shard.get()
+        with self.storage.link.beside(values) as arrival:
+            self.full[start:stop].copy_(values, non_blocking=True)
+            gather = self._gather_full()
+        self.shard.release(after=arrival)
+        return collectives.Handle([gather, *arrival])
+
+    def _gather_full(self) -> collectives.Handle:
+        if self.resting == (0, self.layout.numel):
+            return collectives.Handle([])
+        return collectives.all_gather(self.mesh.dp_shard, self.full)
 
     def wait_unshard(self) -> None:
         """After this the parameters can be read. Local."""
@@ -178,6 +238,32 @@ class FlatGroup:
         self._guard()
         with torch.autograd._unsafe_preserve_version_counter(self.full):
             self.full.untyped_storage().resize_(0)
+
+    def fetch(self) -> None:
+        """Begin to bring what a gather will read into memory. Local; nothing to do for what is there."""
+        if not self.fresh:
+            self.shard.fetch()
+
+    def masters_changed(self) -> None:
+        """`master` was written: what is gathered from must follow, by `write_back` or `weights_changed`. Local."""
+        self._stale_shard = self.shard is not self.master
+
+    def write_back(self) -> None:
+        """Give what is gathered from the values of the masters, if those were written. Local.
+
+        A copy to the device runs beside what follows: `storage.link.wait_device()` comes before the next gather.
+        """
+        if self._stale_shard:
+            self.deliver(self.master.get())
+            self.master.release()
+
+    def deliver(self, masters: torch.Tensor) -> None:
+        """`write_back` for who has opened `master` already. Local."""
+        if self._stale_shard:
+            self._stale_shard = False
+            with torch.no_grad():
+                self.storage.link.deliver(self.shard.get(blank=True), masters)
+            self.shard.release(changed=True)
 
     def weights_changed(self) -> None:
         """`source` was stepped: what `full` holds is old. Reads wait for the next gather from now on. Local."""
@@ -253,17 +339,39 @@ class FlatGroup:
             wide = torch.promote_types(self.precision.reduce, self.precision.grads)
             out = torch.empty(self.layout.shard_numel, dtype=wide, device=full.device)
             handle = collectives.reduce_scatter(self.mesh.dp_shard, full, out)
-        return collectives.Handle([handle], lambda: self._add_reduced(out))
+        return collectives.Handle([handle], lambda: self.gradient.add(out))
 
-    def _add_reduced(self, reduced: torch.Tensor) -> None:
-        if self.grad is None:
-            self.grad = reduced.to(self.precision.grads)
-        else:
-            self.grad.add_(reduced)
+    def replicate(self) -> collectives.Handle:
+        """Start the mean of the gradient over the replicas (HSDP). Collective over dp_replicate."""
+        values = self.gradient.on_device()
+        handle = collectives.all_reduce(self.mesh.dp_replicate, values)
+        return collectives.Handle([handle], lambda: self.gradient.replace(values))
+
+    def add_up_holders(self) -> None:
+        """The sum of the gradients of all pipeline stages that hold these weights, on each. Collective over `holders`."""
+        assert self.holders is not None
+        values = self.gradient.on_device()
+        used = torch.tensor(self.used, dtype=torch.float32, device=values.device)
+        for handle in [collectives.all_reduce(self.holders, tensor, op="sum") for tensor in (values, used)]:
+            handle.wait()
+        self.gradient.replace(values)
+        self.used = (used > 0).tolist()
+
+    def resident_nbytes(self) -> dict[Tier, int]:
+        """Bytes that weights and masters take at rest, by kind of memory; on the host also the place of gradients."""
+        held = dict.fromkeys(Tier, 0)
+        if self.resident:
+            held[Tier.DEVICE] += self.full.numel() * self.full.element_size()
+        for state in {id(s): s for s in (self.master, self.shard)}.values():
+            if self.separate or state is not self.shard:  # else it is a part of `full`
+                held[state.tier] += state.nbytes
+        held[Tier.HOST] += self.gradient.host_nbytes
+        return held
 
     def drop_gradients(self) -> None:
         """Forget the gradients of the window."""
-        self.grad = self.partial = None
+        self.partial = None
+        self.gradient.drop()
         self.used = [False] * len(self.params)
 
 

@@ -56,6 +56,10 @@ class IssueOrder:
         """The next unit to issue, None at the end."""
         return self._order[self._cursor] if self._cursor < len(self._order) else None
 
+    def upcoming(self) -> list[int]:
+        """Units still to be issued in this pass, in order."""
+        return self._order[self._cursor :]
+
     def advance(self) -> None:
         """The unit from `peek` was issued."""
         self._cursor += 1

@@ -6,9 +6,6 @@ import functools
 from collections import deque
 from collections.abc import Container
 
-import torch
-
-from hf_dist import collectives
 from hf_dist.collectives import Handle
 from hf_dist.mesh import ParallelMesh
 from hf_dist.sharding.group import FlatGroup
@@ -79,8 +76,7 @@ class Reducer:
 
     def _replicate(self, group: FlatGroup) -> None:
         """HSDP: the mean over the replicas, once per window."""
-        assert group.grad is not None
-        self._replicating.append(collectives.all_reduce(self.mesh.dp_replicate, group.grad))
+        self._replicating.append(group.replicate())
 
     def wait(self) -> None:
         """Until nothing is in flight; then weights that several pipeline stages hold get the sum of their gradients.
@@ -93,10 +89,5 @@ class Reducer:
             handle.wait()
         self._replicating.clear()
         for group in self._held_elsewhere:
-            assert group.grad is not None and group.holders is not None
-            used = torch.tensor(group.used, dtype=torch.float32, device=group.grad.device)
-            handles = [collectives.all_reduce(group.holders, t, op="sum") for t in (group.grad, used)]
-            for handle in handles:
-                handle.wait()
-            group.used = (used > 0).tolist()
+            group.add_up_holders()
         self._held_elsewhere.clear()

@@ -20,6 +20,8 @@ from torch.autograd import Variable
 
 from hf_dist import collectives
 from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.offload.storage import Storage
+from hf_dist.offload.store import Tier
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import refuse_moves
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
@@ -64,6 +66,7 @@ class ShardedModel:
         reduce_numel: int = 500_000_000,
         leaf_modules: LeafModules = ((), (), ()),
         pipeline: PipelineShare | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Shard `model` in place. Collective: every rank of the mesh, with the same model.
 
@@ -71,6 +74,7 @@ class ShardedModel:
         weight gathers in flight after a step; `reduce_numel`: elements of gradient reductions in flight, 0 to wait for
         each at once; `leaf_modules`: class names, module names and name endings that are units whatever the structure;
         `pipeline`: the stages of a pipeline that this rank runs; `model` then has their parameters only.
+        `storage`: where states rest (default: all on the device).
         """
         self.model = model
         self.mesh = mesh
@@ -79,8 +83,9 @@ class ShardedModel:
         self.prefetch_numel = prefetch_numel
         self.gather_numel = gather_numel
         self.pipeline = pipeline
+        self.storage = storage or Storage(mesh.device)
         self.units = build_units(
-            model, placements, mesh, precision, leaf_modules, pipeline.holders if pipeline else None
+            model, placements, mesh, precision, self.storage, leaf_modules, pipeline.holders if pipeline else None
         )
         self.root = self.units[0]
         self.reducer = Reducer(self.units, placements, mesh, reduce_numel)
@@ -134,6 +139,14 @@ class ShardedModel:
     def trainable_groups(self) -> list[FlatGroup]:
         """Groups that have gradients, unit by unit."""
         return [g for g in self.groups if g.trainable]
+
+    def resident_nbytes(self) -> dict[Tier, int]:
+        """Bytes that weights and masters take at rest, places of offloaded gradients and buffers of transfers included."""
+        held = self.storage.buffer_nbytes()
+        for group in self.groups:
+            for tier, nbytes in group.resident_nbytes().items():
+                held[tier] += nbytes
+        return held
 
     # -------------------------------------------------------------------- hooks
 
@@ -380,10 +393,22 @@ class ShardedModel:
         while self.prefetch_numel and (index := order.peek()) is not None:
             unit = self.units[index]
             if ahead and ahead + unit.numel > self.prefetch_numel:
-                return
+                break
             order.advance()
             unit.unshard()
             ahead += unit.numel
+        if self.storage.params.tier is Tier.DISK:
+            self._read_ahead(order)
+
+    def _read_ahead(self, order: IssueOrder) -> None:
+        """Start to read from disk what comes after that, in the order of the gathers."""
+        numel, count = self.storage.ahead_numel, self.storage.ahead_count
+        for unit in (self.units[i] for i in order.upcoming()):
+            numel -= sum(g.layout.shard_numel for g in unit.groups)
+            count -= len(unit.groups)
+            if numel < 0 or count < 0:
+                return
+            unit.fetch()
 
     # --------------------------------------------------------------------- step
 
@@ -405,6 +430,7 @@ class ShardedModel:
         Local, but for weights that several pipeline stages hold (`Reducer.wait`).
         """
         self.reducer.wait()
+        self.storage.link.wait_host()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of the window (`zero_grad`)."""
@@ -417,6 +443,9 @@ class ShardedModel:
 
         Collective over dp_shard at stages 1 and 2. Each unit waits for its own gather just before it is read.
         """
+        for group in self.groups:
+            group.write_back()
+        self.storage.link.wait_device()
         in_flight: deque[ShardUnit] = deque()
         seen = [index for orders in self.passes for index in orders.forward.units]
         order = dict.fromkeys([*seen, *range(len(self.units))])

@@ -64,6 +64,11 @@ class ShardUnit:
         """Whether the current weights are here or on their way."""
         return all(g.fresh for g in self.groups)
 
+    def fetch(self) -> None:
+        """Begin to bring resting weights into memory ahead of `unshard`. Local."""
+        for group in self.groups:
+            group.fetch()
+
     def unshard(self) -> None:
         """Start gathering; idempotent. Collective over dp_shard."""
         for group in self.groups:

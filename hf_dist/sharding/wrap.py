@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.offload.storage import Storage
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.placement import StatePlacements
 from hf_dist.sharding.precision import Precision
@@ -68,6 +69,7 @@ def build_units(
     placements: StatePlacements,
     mesh: ParallelMesh,
     precision: Precision,
+    storage: Storage,
     leaf: LeafModules = ((), (), ()),
     holders: Mapping[str, MeshAxis] | None = None,
 ) -> list[ShardUnit]:
@@ -95,7 +97,7 @@ def build_units(
         if not named and path:
             continue
         groups = [
-            FlatGroup(g, placements, mesh, precision, (holders or {}).get(g[0][0]))
+            FlatGroup(g, placements, mesh, precision, storage, (holders or {}).get(g[0][0]))
             for g in _groups(named, precision, holders or {})
         ]
         used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})

@@ -149,9 +149,9 @@ def best(folder: Path, recipe: str, stage: int, only_model: bool, config: Any = 
 # ---- more than one call
 
 
-def twice(folder: Path, recipe: str, stage: int) -> dict[str, Any]:
+def twice(folder: Path, recipe: str, stage: int, config: Any = None) -> dict[str, Any]:
     """`train()` called two times."""
-    trainer = dist_trainer(recipe, stage, folder, max_steps=4)
+    trainer = dist_trainer(recipe, stage, folder, config, max_steps=4)
     return train_twice(trainer)
 
 
@@ -162,9 +162,9 @@ def train_twice(trainer: Any) -> dict[str, Any]:
     return record_of(trainer)
 
 
-def evaluated(folder: Path, recipe: str, stage: int) -> dict[str, Any]:
+def evaluated(folder: Path, recipe: str, stage: int, config: Any = None) -> dict[str, Any]:
     """See `evaluate_around`."""
-    return evaluate_around(dist_trainer(recipe, stage, folder))
+    return evaluate_around(dist_trainer(recipe, stage, folder, config))
 
 
 def evaluate_around(trainer: Any) -> dict[str, Any]:

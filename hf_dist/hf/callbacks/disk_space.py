@@ -46,7 +46,7 @@ def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
     nbytes = engine.model_files().plan.nbytes
     if with_state and engine.optimizer is not None:
         per_weight = 4 + 4 * _STATES.get(type(engine.optimizer).__name__, 2)
-        nbytes += sum(g.layout.num_params for g in engine.sharded.trainable_groups) * per_weight
+        nbytes += sum(p.numel() for p in engine.sharded.whole.parameters() if p.requires_grad) * per_weight
     return nbytes
 
 

@@ -1,0 +1,201 @@
+"""Host memory: page-locked where that is possible, copies to and from the device beside its computation, threads to step with.
+
+On a machine without an accelerator host and device are the same memory. The same calls are made, and are plain copies.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_dist.log import say_once, warn_once
+
+PAGE = 4096
+"""Bytes. Buffers start on a page, which direct file access asks for."""
+_CHUNK_NUMEL = 1 << 22
+"""Elements of one piece of what is cast on the host and sent to the device."""
+
+
+def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
+    """1-D uint8 on the host, not initialised, beginning on a page; page-locked if `pin` and the system allows it.
+
+    Ordinary memory is registered rather than asked of torch's pinned allocator, which rounds sizes up to powers of two.
+    """
+    whole = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    buffer = whole.narrow(0, -whole.data_ptr() % PAGE, nbytes)
+    if pin and nbytes and torch.cuda.is_available():
+        _register(whole, buffer)
+    return buffer
+
+
+def host_zeros(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+    """1-D, zeros, on the host."""
+    return host_empty(numel * dtype.itemsize, pin=pin).zero_().view(dtype)
+
+
+def _register(whole: torch.Tensor, buffer: torch.Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()
+    address = buffer.data_ptr()
+    if int(runtime.cudaHostRegister(address, buffer.numel(), 0)) != 0:
+        warn_once(
+            f"the system refused to page-lock {buffer.numel() / 1e6:.0f} MB of host memory (see `ulimit -l`): copies to and "
+            'from the device wait for it. "pin_memory": false asks for none.'
+        )
+        return
+    weakref.finalize(whole.untyped_storage(), runtime.cudaHostUnregister, address)
+
+
+class HostLink:
+    """Copies between host and device on a stream of their own, in the order they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._in_use: deque[tuple[Any, torch.Tensor]] = deque()
+        self._staging: deque[tuple[torch.Tensor, Any]] = deque()
+
+    @contextmanager
+    def beside(self, host: torch.Tensor) -> Iterator[list[Any]]:
+        """What is issued inside runs after what the device was given so far, beside what it is given next.
+
+        Yields a list that holds, after the block, what to wait for. Nothing changes if `host` is the device's own memory.
+        """
+        arrival: list[Any] = []
+        if self._stream is None or host.is_cuda:
+            yield arrival
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield arrival
+            arrival.append(self._stream.record_event())
+
+    def collect(self, into: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
+        """Copy (or add) `values` to `into` (host, 1-D). The sum is made on the device; `wait_host` before reading it."""
+        with self.beside(into) as arrival:
+            if not add:
+                into.copy_(values, non_blocking=True)
+            elif values.is_cuda:
+                into.copy_(into.to(values.device, non_blocking=True).add_(values), non_blocking=True)
+            else:
+                into.add_(values)
+        # The memory of `values` must not be used again before the stream is through with it.
+        for event in arrival:
+            self._in_use.append((event, values))
+        while self._in_use and self._in_use[0][0].query():
+            self._in_use.popleft()
+
+    def deliver(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """Cast `values` (host, 1-D) into `into`, which may be on the device; `wait_device` before it is read there."""
+        if not into.is_cuda or values.is_cuda:
+            into.copy_(values)
+            return
+        for start in range(0, values.numel(), _CHUNK_NUMEL):
+            piece = values[start : start + _CHUNK_NUMEL]
+            buffer = self._take_staging()
+            staging = buffer[: piece.numel() * into.element_size()].view(into.dtype)
+            staging.copy_(piece)
+            with self.beside(staging) as arrival:
+                into[start : start + piece.numel()].copy_(staging, non_blocking=True)
+            self._staging.append((buffer, arrival[0]))
+
+    def _take_staging(self) -> torch.Tensor:
+        """One of two buffers, when what was sent from it has arrived."""
+        if len(self._staging) < 2:
+            return host_empty(_CHUNK_NUMEL * 4, pin=True)
+        buffer, event = self._staging.popleft()
+        event.synchronize()
+        return buffer
+
+    def wait_host(self) -> None:
+        """Block until what was collected can be read on the host."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._in_use.clear()
+
+    def wait_device(self) -> None:
+        """Let what the device is given from now on come after what was delivered."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+
+class Gradient:
+    """The reduced gradient of a window, on the device."""
+
+    host_nbytes = 0
+    """Bytes of host memory that are kept all the time."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.values: torch.Tensor | None = None  # 1D, None before the first part of a window
+
+    def add(self, reduced: torch.Tensor) -> None:
+        """Take over `reduced`, or add it."""
+        if self.values is None:
+            self.values = reduced.to(self.dtype)
+        else:
+            self.values.add_(reduced)
+
+    def on_device(self) -> torch.Tensor:
+        """The values, where collectives can read and write them."""
+        assert self.values is not None
+        return self.values
+
+    def replace(self, values: torch.Tensor) -> None:
+        """New values, from `on_device`."""
+        self.values = values
+
+    def drop(self) -> None:
+        """The window is over."""
+        self.values = None
+
+
+class HostGradient(Gradient):
+    """The same in host memory that is kept for the next window; it arrives while backward goes on."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, link: HostLink, *, pin: bool) -> None:
+        super().__init__(dtype)
+        self._home = host_zeros(numel, dtype, pin=pin)
+        self._link = link
+        self.host_nbytes = numel * dtype.itemsize
+
+    def add(self, reduced: torch.Tensor) -> None:
+        """Copy `reduced` to the host, or add it there."""
+        self._link.collect(self._home, reduced, add=self.values is not None)
+        self.values = self._home
+
+    def on_device(self) -> torch.Tensor:
+        """A copy on the device; the values themselves where that is the same memory."""
+        self._link.wait_host()
+        return self._home.to(self._link.device)
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Copy them to the host."""
+        if values is not self._home:
+            self._link.collect(self._home, values, add=False)
+
+
+def step_threads(ranks_on_machine: int) -> int:
+    """Threads for a step on the CPU: the machine's cores shared by its ranks, not more than this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, min(allowed, (os.cpu_count() or 1) // ranks_on_machine))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch uses `count` threads inside the block, and as many as before after it."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    say_once(f"offloaded optimizer state is stepped with {count} threads per rank ({before} elsewhere)")
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

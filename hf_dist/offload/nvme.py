@@ -1,0 +1,349 @@
+"""Tensors that rest in a file: aligned requests from a pool of threads, straight to the disk where the file system allows it.
+
+One file per rank and kind of state. It has no name: it is unlinked as soon as it is open, so its space comes back when the
+process ends, whatever ended it (on NFS the client keeps a `.nfs...` name until then).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dist.errors import ConfigError, HfDistError, Problem
+from hf_dist.log import say_once
+from hf_dist.offload.host import PAGE, host_empty
+from hf_dist.offload.store import Tier
+
+_PROBE_NBYTES = 32 << 20
+_PREFIX = "hf_dist_swap_rank"
+MAX_THREADS = 32
+"""Requests in flight, at most: each takes a thread."""
+
+
+class SwapFile:
+    """An unnamed file in a folder of the user's, written and read in blocks by a few threads."""
+
+    def __init__(self, path: str, folder: Path, *, block_nbytes: int, num_requests: int, rank: int = 0) -> None:
+        """`path`: JSON path of `folder`, for messages. `block_nbytes`: one request. `num_requests`: in flight at a time.
+
+        Raises `ConfigError` when the folder cannot be written.
+        """
+        self.path = path
+        self.folder = folder
+        self.block_nbytes = max(PAGE, -(-block_nbytes // PAGE) * PAGE)
+        self.nbytes = 0
+        self._fd, self.direct = _open_unnamed(path, folder, rank)
+        self._threads = ThreadPoolExecutor(max(1, min(num_requests, MAX_THREADS)), thread_name_prefix="hf_dist swap")
+        weakref.finalize(self, _close, self._fd, self._threads)
+        if not self.direct:
+            say_once(f"{path}: {folder} has no direct access (O_DIRECT): reads and writes go through the page cache")
+
+    def allocate(self, nbytes: int) -> int:
+        """Reserve `nbytes`, a multiple of a page; returns their offset. They read as zeros. Raises `ConfigError`."""
+        offset = self.nbytes
+        try:
+            if nbytes:
+                os.posix_fallocate(self._fd, offset, nbytes)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                os.ftruncate(self._fd, offset + nbytes)
+            else:
+                raise ConfigError(no_space(self.path, self.folder, offset + nbytes, str(error.strerror))) from error
+        self.nbytes += nbytes
+        return offset
+
+    def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        """Fill `buffer` (uint8, begins on a page, whole pages) from `offset` on."""
+        return self._transfer(self._read_block, buffer, offset)
+
+    def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        """Write `buffer` at `offset`; it must stay as it is until the transfer is waited for."""
+        return self._transfer(self._write_block, buffer, offset)
+
+    def _transfer(self, act: Callable[[memoryview, int], None], buffer: torch.Tensor, offset: int) -> Transfer:
+        data = buffer.numpy().data
+        starts = range(0, len(data), self.block_nbytes)
+        blocks = [self._threads.submit(act, data[s : s + self.block_nbytes], offset + s) for s in starts]
+        return Transfer(blocks, self.folder)
+
+    def _read_block(self, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.preadv(self._fd, [data], offset)
+            if not count:
+                raise OSError(errno.EIO, "the file ends too early")
+            data, offset = data[count:], offset + count
+
+    def _write_block(self, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.pwritev(self._fd, [data], offset)
+            data, offset = data[count:], offset + count
+
+    def measure(self) -> tuple[float, float]:
+        """(bytes per second read, written), from a short trial in space that is given back. Local."""
+        buffer = host_empty(_PROBE_NBYTES, pin=False).zero_()
+        seconds = []
+        for act in (self.write, self.read):
+            start = time.perf_counter()
+            act(buffer, self.nbytes).wait()
+            seconds.append(time.perf_counter() - start)
+        os.ftruncate(self._fd, self.nbytes)
+        return _PROBE_NBYTES / seconds[1], _PROBE_NBYTES / seconds[0]
+
+
+class Transfer:
+    """Requests under way."""
+
+    def __init__(self, blocks: list[Future[None]], folder: Path) -> None:
+        self._blocks = blocks
+        self._folder = folder
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(block.done() for block in self._blocks)
+
+    def wait(self) -> None:
+        """Until all are through. Raises `HfDistError` when the disk refused one."""
+        blocks, self._blocks = self._blocks, []
+        for block in blocks:
+            try:
+                block.result()
+            except OSError as error:
+                raise HfDistError(
+                    f"swapping to {self._folder} failed: {error}. Resume from the last checkpoint."
+                ) from error
+
+
+class BufferPool:
+    """Host memory that transfers go through, used again and again."""
+
+    def __init__(self, count: int, *, pin: bool) -> None:
+        """`count`: buffers; more are made only if more tensors are in use at one time."""
+        self.count = count
+        self.pin = pin
+        self.nbytes = 0
+        """Of all buffers, in use or not."""
+        self._made = 0
+        self._free: list[tuple[torch.Tensor, Sequence[Any]]] = []  # (buffer, CUDA events that come before its next use)
+        self._written: deque[tuple[Transfer, torch.Tensor]] = deque()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """1-D uint8 of at least `nbytes`, a whole number of pages."""
+        while self._written and (self._written[0][0].done or (self._made >= self.count and not self._free)):
+            transfer, buffer = self._written.popleft()
+            transfer.wait()
+            self.give(buffer)
+        fitting = [k for k, (buffer, _) in enumerate(self._free) if buffer.numel() >= nbytes]
+        if fitting:
+            buffer, after = self._free.pop(min(fitting, key=lambda k: self._free[k][0].numel()))
+            _wait(after)
+            return buffer
+        if self._free:  # too small to be of use: a larger one takes its place
+            buffer, after = self._free.pop()
+            _wait(after)
+            self.nbytes -= buffer.numel()
+            self._made -= 1
+        self.nbytes += nbytes
+        self._made += 1
+        return host_empty(nbytes, pin=self.pin)
+
+    def give(self, buffer: torch.Tensor, after: Sequence[Any] = ()) -> None:
+        """It may be taken again once `after` has happened."""
+        self._free.append((buffer, after))
+
+    def give_written(self, buffer: torch.Tensor, transfer: Transfer) -> None:
+        """It may be taken again once it is written."""
+        self._written.append((transfer, buffer))
+
+
+class DiskTensor:
+    """A 1-D tensor that rests in a `SwapFile` and is in a buffer of a `BufferPool` while it is used."""
+
+    tier = Tier.DISK
+
+    def __init__(self, file: SwapFile, pool: BufferPool, numel: int, dtype: torch.dtype) -> None:
+        """All zeros. Raises `ConfigError` when there is no room for it."""
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self._numel = numel
+        self._file = file
+        self._pool = pool
+        self.nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        self._offset = file.allocate(self.nbytes)
+        self._buffer: torch.Tensor | None = None
+        self._reading: Transfer | None = None
+        self._writing: Transfer | None = None
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self._numel
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def elements(self) -> DiskTensor:
+        """Itself: slicing reads."""
+        return self
+
+    def part(self, start: int, stop: int) -> DiskPart:
+        """Elements [start, stop), not read yet."""
+        return DiskPart(self, start, stop)
+
+    def fetch(self) -> None:
+        """Begin to read."""
+        if self._buffer is None:
+            self.settle()
+            self._buffer = self._pool.take(self.nbytes)
+            self._reading = self._file.read(self._buffer[: self.nbytes], self._offset)
+
+    def get(self, *, blank: bool = False) -> torch.Tensor:
+        """The elements in host memory, until `release`."""
+        if self._buffer is None and blank:
+            self.settle()
+            self._buffer = self._pool.take(self.nbytes)
+        self.fetch()
+        assert self._buffer is not None
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        return self._buffer[: self._numel * self.dtype.itemsize].view(self.dtype)
+
+    def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
+        """Begin to write what was changed, or give the buffer back at once."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return
+        if changed:
+            self._writing = self._file.write(buffer[: self.nbytes], self._offset)
+            self._pool.give_written(buffer, self._writing)
+        else:
+            self._pool.give(buffer, after)
+
+    def settle(self) -> None:
+        """Until what was written is in the file."""
+        if self._writing is not None:
+            self._writing.wait()
+            self._writing = None
+
+    def __getitem__(self, which: slice | torch.Tensor) -> torch.Tensor:
+        """A copy of an interval, or of single elements (a 1-D tensor of indices)."""
+        if isinstance(which, torch.Tensor):
+            return torch.cat([self[i : i + 1] for i in which.tolist()])
+        start, stop, _ = which.indices(self._numel)
+        if self._buffer is not None:
+            return self.get()[start:stop].clone()
+        self.settle()
+        size = self.dtype.itemsize
+        first, last = start * size // PAGE * PAGE, -(-stop * size // PAGE) * PAGE
+        buffer = host_empty(max(0, last - first), pin=False)
+        self._file.read(buffer, self._offset + first).wait()
+        return buffer[start * size - first : stop * size - first].view(self.dtype)
+
+
+class DiskPart:
+    """An interval of a `DiskTensor` that is read when, and as far as, it is asked for."""
+
+    def __init__(self, whole: DiskTensor, start: int, stop: int) -> None:
+        self.whole = whole
+        self.start = start
+        self.stop = stop
+        self.dtype = whole.dtype
+        self.device = whole.device
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def narrow(self, dim: int, start: int, length: int) -> DiskPart:
+        """A part of the part, as of a tensor (dim is 0)."""
+        return DiskPart(self.whole, self.start + start, self.start + start + length)
+
+    def detach(self) -> DiskPart:
+        """Itself: no graph leads here."""
+        return self
+
+    def clone(self) -> torch.Tensor:
+        """All elements, read now."""
+        return self[:]
+
+    def __getitem__(self, interval: slice) -> torch.Tensor:
+        """These elements of the part, read now."""
+        first, last, _ = interval.indices(self.numel())
+        return self.whole[self.start + first : self.start + max(first, last)]
+
+
+def no_space(path: str, folder: Path, nbytes: int, reason: str = "") -> Problem:
+    """The problem of a disk that is too small."""
+    free = free_nbytes(folder)
+    because = f" ({reason})" if reason else ""
+    return Problem(
+        path,
+        repr(str(folder)),
+        f"has room for {free / 1e9:.3g} GB, and {nbytes / 1e9:.3g} GB are needed there{because}",
+        'Name another folder, free space, or offload to "cpu".',
+    )
+
+
+def free_nbytes(folder: Path) -> int:
+    """Bytes that a user may still write below `folder`."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _open_unnamed(path: str, folder: Path, rank: int) -> tuple[int, bool]:
+    """(descriptor of a new file that has no name any more, whether it is read and written without the page cache)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix=f"{_PREFIX}{rank}_", dir=folder)
+        direct_fd = _open_direct(name)
+        os.unlink(name)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise ConfigError(Problem(path, repr(str(folder)), reason, "Name a folder on a local disk.")) from error
+    if direct_fd is None:
+        return fd, False
+    os.close(fd)
+    return direct_fd, True
+
+
+def _open_direct(name: str) -> int | None:
+    """Some file systems refuse the flag, others the first request."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+    page = host_empty(PAGE, pin=False).zero_().numpy().data
+    try:
+        if os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE:
+            os.ftruncate(fd, 0)
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _close(fd: int, threads: ThreadPoolExecutor) -> None:
+    # Nothing is under way: every request refers to the file. So there is nothing to wait for, and a collection that one of
+    # the threads runs could not wait for itself.
+    threads.shutdown(wait=False)
+    os.close(fd)
+
+
+def _wait(events: Sequence[Any]) -> None:
+    for event in events:
+        event.synchronize()

@@ -1,0 +1,197 @@
+"""Where each kind of state of one model rests, chosen once from the config: the only place that asks for the device."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.config import DistConfig, settled
+from hf_dist.config.sections import AioConfig, ZeroConfig
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.log import say
+from hf_dist.mesh import ParallelMesh
+from hf_dist.offload.host import Gradient, HostGradient, HostLink, host_zeros, step_threads
+from hf_dist.offload.nvme import BufferPool, DiskTensor, SwapFile, free_nbytes, no_space
+from hf_dist.offload.store import Resident, Resting, Tier
+
+_ZERO = "zero_optimization"
+MASTER_NBYTES = 4
+"""Of an element of the fp32 master weights."""
+TENSORS_PER_GROUP = 3
+"""That a step brings into memory: master weights and the two states of Adam. Optimizers with more make more buffers."""
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+
+@dataclass
+class Shelf:
+    """Where one kind of state rests: `optim` (master weights, optimizer state) or `params` (shards of the weights)."""
+
+    device: torch.device
+    tier: Tier = Tier.DEVICE
+    pin: bool = False
+    file: SwapFile | None = None
+    pool: BufferPool | None = None
+
+    def new(self, numel: int, dtype: torch.dtype, tier: Tier | None = None) -> Resting:
+        """`numel` zeros at `tier`, or where this kind of state rests."""
+        tier = tier or self.tier
+        if tier is Tier.DEVICE:
+            return Resident(torch.zeros(numel, dtype=dtype, device=self.device), tier)
+        if tier is Tier.HOST:
+            return Resident(host_zeros(numel, dtype, pin=self.pin), tier)
+        assert self.file is not None and self.pool is not None
+        return DiskTensor(self.file, self.pool, numel, dtype)
+
+
+class Storage:
+    """Makes what the groups of one model keep their states in. Local."""
+
+    def __init__(self, device: torch.device, zero: ZeroConfig | None = None) -> None:
+        """Everything on `device` without the offload sections of `zero`; files are opened by `open_storage`."""
+        zero = zero or ZeroConfig()
+        optim, params = zero.offload_optimizer, zero.offload_param
+        cuda = device.type == "cuda"
+        self.device = device
+        self.link = HostLink(device)
+        self.optim = Shelf(device, _TIERS[optim.device], optim.pin_memory and cuda)
+        self.params = Shelf(device, _TIERS[params.device if zero.stage == 3 else "none"], params.pin_memory and cuda)
+        self.ratio = optim.ratio
+        self.num_threads = step_threads(1)
+        """Threads for a step on the CPU."""
+        ahead = optim.pipeline_read + optim.pipeline_write
+        self.optim_depth = max(1, min(optim.buffer_count, 1 + ahead))
+        """Groups whose optimizer state may be in memory at a time, with state on disk."""
+        self.reads_beside, self.writes_beside = optim.pipeline_read, optim.pipeline_write
+        self.ahead_numel = settled(zero.offload_param.buffer_size) * zero.offload_param.buffer_count
+        """Elements of weights that may be read ahead from disk."""
+        self.ahead_count = zero.offload_param.buffer_count - 1
+        """Groups of weights that may be read ahead: one more buffer is for what is being written or gathered."""
+        self._max_on_host = settled(zero.offload_param.max_in_cpu) if self.params.tier is Tier.DISK else 0
+        self._seen = self._offloaded = self._on_host = 0
+
+    def optim_tier(self, numel: int) -> Tier:
+        """Where master weights and optimizer state of the next group rest; whole groups make up `ratio`."""
+        self._seen += numel
+        if self.optim.tier is Tier.DEVICE or self._offloaded + numel > self.ratio * self._seen:
+            return Tier.DEVICE
+        self._offloaded += numel
+        return self.optim.tier
+
+    def params_tier(self, numel: int) -> Tier:
+        """Where the shard of the next group rests; with a disk the first `max_in_cpu` elements stay on the host."""
+        if self._on_host + numel > self._max_on_host:
+            return self.params.tier
+        self._on_host += numel
+        return Tier.HOST
+
+    def gradient(self, tier: Tier, numel: int, dtype: torch.dtype) -> Gradient:
+        """What gathers the gradient of a group whose optimizer state rests at `tier`: where it will be stepped."""
+        if tier is Tier.DEVICE:
+            return Gradient(dtype)
+        return HostGradient(numel, dtype, self.link, pin=self.optim.pin)
+
+    def buffer_nbytes(self) -> dict[Tier, int]:
+        """Bytes of the buffers of transfers to and from disk, so far; all on the host."""
+        held = dict.fromkeys(Tier, 0)
+        held[Tier.HOST] = sum(shelf.pool.nbytes for shelf in (self.optim, self.params) if shelf.pool is not None)
+        return held
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether any state may rest on disk."""
+        return Tier.DISK in (self.optim.tier, self.params.tier)
+
+
+def open_storage(config: DistConfig, mesh: ParallelMesh, *, trained_numel: int, total_numel: int) -> Storage:
+    """The storage that `config` asks for. Collective: every rank, before anything is sharded.
+
+    Opens the files on disk, checks that the machine's ranks fit there together, and measures how fast they are.
+    `trained_numel`, `total_numel`: elements of the model. Raises `ConfigError` on every rank.
+    """
+    zero = config.zero_optimization
+    storage = Storage(mesh.device, zero)
+    if storage.optim.tier is Tier.DEVICE and storage.params.tier is Tier.DEVICE:
+        return storage
+    problem: Problem | None = None
+    needs: dict[tuple[int, str], int] = {}  # (device number, JSON path) -> bytes
+    try:
+        _open_files(storage, zero, config.aio, mesh.launch.rank)
+        needs = _needs(storage, config, trained_numel // mesh.dp_shard.size, total_numel // mesh.dp_shard.size)
+    except ConfigError as error:
+        problem = error.problems[0]
+    everyone = collectives.all_gather_object(mesh.dp, (socket.gethostname(), problem, needs))
+    first = next((p for _, p, _ in everyone if p is not None), None)
+    if first is not None:
+        raise ConfigError(first)
+    mine = [theirs for host, _, theirs in everyone if host == socket.gethostname()]
+    storage.num_threads = step_threads(len(mine))
+    short = _shortage(storage, mine)
+    first = next((p for p in collectives.all_gather_object(mesh.dp, short) if p is not None), None)
+    if first is not None:
+        raise ConfigError(first)
+    _predict(storage, trained_numel // mesh.dp_shard.size, len(mine))
+    return storage
+
+
+def _open_files(storage: Storage, zero: ZeroConfig, aio: AioConfig, rank: int) -> None:
+    optim, params = zero.offload_optimizer, zero.offload_param
+    for shelf, section, nvme_path, count in (
+        (storage.optim, "offload_optimizer", optim.nvme_path, storage.optim_depth * TENSORS_PER_GROUP),
+        (storage.params, "offload_param", params.nvme_path, params.buffer_count),
+    ):
+        if shelf.tier is Tier.DISK:
+            assert nvme_path is not None
+            shelf.pool = BufferPool(count, pin=shelf.pin)
+            shelf.file = SwapFile(
+                f"{_ZERO}.{section}.nvme_path",
+                Path(nvme_path).expanduser(),
+                block_nbytes=aio.block_size,
+                num_requests=aio.intra_op_parallelism * aio.queue_depth,
+                rank=rank,
+            )
+
+
+def _needs(storage: Storage, config: DistConfig, trained: int, total: int) -> dict[tuple[int, str], int]:
+    """Bytes of this rank's states on each disk, but for the optimizer's own, whose number is known once it is there."""
+    element = 4 if config.dtype == "fp32" else 2
+    on_host = settled(config.zero_optimization.offload_param.max_in_cpu)
+    sizes = (
+        (storage.optim, int(trained * storage.ratio) * MASTER_NBYTES),
+        (storage.params, max(0, total - on_host) * element),
+    )
+    return {
+        (os.stat(shelf.file.folder).st_dev, shelf.file.path): nbytes
+        for shelf, nbytes in sizes
+        if shelf.file is not None
+    }
+
+
+def _shortage(storage: Storage, machine: list[dict[tuple[int, str], int]]) -> Problem | None:
+    """What is wrong with this rank's disks when all ranks of the machine use them."""
+    for shelf in (storage.optim, storage.params):
+        if shelf.file is None:
+            continue
+        device = os.stat(shelf.file.folder).st_dev
+        wanted = sum(n for theirs in machine for (disk, _), n in theirs.items() if disk == device)
+        if wanted > free_nbytes(shelf.file.folder):
+            return no_space(shelf.file.path, shelf.file.folder, wanted)
+    return None
+
+
+def _predict(storage: Storage, trained: int, ranks: int) -> None:
+    """Say how fast the disk is and what that means for a step. Every rank measures, at the same time as the others."""
+    file = storage.optim.file or storage.params.file
+    if file is None:
+        return
+    read, write = file.measure()
+    text = f"{file.folder}: reads {read / 1e9:.2f} GB/s, writes {write / 1e9:.2f} GB/s per rank, {ranks} at a time"
+    if storage.optim.file is not None:
+        nbytes = trained * storage.ratio * TENSORS_PER_GROUP * MASTER_NBYTES
+        seconds = nbytes / read + nbytes / write
+        text += f"; about {seconds:.2g} s of every step for {nbytes / 1e9:.3g} GB of optimizer state (Adam)"
+    say(text)

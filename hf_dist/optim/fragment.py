@@ -1,0 +1,46 @@
+"""This rank's elements of one parameter, as the optimizer sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.offload.store import Tier
+from hf_dist.sharding.group import FlatGroup
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A piece of `group.source`."""
+
+    name: str
+    """Full parameter name."""
+    tensor: nn.Parameter
+    """1-D fp32, view of `group.source`; empty between steps if that rests on disk."""
+    group: FlatGroup
+    index: int
+    """Position of the parameter in `group`."""
+    start: int
+    """First element in `group.source` and `group.grad`."""
+    stop: int
+
+    def is_like(self, value: Any) -> bool:
+        """Whether an optimizer's state has an element for every one of the fragment; a step counter is 0-dimensional."""
+        return isinstance(value, torch.Tensor) and value.shape == (self.stop - self.start,)
+
+
+def make_fragments(groups: list[FlatGroup]) -> list[Fragment]:
+    """One per parameter of `groups` of which this rank holds an element."""
+    fragments = []
+    for group in groups:
+        on_disk = group.master.tier is Tier.DISK
+        for index, slot in enumerate(group.layout.slots):
+            start, stop = group.fragment(slot)
+            if stop > start:
+                values = torch.empty(0) if on_disk else group.source[start:stop]
+                tensor = nn.Parameter(values, requires_grad=True)
+                fragments.append(Fragment(slot.name, tensor, group, index, start, stop))
+    return fragments

@@ -1,0 +1,176 @@
+"""Fragments that are stepped together, and how their master weights and optimizer state come to be in memory for it.
+
+[Note: stepping in batches] Where states are offloaded, an optimizer is stepped group by group: `param_groups` is narrowed to
+the fragments of one group, and restored. For an element-wise optimizer that is bitwise one whole step. Its step hooks run
+once per batch. Options that the step itself writes (a counter in a param group) begin each batch as they began the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_dist.offload.store import Resting, Sliceable, Tier
+from hf_dist.optim.fragment import Fragment
+from hf_dist.sharding.group import FlatGroup
+
+
+class StepBatch:
+    """Fragments whose states stay in memory."""
+
+    def __init__(self, groups: Sequence[FlatGroup], fragments: Sequence[Fragment]) -> None:
+        self.groups = list(groups)
+        self.fragments = list(fragments)
+        self.on_device = all(g.master.tier is Tier.DEVICE for g in self.groups)
+
+    def fetch(self) -> None:
+        """Begin to bring the states into memory."""
+
+    def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Now they are needed."""
+
+    def swap_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """They were stepped: weights follow the masters, and states go where they rest."""
+        for group in self.groups:
+            group.masters_changed()
+            group.write_back()
+
+    def settle(self) -> None:
+        """Wait until they are where they rest."""
+
+    def states(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Sliceable]]:
+        """(key, 1-D elements like the fragment's) of the optimizer's states, which may be on disk."""
+        for key, value in optimizer.state.get(fragment.tensor, {}).items():
+            if fragment.is_like(value):
+                yield key, value
+
+    def nbytes(self, optimizer: torch.optim.Optimizer) -> dict[Tier, int]:
+        """Bytes of the optimizer's states at rest, master weights not counted."""
+        held = dict.fromkeys(Tier, 0)
+        for fragment in self.fragments:
+            tensors = (v for v in optimizer.state.get(fragment.tensor, {}).values() if isinstance(v, torch.Tensor))
+            held[fragment.group.master.tier] += sum(t.numel() * t.element_size() for t in tensors)
+        return held
+
+
+class SwappedBatch(StepBatch):
+    """Fragments of one group whose states rest on disk; values that are not like the parameter stay in memory."""
+
+    def __init__(self, group: FlatGroup, fragments: Sequence[Fragment]) -> None:
+        super().__init__([group], fragments)
+        self.group = group
+        self._states: dict[str, Resting] = {}  # by key, laid out like the masters
+        self._held: dict[Fragment, set[str]] = {f: set() for f in self.fragments}
+        self._on_loan = False
+
+    def fetch(self) -> None:
+        """Begin to read."""
+        for resting in (self.group.master, *self._states.values()):
+            resting.fetch()
+
+    def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lend the optimizer views of the buffers; idempotent."""
+        if self._on_loan:
+            return
+        self._on_loan = True
+        self.fetch()
+        masters = self.group.master.get()
+        values = {key: resting.get() for key, resting in self._states.items()}
+        for f in self.fragments:
+            f.tensor.data = masters[f.start : f.stop]
+            for key in self._held[f]:
+                optimizer.state[f.tensor][key] = values[key][f.start : f.stop]
+
+    def swap_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take them back, with states that were not there before, and begin to write."""
+        self._on_loan = False
+        for f in self.fragments:
+            state = optimizer.state.get(f.tensor, {})
+            held = {key for key, value in state.items() if f.is_like(value)}
+            for key in held:
+                self._take(f, key, state.pop(key))
+            self._held[f] = held
+            f.tensor.data = torch.empty(0)
+        self.group.masters_changed()
+        self.group.deliver(self.group.master.get())
+        for resting in (self.group.master, *self._states.values()):
+            resting.release(changed=True)
+
+    def _take(self, f: Fragment, key: str, value: torch.Tensor) -> None:
+        if key not in self._states:
+            self._states[key] = self.group.storage.optim.new(self.group.master.elements.numel(), value.dtype, Tier.DISK)
+            self._states[key].get(blank=True).zero_()
+        into = self._states[key].get()[f.start : f.stop]
+        if value.data_ptr() != into.data_ptr():  # made by this step, or put in the place of what was lent
+            into.copy_(value)
+
+    def settle(self) -> None:
+        """Wait for what is being written."""
+        for resting in (self.group.master, *self._states.values()):
+            resting.settle()
+
+    def states(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Sliceable]]:
+        """Parts that are read when they are asked for."""
+        for key in self._held[fragment]:
+            yield key, self._states[key].part(fragment.start, fragment.stop)
+
+    def nbytes(self, optimizer: torch.optim.Optimizer) -> dict[Tier, int]:
+        """What is on disk, and the values in memory."""
+        held = super().nbytes(optimizer)
+        held[Tier.HOST] += held[Tier.DISK]
+        held[Tier.DISK] = sum(resting.nbytes for resting in self._states.values())
+        return held
+
+
+def make_batches(groups: Sequence[FlatGroup], fragments: Sequence[Fragment]) -> list[StepBatch]:
+    """All fragments that stay on the device as one batch, and one for every group that does not."""
+    of_group: dict[int, list[Fragment]] = {}
+    for f in fragments:
+        of_group.setdefault(id(f.group), []).append(f)
+    groups = [g for g in groups if id(g) in of_group]
+    here = [g for g in groups if g.master.tier is Tier.DEVICE]
+    batches = [StepBatch(here, [f for g in here for f in of_group[id(g)]])] if here or not groups else []
+    for group in groups:
+        if group.master.tier is not Tier.DEVICE:
+            own = of_group[id(group)]
+            batches.append(SwappedBatch(group, own) if group.master.tier is Tier.DISK else StepBatch([group], own))
+    return batches
+
+
+class Narrowed:
+    """Steps an optimizer on some of its parameters; see [Note: stepping in batches]."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups = optimizer.param_groups
+        self._before = [{k: v for k, v in g.items() if k != "params"} for g in self._groups]
+        self._all = [g["params"] for g in self._groups]
+
+    @contextmanager
+    def to(self, fragments: Sequence[Fragment]) -> Iterator[None]:
+        """Only `fragments` are the optimizer's inside the block, in its own order."""
+        wanted = {id(f.tensor) for f in fragments}
+        try:
+            for group, options, params in zip(self._groups, self._before, self._all, strict=True):
+                group.update(options)
+                group["params"] = [p for p in params if id(p) in wanted]
+            self.optimizer.param_groups = [g for g in self._groups if g["params"]]
+            yield
+        finally:
+            self.optimizer.param_groups = self._groups
+            for group, params in zip(self._groups, self._all, strict=True):
+                group["params"] = params
+
+
+def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let state on the host be stepped by torch's fused CPU kernel where nobody chose one.
+
+    On a GPU "foreach" is the default, for which a CPU tensor is stepped one operation at a time.
+    """
+    for group in optimizer.param_groups:
+        chosen: Any = (group.get("fused"), group.get("foreach"))
+        if "fused" in group and chosen == (None, None) and not group.get("differentiable"):
+            group["fused"] = True

@@ -1,0 +1,90 @@
+"""Offloaded training is bitwise training without offload: losses, norms, weights, masters and optimizer states."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.offload.training import differences, make_engine, states, train
+
+BF16 = {"bf16": {"enabled": True}}
+ACCUMULATE = {"gradient_accumulation_steps": 3}
+
+
+def offload(kind: str, folder: str) -> dict[str, Any]:
+    """Sections of `zero_optimization`; `kind` is where the optimizer state rests, and after a + where the weights do."""
+    optim, _, params = kind.partition("+")
+    found: dict[str, Any] = {}
+    if optim:
+        found["offload_optimizer"] = {"device": optim.split(":")[0]}
+        if "nvme" in optim:
+            found["offload_optimizer"] |= {"nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
+        if ":" in optim:
+            found["offload_optimizer"]["ratio"] = float(optim.split(":")[1])
+    if params:
+        found["offload_param"] = {"device": params}
+        if params == "nvme":
+            found["offload_param"] |= {"nvme_path": folder, "max_in_cpu": 0, "buffer_size": 5000}
+    return found
+
+
+def cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> (offload kind, arguments of `make_engine`)."""
+    grid: dict[str, tuple[str, dict[str, Any]]] = {}
+    for stage, kind in itertools.product((1, 2, 3), ("cpu", "nvme", "cpu:0.5", "nvme:0.5")):
+        for name, options in {"fp32": {}, "bf16": {**BF16, **ACCUMULATE}}.items():
+            grid[f"{stage}-{kind}-{name}"] = kind, {"stage": stage, **options}
+        grid[f"{stage}-{kind}-frozen"] = kind, {"stage": stage, "frozen": True, **ACCUMULATE}
+    for kind in ("+cpu", "+nvme", "cpu+cpu", "cpu+nvme", "nvme+cpu", "nvme+nvme", "cpu:0.5+cpu", "nvme:0.5+nvme"):
+        for name, options in {"fp32": {}, "bf16": {**BF16, **ACCUMULATE}, "frozen": {"frozen": True, **BF16}}.items():
+            grid[f"3-{kind}-{name}"] = kind, {"stage": 3, **options}
+    for optimizer, kind in itertools.product(("adamw_loop", "sgd", "plain_sgd", "adagrad", "rmsprop"), ("cpu", "nvme")):
+        grid[f"2-{kind}-{optimizer}"] = kind, {"stage": 2, "optimizer": optimizer, **BF16}
+        grid[f"3-{kind}-{optimizer}"] = kind, {"stage": 3, "optimizer": optimizer}
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "hysteresis": 1}}
+    grid["3-cpu-fp16"] = "cpu", {"stage": 3, **fp16}
+    grid["3-nvme+nvme-fp16"] = "nvme+nvme", {"stage": 3, **fp16}
+    grid["2-cpu-accumulate_bf16"] = (
+        "cpu",
+        {"stage": 2, **BF16, **ACCUMULATE, "data_types": {"grad_accum_dtype": "bf16"}},
+    )
+    return grid
+
+
+CASES = cases()
+
+
+def compare_all(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """By case: what differs from the run without offload. Runs without offload are made once for equal arguments."""
+    plain: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    for name, (kind, arguments) in CASES.items():
+        key = repr(sorted(arguments.items()))
+        if key not in plain:
+            engine = make_engine({}, **arguments)
+            plain[key] = train(engine), states(engine), engine.skipped_steps
+        engine = make_engine(offload(kind, folder), **arguments)
+        record, held = train(engine), states(engine)
+        expected = plain[key]
+        found[name] = (
+            repr(record) == repr(expected[0]),
+            differences(held, expected[1]),
+            engine.skipped_steps == expected[2],
+        )
+    return found
+
+
+@pytest.fixture(scope="module", params=(1, 2))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What differed, by rank and case."""
+    folder = tmp_path_factory.mktemp("swap")
+    return run_ranks(compare_all, request.param, (str(folder),), timeout=400)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_offloaded_training_is_bitwise_training_without_offload(case: str, found: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(found):
+        assert of_rank[case] == (True, [], True), f"rank {rank}"
