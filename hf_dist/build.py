@@ -172,9 +172,10 @@ def build_engine(
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)
     tell_full_build(model, mesh)
+    precision = precision_for(config, model)
     # Before sharding, while nothing has been read: each rank then loads the weights of its own stages only.
     cut = (
-        cut_model(model, config.pipeline, mesh, example or Example(lambda: example_of(model)))
+        cut_model(model, config.pipeline, mesh, precision, example or Example(lambda: example_of(model)))
         if mesh.pp.size > 1
         else None
     )
@@ -190,7 +191,7 @@ def build_engine(
         model,
         placements=placements_for(config),
         mesh=mesh,
-        precision=precision_for(config, model),
+        precision=precision,
         prefetch_numel=settled(zero.stage3_prefetch_bucket_size),
         gather_numel=settled(zero.allgather_bucket_size),
         reduce_numel=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),

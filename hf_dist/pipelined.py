@@ -39,6 +39,7 @@ from hf_dist.pipeline import (
 )
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.pipeline.visit import Visits
+from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.runtime import PipelineShare, ShardedModel
 
 __all__ = ["CutModel", "Example", "Pipeline", "cut_model", "example_of"]
@@ -66,7 +67,9 @@ class CutModel:
     visits: Visits
 
 
-def cut_model(model: nn.Module, config: PipelineConfig, mesh: ParallelMesh, example: Example) -> CutModel:
+def cut_model(
+    model: nn.Module, config: PipelineConfig, mesh: ParallelMesh, precision: Precision, example: Example
+) -> CutModel:
     """Plan the stages and drop the parameters of other ranks' stages from `model`, in place. Collective over world.
 
     Nothing is read of weights that are still in their files. Raises `ModelError` when the model cannot be split rightly,
@@ -87,8 +90,8 @@ def cut_model(model: nn.Module, config: PipelineConfig, mesh: ParallelMesh, exam
             holders[shared.names[0]] = axis
     whole = meta_twin(model)
     references = {name: weakref.ref(p) for name, p in model.named_parameters()}
-    visits = Visits(model, split.plan, mesh.pp)
-    staged = StagedModel(model, split.plan, stages)
+    visits = Visits(model, split.plan, mesh.pp, precision.compute_dtype)
+    staged = StagedModel(model, split.plan, stages, precision.compute_dtype)
     staged.visit = visits
     names = [frozenset(split.plan.names_of(stage)) for stage in stages]
     kept = frozenset[str]().union(*names)
@@ -140,7 +143,6 @@ class Pipeline:
         self.config = config
         self.mesh = mesh = sharded.mesh
         self.staged = cut.staged
-        cut.visits.compute_dtype = sharded.precision.compute_dtype
         units = {slot.name: unit for unit in sharded.units for group in unit.groups for slot in group.layout.slots}
 
         def make_readable(name: str) -> None:

@@ -29,6 +29,9 @@ ON_BOTH_RANKS = {
     "frozen_on_one_rank": ("model.norm.weight", "requires_grad=False", "freeze the same parameters"),
     "device_map": ("device_map", "0", "1", "load it without device_map"),
     "damaged_checkpoint": ("checkpoint-2 is not complete", "model.safetensors has 0 bytes", "newest complete one"),
+    "more_stages_than_blocks": ("pipeline.stages", "4 stages", "2 blocks", "use at most 2"),
+    "stages_do_not_divide": ("pipeline.stages", "3", "does not divide the 2 processes", "a divisor of 2"),
+    "no_blocks": ("Flat cannot be split", "none of its modules repeats"),
     "raw_loop_alone": ("WORLD_SIZE: 2", "accelerate sees 1", "ACCELERATE_USE_CPU=true"),
 }
 """Case of the worker -> what the one message holds: the setting, and what to do."""
@@ -114,6 +117,22 @@ def test_torchrun_ends_when_a_rank_vanishes(case: str, status: str, tmp_path: Pa
     code, output, _ = torchrun(case, tmp_path)
     assert code != 0
     assert status in output, output
+    assert "[rank 0] Traceback" not in output, output
+
+
+def test_a_failing_microbatch_is_shown_in_the_schedule(tmp_path: Path) -> None:
+    code, output, _ = torchrun("raises_in_schedule", tmp_path)
+    assert code != 0
+    assert output.count("[rank 1] RuntimeError: the data of this microbatch is broken") == 1, output
+    assert "1f1b: rank 1 failed at 1F2" in output, output
+    assert ">>> 1F2 <<<" in output
+    assert "[rank 0] Traceback" not in output, output
+
+
+def test_torchrun_ends_when_a_stage_is_killed_in_the_middle_of_a_schedule(tmp_path: Path) -> None:
+    code, output, _ = torchrun("killed_in_schedule", tmp_path)
+    assert code != 0
+    assert "SIGKILL" in output, output
     assert "[rank 0] Traceback" not in output, output
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +36,8 @@ class DistArgsMixin:
     dist_config: str | None = field(
         default=None, metadata={"help": "DeepSpeed-style JSON: a path, JSON text, or (in Python) a dict."}
     )
+
+    _counts_processes = False
 
     def __post_init__(self) -> None:
         deepspeed = getattr(self, "deepspeed", None)
@@ -92,7 +96,24 @@ class DistArgsMixin:
         """Number of processes that read different data: the ranks of a pipeline share theirs. HF counts batches with it."""
         processes: int = super().world_size  # type: ignore[misc]
         config: DistConfig | None = getattr(self, "_dist", None)
-        return processes if config is None else processes // config.pipeline.stages
+        return processes if config is None or self._counts_processes else processes // config.pipeline.stages
+
+    @contextmanager
+    def main_process_first(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """HF's, which waits for nobody when `world_size` is 1: here it has to count the ranks of a pipeline, too."""
+        first: Any = super().main_process_first(*args, **kwargs)  # type: ignore[misc]
+        self._counts_processes = True
+        try:
+            first.__enter__()
+        finally:
+            self._counts_processes = False
+        try:
+            yield
+        except BaseException as error:
+            if not first.__exit__(type(error), error, error.__traceback__):
+                raise
+        else:
+            first.__exit__(None, None, None)
 
     @property
     def dist(self) -> DistConfig | None:

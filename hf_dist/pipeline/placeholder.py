@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from functools import partial
 
 import torch
@@ -16,8 +16,10 @@ __all__ = ["Placeholders"]
 class Placeholders:
     """All placeholders of one model, on the device of the parameters that stay."""
 
-    def __init__(self, model: nn.Module, kept: Set[int]) -> None:
-        """Replace every parameter of `model` whose id is not in `kept`.
+    def __init__(
+        self, model: nn.Module, kept: Set[int], compute_dtype: Callable[[str, torch.dtype], torch.dtype]
+    ) -> None:
+        """Replace every parameter of `model` whose id is not in `kept`, by zeros in its `compute_dtype(name, dtype)`.
 
         Modules left without parameters answer `dtype` and `device`, which HF reads off the first parameter.
         """
@@ -25,17 +27,18 @@ class Placeholders:
         self.device = _device_of(model)
         self._places: list[tuple[nn.Module, str, torch.dtype, torch.Size]] = []
         emptied = [
-            (module, params[0].dtype)
-            for module in model.modules()
+            (module, compute_dtype(f"{path}.{params[0][0]}", params[0][1].dtype))
+            for path, module in model.named_modules()
             if hasattr(type(module), "dtype")
-            and (params := list(module.parameters()))
-            and not any(id(p) in kept for p in params)
+            and (params := list(module.named_parameters()))
+            and not any(id(p) in kept for _, p in params)
         ]
-        for module in model.modules():
+        for path, module in model.named_modules():
             for name, param in list(module._parameters.items()):
                 if param is not None and id(param) not in kept:
                     del module._parameters[name]
-                    self._places.append((module, name, param.dtype, param.shape))
+                    dtype = compute_dtype(f"{path}.{name}", param.dtype)
+                    self._places.append((module, name, dtype, param.shape))
         for module, dtype in emptied:
             fix_property(module, "dtype", partial(_same, dtype))
             fix_property(module, "device", lambda: self.device)

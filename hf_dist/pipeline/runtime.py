@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hf_dist.failure import lost_peer
 from hf_dist.log import logger
 from hf_dist.pipeline.backward import StageGraph
 from hf_dist.pipeline.communication import Channel, channel_of
@@ -143,8 +144,9 @@ class ScheduleRun:
         self.hooks.action(action)
         try:
             self._perform[action.kind](action)
-        except Exception:
-            logger.error(self._where(action))
+        except Exception as error:
+            if not lost_peer(error):  # who ended first says where
+                logger.error(self._where(action))
             raise
 
     # ---- computing

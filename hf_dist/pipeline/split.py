@@ -61,8 +61,16 @@ class StageOutput:
 class StagedModel:
     """Stages of one model on this rank. Changes `model` in place: parameters of other stages are dropped."""
 
-    def __init__(self, model: nn.Module, plan: StagePlan, stages: Iterable[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StagePlan,
+        stages: Iterable[int],
+        compute_dtype: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
+    ) -> None:
         """Keep `stages` (several when interleaved) of `model`, which may be on meta; local.
+
+        `compute_dtype(name, dtype)`: the dtype that a parameter will have at work, in which stand-ins are made.
 
         Parameters that stay keep object, name and alias names; the others are no parameters of the model any more, so
         `named_parameters`, `state_dict` and an engine that shards the model see the stages' own only.
@@ -76,9 +84,13 @@ class StagedModel:
         self.alignments: dict[int, tuple[TreeSpec, list[int | None]]] = {}
         """Call -> (structure of its arguments when last seen, where the leaves of the example are among them)."""
         self._check(model)
-        twins = {path: meta_twin(model.get_submodule(path)) for path in self._with_twin()}
-        self.stand_ins = {path: StandIn(twin) for path, twin in twins.items()}
-        self.placeholders = Placeholders(model, self._kept(model))
+        self.stand_ins = {}
+        for path in self._with_twin():
+            twin = meta_twin(model.get_submodule(path))
+            for name, param in twin.named_parameters():
+                param.data = param.data.to(compute_dtype(f"{path}.{name}", param.dtype))
+            self.stand_ins[path] = StandIn(twin)
+        self.placeholders = Placeholders(model, self._kept(model), compute_dtype)
         for path in plan.blocks:
             intercept(model.get_submodule(path), self._handler(path, is_block=True))
         for path in plan.outside:
@@ -268,7 +280,7 @@ class StagePass:
         rows = tree_flatten_with_path(inputs, is_leaf=is_leaf)[0]
         places = {keystr(where): i for i, (where, _) in enumerate(rows)}
         order = [places.get(path) for path in call.leaves]
-        missing = [a.path for a in call.arguments if order[a.index] is None]
+        missing = [a.path for a in call.arguments if a.sources and order[a.index] is None]
         if missing:
             raise self._other_path(f"{call.module} without {missing[0]}", call)
         self.alignments[index] = (spec, order)
@@ -285,7 +297,8 @@ class StagePass:
         """Put what was received where this process has a stand-in, and remember what later stages need again."""
         for argument in call.arguments:
             place = order[argument.index]
-            assert place is not None
+            if place is None:  # a keyword that follows from the batch, and this batch has none
+                continue
             if argument.value in self.held:
                 leaf = leaves[place]
                 if self.plan.in_place:

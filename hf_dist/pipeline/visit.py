@@ -35,16 +35,20 @@ class _Place:
 class Visits:
     """Brings the parameters of a module to all pipeline ranks for the time of a call, and takes them away again."""
 
-    def __init__(self, model: nn.Module, plan: StagePlan, axis: MeshAxis) -> None:
-        """`model`: before its parameters were dropped. `axis`: pp."""
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StagePlan,
+        axis: MeshAxis,
+        compute_dtype: Callable[[str, torch.dtype], torch.dtype],
+    ) -> None:
+        """`model`: before its parameters were dropped. `axis`: pp. `compute_dtype`: as for `StagedModel`."""
         self.axis = axis
         self.model_name = type(model).__name__
-        self.compute_dtype: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype
-        """By name and dtype at the time of the split; set when the model is sharded."""
         self.make_readable: Callable[[str], None] = lambda name: None
         """Called with a parameter of this rank before it is read."""
         names = {id(p): name for name, p in model.named_parameters()}
-        self._loaded = {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
+        self._shapes = {n: (compute_dtype(n, p.dtype), tuple(p.shape)) for n, p in model.named_parameters()}
         self._places = {path: _places(model.get_submodule(path), names) for path in plan.blocks | plan.outside}
         self._source = {name: stages[0] % axis.size for name, stages in plan.owners.items()}
         held = {name: {stage % axis.size for stage in stages} for name, stages in plan.owners.items()}
@@ -88,8 +92,8 @@ class Visits:
             self.make_readable(name)
             tensor = value.detach()
         else:
-            dtype, shape = self._loaded[name]
-            tensor = torch.empty(shape, dtype=self.compute_dtype(name, dtype), device=value.device)
+            dtype, shape = self._shapes[name]
+            tensor = torch.empty(shape, dtype=dtype, device=value.device)
         collectives.broadcast(self.axis, tensor.view(-1).view(torch.uint8), source)
         return tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,28 @@ def train(folder: Path, recipe: str, stage: int, pp: int, **changes: Any) -> dic
     return record_of(trainer)
 
 
+def precision(folder: Path, dtype: str, pp: int) -> dict[str, Any]:
+    """In half precision, with the same rounding whatever the number of stages.
+
+    Not a tied model: one process adds the two gradients of its embedding in half precision, stages add them in fp32.
+    """
+    trainer = dist_trainer("classifier", 1, folder, {**pipeline_of(pp), dtype: {"enabled": True}}, max_steps=4)
+    trainer.train()
+    return record_of(trainer)
+
+
+def one_after_the_other(folder: Path) -> bool:
+    """`main_process_first` with one data rank: the second stage must see what the first process wrote."""
+    trainer = dist_trainer("plain", 1, folder, pipeline_of(2))
+    note = folder / "note"
+    with trainer.args.main_process_first():
+        if trainer.args.process_index == 0:
+            time.sleep(0.5)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text("done")
+        return note.exists() and trainer.args.world_size == 1
+
+
 def dropout(folder: Path) -> list[float]:
     """With dropout and a collator that draws: the stages must go on reading the same batches."""
     trainer = dist_trainer("random_collator", 1, folder, pipeline_of(2), max_steps=4)
@@ -30,7 +53,7 @@ def dropout(folder: Path) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def other_data(folder: Path) -> str:
+def other_data(rank: int, world: int, folder: str) -> None:
     """A collator that knows the rank: the stages read different batches."""
     from tests.hf.recipes import pad
 
@@ -39,13 +62,9 @@ def other_data(folder: Path) -> str:
         batch["input_ids"] = batch["input_ids"].roll(trainer.args.process_index, dims=1)
         return batch
 
-    trainer = dist_trainer("plain", 1, folder, pipeline_of(2), max_steps=4)
+    trainer = dist_trainer("plain", 1, Path(folder), pipeline_of(2), max_steps=4)
     trainer.data_collator = collate
-    try:
-        trainer.train()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
+    trainer.train()
 
 
 def generate(folder: Path, stage: int) -> dict[str, Any]:
@@ -107,6 +126,8 @@ def seq2seq(folder: Path, pp: int) -> dict[str, Any]:
         eval_dataset=rows[:5],
         compute_metrics=metrics,
     )
+    if not pp:  # HF believes that T5 divides by num_items_in_batch, and does not average over the window itself
+        trainer.model_accepts_loss_kwargs = False
     trainer.train()
     values = trainer.evaluate()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.harness import run_ranks
 from tests.hf.lifecycle import evaluate_around, train_twice
 from tests.hf.on_ranks import record_of, run_jobs
-from tests.hf.pipelined import pipeline_of, seq2seq
+from tests.hf.pipelined import other_data, pipeline_of, precision, seq2seq
 from tests.hf.recipes import RECIPES
 from tests.hf.test_trainer import TOLERANCE, check_equal
 
@@ -39,7 +40,8 @@ JOBS: dict[int, list[Job]] = {
         *((OWN + "generate", {"stage": stage}) for stage in (0, 3)),
         (OWN + "seq2seq", {"pp": 2}),
         (OWN + "dropout", {}),
-        (OWN + "other_data", {}),
+        (OWN + "one_after_the_other", {}),
+        *((OWN + "precision", {"dtype": dtype, "pp": 2}) for dtype in ("bf16", "fp16")),
         (OWN + "saved", {"pp": 2, "stage": 1, "accumulation": 3}),
     ],
     4: [
@@ -65,7 +67,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def found(outcomes: Any, world: int, job: Job) -> list[Any]:
     ranks: list[Any] = outcomes(world)[str(job)]
     for outcome in ranks:
-        assert not isinstance(outcome, str) or job[0].endswith("other_data"), outcome
+        assert not isinstance(outcome, str), outcome
     return ranks
 
 
@@ -134,14 +136,29 @@ def test_seq2seq_with_generation(outcomes: Any, tmp_path: Path) -> None:
         assert torch.equal(outcome["tokens"], expected["tokens"])
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_equals_one_process_of_ours(dtype: str, outcomes: Any, tmp_path: Path) -> None:
+    expected = precision(tmp_path, dtype, 1)
+    for outcome in found(outcomes, 2, (OWN + "precision", {"dtype": dtype, "pp": 2})):
+        assert outcome["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
+        # fp16 begins with a loss scale that overflows: two steps are skipped
+        assert outcome["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE, nan_ok=True)
+        assert not math.isnan(outcome["norms"][-1])
+
+
+def test_the_main_process_is_first_for_the_other_stages_too(outcomes: Any) -> None:
+    assert found(outcomes, 2, (OWN + "one_after_the_other", {})) == [True, True]
+
+
 def test_dropout_leaves_the_data_alike_on_all_stages(outcomes: Any) -> None:
     first, second = found(outcomes, 2, (OWN + "dropout", {}))
     assert first == second
     assert len(set(first)) == 4
 
 
-def test_stages_that_read_other_data_are_told(outcomes: Any) -> None:
-    assert any("reads other data" in said for said in found(outcomes, 2, (OWN + "other_data", {})))
+def test_stages_that_read_other_data_are_told(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="pipeline stage 0 reads other data"):
+        run_ranks(other_data, 2, (str(tmp_path),))
 
 
 RESUMED = [(1, 1, 0, 3), (2, 2, 3, 3), (3, 1, 3, 1), (6, 2, 2, 1)]  # ranks, stages, ZeRO stage, accumulation

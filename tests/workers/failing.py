@@ -110,7 +110,53 @@ def _leaves(folder: str) -> None:
     assert not torch.distributed.is_initialized(), "gloo's threads are still running"
 
 
+PIPELINE = {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}
+
+
+def _in_the_schedule(folder: str, act: Callable[[], None]) -> None:
+    """`act` is called on the last stage in the middle of the second window."""
+    model = _model(lambda m: None)
+    calls: list[int] = []
+
+    def count(*_: Any) -> None:
+        calls.append(1)
+        if rank() == 1 and len(calls) == 7:
+            act()
+
+    model.model.layers[1].register_forward_pre_hook(count)
+    train(folder, PIPELINE, model, gradient_accumulation_steps=4)
+
+
+def _broken() -> None:
+    raise RuntimeError("the data of this microbatch is broken")
+
+
+def _without_blocks() -> Any:
+    from torch import nn
+
+    class Flat(nn.Module):
+        """Nothing in it repeats."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+        def forward(self, input_ids: Any, labels: Any, **_: Any) -> Any:
+            """A loss, as HF models return it."""
+            logits = self.head(self.embed(input_ids))
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0))}
+
+    return Flat()
+
+
 CASES: dict[str, Callable[[str], None]] = {
+    "more_stages_than_blocks": lambda folder: train(
+        folder, {"pipeline": {"stages": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}}
+    ),
+    "stages_do_not_divide": lambda folder: train(folder, {"pipeline": {"stages": 3}}),
+    "no_blocks": lambda folder: train(folder, PIPELINE, _without_blocks()),
+    "raises_in_schedule": lambda folder: _in_the_schedule(folder, _broken),
+    "killed_in_schedule": lambda folder: _in_the_schedule(folder, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "typo": lambda folder: train(folder, {"zero_optimisation": {"stage": 3}}),
     "mismatch": lambda folder: train(folder, {"gradient_clipping": 2.0, "train_micro_batch_size_per_gpu": 3}),
     "typo_on_one_rank": _one_rank_has_a_typo,

@@ -16,9 +16,9 @@ from hf_dist.hf.callbacks.tokens import TokenCounter
 class ThroughputCallback(LogCallback):
     """Adds speed and a split of the time to every training log, for the window since the last one.
 
-    `tokens_per_second_per_rank`: real tokens, no padding; `model_tflops_per_rank`: 10**12 FLOP/s by the formula of
-    `TrainingFlops` (both only for models with `input_ids`); `samples_per_second`: rows of this rank times the number of
-    data ranks. Evaluation and saving are not part of the time they are divided by.
+    `tokens_per_second_per_rank`: real tokens, no padding, shared out to the ranks of a pipeline; `model_tflops_per_rank`:
+    10**12 FLOP/s by the formula of `TrainingFlops` (both only for models with `input_ids`); `samples_per_second`: rows of
+    this rank times the number of data ranks. Evaluation and saving are not part of the time they are divided by.
 
     Percent of the wall time, evaluation and saving included (in `time_other`):
     `time_data`: the loader, the transfer to the device, HF's count of the window's labels over all ranks, and what
@@ -42,7 +42,7 @@ class ThroughputCallback(LogCallback):
         if engine is None:
             return
         self._counter = TokenCounter(getattr(engine.model, "config", None))
-        self._flops = TrainingFlops.of(engine.model)
+        self._flops = TrainingFlops.of(engine.sharded.whole)
         self._hook = engine.model.register_forward_pre_hook(self._see, with_kwargs=True)
         self._clock = start_clock(engine.device)
 
@@ -103,8 +103,12 @@ class ThroughputCallback(LogCallback):
             return {}
         self._clock.mark("other")
         seconds = self._clock.read()
-        samples, tokens, pairs = self._counter.read()
-        return {**self._speed(seconds, samples * engine.mesh.dp.size, tokens, pairs), **_split(seconds)}
+        # Every stage of a rank runs each microbatch, and the ranks of a pipeline share the work on it.
+        runs = engine.config.pipeline.virtual_stages if engine.pipeline else 1
+        samples, tokens, pairs = (count // runs for count in self._counter.read())
+        ranks = engine.mesh.pp.size
+        speed = self._speed(seconds, samples * engine.mesh.dp.size, tokens // ranks, pairs // ranks)
+        return {**speed, **_split(seconds)}
 
     def _speed(self, seconds: dict[str, float], samples: int, tokens: int, pairs: int) -> dict[str, float | int]:
         busy = sum(seconds.values()) - seconds.get(PAUSE, 0.0)
