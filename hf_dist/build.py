@@ -42,7 +42,7 @@ from hf_dist.sharding.consistency import (
 )
 from hf_dist.sharding.placement import ZERO_STAGES, Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
-from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.runtime import Budgets, ShardedModel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -123,6 +123,16 @@ def placements_for(config: DistConfig) -> StatePlacements:
     return placements
 
 
+def budgets_for(config: DistConfig) -> Budgets:
+    """How much may be on its way at once."""
+    zero = config.zero_optimization
+    return Budgets(
+        prefetch=settled(zero.stage3_prefetch_bucket_size),
+        gather=settled(zero.allgather_bucket_size),
+        reduce=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
+    )
+
+
 def precision_for(config: DistConfig, model: nn.Module) -> Precision:
     """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
     compute = _DTYPES[config.dtype]
@@ -173,12 +183,10 @@ def build_engine(
     synchronize_weights(model, mesh)
     tell_full_build(model, mesh)
     precision = precision_for(config, model)
-    # Before sharding, while nothing has been read: each rank then loads the weights of its own stages only.
-    cut = (
-        cut_model(model, config.pipeline, mesh, precision, example or Example(lambda: example_of(model)))
-        if mesh.pp.size > 1
-        else None
-    )
+    cut = None
+    if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
+        example = example or Example(lambda: example_of(model))
+        cut = cut_model(model, config.pipeline, mesh, precision, example)
     storage = open_storage(
         config,
         mesh,
@@ -192,9 +200,7 @@ def build_engine(
         placements=placements_for(config),
         mesh=mesh,
         precision=precision,
-        prefetch_numel=settled(zero.stage3_prefetch_bucket_size),
-        gather_numel=settled(zero.allgather_bucket_size),
-        reduce_numel=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
+        budgets=budgets_for(config),
         leaf_modules=(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
         pipeline=cut.share if cut else None,
         storage=storage,
@@ -203,9 +209,8 @@ def build_engine(
         check_load(model, sharded.groups, sources, mesh)
     # After sharding: the optimizer's state is made for fragments, never for whole parameters.
     if optimizer is None and trainable and make_optimizer and config.optimizer is not None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        # One group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
-        groups = [{"params": parameters}]
+        # A group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, groups)
     pipeline = Pipeline(cut, sharded, config.pipeline) if cut else None
     engine = Engine(

@@ -147,19 +147,17 @@ def build_mesh(
     everyone = [list(range(world))]
     rows, pipelines = _rows(world, size)
     dp = groups.axis("dp", rows)
+    axes = {
+        "world": groups.axis("world", everyone) if pipeline_stages > 1 else dp,
+        "pp": groups.axis("pp", pipelines),
+        "dp": dp,
+        "dp_shard": groups.axis("dp_shard", [r[s : s + shard] for r in rows for s in range(0, size, shard)], two=True),
+        "dp_replicate": groups.axis("dp_replicate", [row[s::shard] for row in rows for s in range(shard)]),
+        "control": on_host.axis("control", everyone),
+        "background": replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone),
+    }
     mesh = ParallelMesh(
-        launch=launch,
-        device=chosen,
-        backend=groups.backend,
-        world=groups.axis("world", everyone) if pipeline_stages > 1 else dp,
-        pp=groups.axis("pp", pipelines),
-        dp=dp,
-        dp_shard=groups.axis("dp_shard", [row[s : s + shard] for row in rows for s in range(0, size, shard)], two=True),
-        dp_replicate=groups.axis("dp_replicate", [row[s::shard] for row in rows for s in range(shard)]),
-        control=on_host.axis("control", everyone),
-        background=replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone),
-        timeout=timeout,
-        groups=groups.made,
+        launch=launch, device=chosen, backend=groups.backend, timeout=timeout, groups=groups.made, **axes
     )
     # NCCL's communicators are left to the end of the process: taking one down waits for all its ranks.
     if groups.backend == "gloo":

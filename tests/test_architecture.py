@@ -20,7 +20,7 @@ LAYERS = [
     {"mesh", "collectives", "offload", "activation"},
     {"sharding", "tensor_parallel", "pipeline"},
     {"checkpoint", "optim"},
-    {"build", "engine", "estimate", "report"},
+    {"build", "engine", "estimate", "pipelined", "report"},
     {"hf", "cli"},
 ]
 """Bottom first. A module imports from its own layer or from one below."""

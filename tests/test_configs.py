@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from hf_dist.config import load_config
-from hf_dist.errors import ConfigError
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 
@@ -20,17 +18,6 @@ FOLDER = Path(__file__).resolve().parent.parent / "configs"
 FILES = sorted(FOLDER.glob("*.json"))
 RECIPE, STEPS, RANKS = "plain", 3, 2
 LOSS_RTOL = 1e-5
-
-
-def is_available(path: Path) -> bool:
-    """Whether the features of a config exist; anything else that is wrong with it raises."""
-    try:
-        load_config(path)
-    except ConfigError as error:
-        if all("is not available yet" in problem.expected for problem in error.problems):
-            return False
-        raise
-    return True
 
 
 def ranks_for(data: dict[str, Any]) -> int:
@@ -47,14 +34,11 @@ def in_folder(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     return changed
 
 
-AVAILABLE = [path for path in FILES if is_available(path)]
-
-
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """File -> (what it gave as shipped, what it gave in fp32); one spawn for each number of ranks."""
     found: dict[str, tuple[Any, Any]] = {}
-    configs = {path.name: json.loads(path.read_text()) for path in AVAILABLE}
+    configs = {path.name: json.loads(path.read_text()) for path in FILES}
     for world in sorted({ranks_for(data) for data in configs.values()}):
         folder = tmp_path_factory.mktemp(f"world{world}")
         names = [name for name, data in configs.items() if ranks_for(data) == world]
@@ -70,26 +54,19 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_config_trains_three_steps_as_shipped(path: Path, request: pytest.FixtureRequest) -> None:
-    if path not in AVAILABLE:
-        pytest.skip("its feature is not available yet")
-    record = request.getfixturevalue("records")[path.name][0]
+def test_every_config_trains_three_steps_as_shipped(path: Path, records: dict[str, tuple[Any, Any]]) -> None:
+    record = records[path.name][0]
     assert isinstance(record, dict), record
     assert len(record["losses"]) == STEPS and all(math.isfinite(loss) for loss in record["losses"])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_in_fp32_every_config_gives_the_losses_of_zero0(path: Path, request: pytest.FixtureRequest) -> None:
-    if path not in AVAILABLE:
-        pytest.skip("its feature is not available yet")
-    records = request.getfixturevalue("records")
+def test_in_fp32_every_config_gives_the_losses_of_zero0(path: Path, records: dict[str, tuple[Any, Any]]) -> None:
     record = records[path.name][1]
     assert isinstance(record, dict), record
     assert record["losses"] == pytest.approx(records["zero0.json"][1]["losses"], rel=LOSS_RTOL)
 
 
-def test_the_readme_lists_every_config_and_says_which_are_not_available_yet() -> None:
+def test_the_readme_lists_every_config() -> None:
     rows = dict(re.findall(r"^\| `(\w+\.json)` \|(.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE))
     assert sorted(rows) == [path.name for path in FILES]
-    for path in FILES:
-        assert ("not yet" in rows[path.name]) == (path not in AVAILABLE), path.name

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_dist.cli.script_arguments import sources_from
-from hf_dist.config import DistConfig, format_table, load_config, resolve, shown
+from hf_dist.config import DistConfig, count_data_ranks, format_table, load_config, resolve, shown
 from hf_dist.config.convert import Conversion, from_accelerate, from_fsdp_arguments
 from hf_dist.config.json_schema import json_schema
 from hf_dist.config.meaning import meaning, sentences
@@ -25,7 +25,7 @@ Script = Annotated[
     list[str] | None,
     typer.Argument(help="After `--`: the arguments of your script, compared with the file.", show_default=False),
 ]
-WorldSize = Annotated[int | None, typer.Option(help="Processes that read different data.", show_default=False)]
+WorldSize = Annotated[int | None, typer.Option(help="Processes of the job.", show_default=False, min=1)]
 Model = Annotated[str | None, typer.Option(help="A model folder, or an ID of the hub.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -101,7 +101,8 @@ def _resolved(file: Path, script: list[str] | None, world_size: int | None, mode
     config = load_config(file)
     if script is None and world_size is None and model is None:
         return config
-    return resolve(config, sources_from(script, world_size, model))
+    data_ranks = None if world_size is None else count_data_ranks(config, world_size)
+    return resolve(config, sources_from(script, data_ranks, model))
 
 
 def _explained(config: DistConfig) -> list[tuple[str, Any, str, str]]:

@@ -32,7 +32,7 @@ _NAMES = {**{name: name for name in HF_DEFAULTS}, "max_steps": "num_training_ste
 _WORDS = ("lr_scheduler_type", "optim")
 
 
-def sources_from(script: list[str] | None, world_size: int | None, model: str | None) -> AutoSources:
+def sources_from(script: list[str] | None, data_ranks: int | None, model: str | None) -> AutoSources:
     """What is known without a run: the script's arguments, the number of data ranks, the width of the model."""
     values: dict[str, Any] = {} if script is None else dict(HF_DEFAULTS)
     for name, text in _pairs(script or []):
@@ -41,7 +41,7 @@ def sources_from(script: list[str] | None, world_size: int | None, model: str | 
         elif name in _WORDS:
             values[name] = text
     width = None if model is None else hidden_size_of(_model_config(model))
-    return AutoSources(data_world_size=world_size or 1, hidden_size=width, **values)
+    return AutoSources(data_world_size=data_ranks or 1, hidden_size=width, **values)
 
 
 def _pairs(script: list[str]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from hf_dist.config.accelerate import LauncherSettings
 from hf_dist.config.auto import resolve, resolve_without_trainer
-from hf_dist.config.batch import BatchSizes, solve_batch
+from hf_dist.config.batch import BatchSizes, count_data_ranks, solve_batch
 from hf_dist.config.findings import Note
 from hf_dist.config.load import ConfigDocument, load_config, read_config
 from hf_dist.config.report import format_table
@@ -17,6 +17,7 @@ __all__ = [
     "DistConfig",
     "LauncherSettings",
     "Note",
+    "count_data_ranks",
     "format_table",
     "hidden_size_of",
     "load_config",

@@ -168,7 +168,10 @@ def resolve_without_trainer(
     try:
         _write_batch(work, solve_batch(given[TRAIN], given[MICRO], given[STEPS], data_ranks), given)
     except ConfigError as error:
-        work.problems += [replace(problem, file=config.place_of(problem.path)) for problem in error.problems]
+        hint = _ranks_hint(config, data_ranks)
+        for problem in error.problems:
+            place = config.place_of(problem.path)
+            work.problems.append(replace(problem, expected=problem.expected + hint, file=place))
         work.changes.update({path: (None, "default") for path in _BATCH if is_auto(config.value_at(path))})
     known = AutoSources(data_world_size=data_ranks, hidden_size=hidden_size, num_training_steps=num_training_steps)
     for rule in AUTO_TABLE:
@@ -247,7 +250,7 @@ def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
     except ConfigError as error:
         named = {MICRO: "--per_device_train_batch_size", STEPS: "--gradient_accumulation_steps"}
         filled = ", ".join(f"{path} comes from {named[path]}" for path in named if not work.explicit(path))
-        hint = f"; {filled}" if filled else ""
+        hint = (f"; {filled}" if filled else "") + _ranks_hint(work.config, sources.data_world_size)
         line = work.config.lines.get(work.config.spelled(TRAIN))
         delete = f"Delete line {line}: the product is what is used then" if line else f'Set {TRAIN} to "auto"'
         for problem in error.problems:
@@ -257,6 +260,12 @@ def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
         return
     if free:
         work.fill(TRAIN, sizes.train, "micro batch x accumulation x data ranks")
+
+
+def _ranks_hint(config: DistConfig, data_ranks: int) -> str:
+    """Why there are fewer data ranks than processes; empty without a pipeline."""
+    stages = config.pipeline.stages
+    return f"; {stages * data_ranks} processes in {stages} stages are {data_ranks} data ranks" if stages > 1 else ""
 
 
 def _write_batch(work: _Resolution, sizes: BatchSizes, given: Mapping[str, int | None]) -> None:

@@ -136,7 +136,7 @@ def _fsdp_section(section: Mapping[str, Any], result: Conversion, prefix: str, p
                 zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu"}
         elif key == "activation_checkpointing":
             if _is_on(value):
-                result.notes[name] = "pass --gradient_checkpointing"
+                put(result.config, "activation_checkpointing.every_n_layers", 1)
         elif key == "cpu_ram_efficient_loading":
             put(result.config, "hf_dist.lazy_load", _is_on(value))
         elif key.startswith("xla"):
@@ -147,6 +147,9 @@ def _fsdp_section(section: Mapping[str, Any], result: Conversion, prefix: str, p
             result.notes[name] = "not a key that is known here"
     if zero["stage"] < 3 and "offload_param" in zero:
         del zero["offload_param"]
+    if zero["stage"] == 0 and "offload_optimizer" in zero:
+        del zero["offload_optimizer"]
+        result.notes[f"{prefix}offload_params"] = "left out: every rank would offload all of it; use stage 1, 2 or 3"
 
 
 def _sharding(value: Any, zero: dict[str, Any], result: Conversion, name: str, per_machine: int) -> None:

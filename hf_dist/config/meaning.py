@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from hf_dist.config.rows import Status
 from hf_dist.config.schema import DistConfig
-from hf_dist.config.support import NOT_YET, SUPPORT
+from hf_dist.config.support import SUPPORT
 
 
 @cache
@@ -25,8 +25,7 @@ def meaning(path: str) -> str:
     """What the key does here: its sentence, or what the support table says; empty for a key that is not known."""
     row = SUPPORT.get(path)
     if path in sentences():
-        later = f" Not available yet: {NOT_YET[path].fix}" if path in NOT_YET else ""
-        return sentences()[path] + later
+        return sentences()[path]
     if row is None:
         return ""
     if row.status is Status.MAPPED:

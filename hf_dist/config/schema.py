@@ -55,9 +55,9 @@ class DistConfig(Frozen):
     """The whole configuration; compare, copy and pickle it freely, it never changes."""
 
     train_batch_size: CountOrAuto | None = None
-    """`train_batch_size`: samples per optimizer step over all ranks."""
+    """`train_batch_size`: samples per optimizer step over all data ranks."""
     train_micro_batch_size_per_gpu: CountOrAuto | None = None
-    """`train_micro_batch_size_per_gpu`: samples per rank and forward."""
+    """`train_micro_batch_size_per_gpu`: samples per data rank and forward."""
     gradient_accumulation_steps: CountOrAuto | None = None
     """`gradient_accumulation_steps`: forward and backward passes per optimizer step."""
     gradient_clipping: RealOrAuto | None = None

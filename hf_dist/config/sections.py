@@ -198,8 +198,8 @@ class AioConfig(Frozen):
 
 
 class ActivationCheckpointingConfig(Frozen):
-    """The `activation_checkpointing` section: blocks recomputed in backward. Any key of it turns checkpointing on, as
-    `gradient_checkpointing` of TrainingArguments does."""
+    """The `activation_checkpointing` section: blocks recomputed in backward. Any of its switches turns checkpointing on,
+    as `gradient_checkpointing` of TrainingArguments does."""
 
     cpu_checkpointing: Flag = False
     """`activation_checkpointing.cpu_checkpointing`: whether inputs of checkpointed blocks rest on the host."""
@@ -223,7 +223,7 @@ class PipelineConfig(Frozen):
     activation_checkpoint_interval: Whole = 0
     """`pipeline.activation_checkpoint_interval`: every n-th block is checkpointed, without a pipeline too; 0 is off."""
     reshard_per_microbatch: Flag = False
-    """`pipeline.reshard_per_microbatch`: whether stage 3 frees weights after every microbatch, not once per step."""
+    """`pipeline.reshard_per_microbatch`: whether weights (stage 3) are freed and gradients (2, 3) reduced every microbatch."""
 
 
 class TensorboardConfig(Frozen):

@@ -284,9 +284,6 @@ SUPPORT: Mapping[str, Support] = {
     **rows("hf_dist", "strict save_on_signal check_load lazy_load tiled_loss", USED),
 }
 
-NOT_YET: Mapping[str, Support] = {}
-"""Switches of features whose keys are read and checked, but not served. Whoever builds a feature deletes its line."""
-
 SECTION_ALIASES: Mapping[str, str] = {"bfloat16": "bf16", "tensor_parallel.tp": "tensor_parallel.tensor_parallel"}
 """Other names of whole sections."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from hf_dist.config.findings import Findings
 from hf_dist.config.schema import DistConfig
-from hf_dist.config.support import NOT_YET
 from hf_dist.config.values import is_auto, shown
 
 _ZERO = "zero_optimization"
@@ -70,6 +69,16 @@ _NEEDS = (
         "the model is one pipeline stage",
     ),
     Needs(
+        ("pipeline.schedule",),
+        lambda config: config.pipeline.schedule != "interleaved_1f1b" or config.pipeline.virtual_stages > 1,
+        'with "virtual_stages" 1 it is "1f1b"',
+    ),
+    Needs(
+        ("pipeline.reshard_per_microbatch",),
+        lambda config: config.zero_optimization.stage > 1,
+        "read at stages 2 and 3 only",
+    ),
+    Needs(
         tuple(f"fp16.{key}" for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")),
         lambda config: config.fp16.loss_scale == 0,
         "the loss scale is fixed",
@@ -77,12 +86,17 @@ _NEEDS = (
 )
 _SWITCHES = frozenset({f"{_ZERO}.stage", f"{_PARAM}.device", f"{_OPTIMIZER}.device", "pipeline.stages"})
 """Keys that switch others off; where one of them is wrong, nobody knows what it was meant to switch."""
-_SAY_NOTHING = frozenset({f"{_PARAM}.device", f"{_OPTIMIZER}.device", "pipeline.stages", f"{_ZERO}.mics_shard_size"})
-"""Keys whose value "none", 1 or -1 is what switches the rest off."""
+_SAY_NOTHING = frozenset(
+    {
+        *(f"{_PARAM}.device", f"{_OPTIMIZER}.device", f"{_ZERO}.mics_shard_size"),
+        *("pipeline.stages", "pipeline.reshard_per_microbatch"),
+    }
+)
+"""Keys whose value "none", 1, -1 or false asks for nothing, or is what switches the rest off."""
 
 
 def check_together(config: DistConfig, sources: Mapping[str, str], findings: Findings) -> None:
-    """Record contradictions, features that are not there yet, and keys of the file that another key switches off."""
+    """Record contradictions, and keys of the file that another key switches off."""
     idle = set()
     wrong = {problem.path for problem in findings.problems}
     for needs in _NEEDS:
@@ -92,12 +106,10 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
                 if below and path not in idle and not _asks_nothing(config, path):
                     findings.note(path, needs.reason)
                     idle.add(path)
-    for path, row in NOT_YET.items():
-        if path in sources and path not in idle and not row.accepted(config.value_at(path)):
-            findings.problem(path, row.reason, row.fix, found=config.value_at(path))
     _check_precision(config, findings)
     _check_shard_groups(config, findings)
     _check_offload(config, findings)
+    _check_pipeline(config, findings)
     _check_partition(config, findings)
     _check_intervals(config, findings)
 
@@ -131,6 +143,20 @@ def _check_offload(config: DistConfig, findings: Findings) -> None:
     for path, section in ((_OPTIMIZER, zero.offload_optimizer), (_PARAM, zero.offload_param)):
         if section.device == "nvme" and not section.nvme_path:
             findings.problem(f"{path}.nvme_path", 'is missing; device "nvme" needs a folder', 'Add "nvme_path": "...".')
+
+
+def _check_pipeline(config: DistConfig, findings: Findings) -> None:
+    pipeline = config.pipeline
+    if pipeline.stages == 1:
+        return
+    if pipeline.virtual_stages > 1 and pipeline.schedule != "interleaved_1f1b":
+        expected = f'needs "schedule": "interleaved_1f1b"; "{pipeline.schedule}" runs one stage per rank'
+        fix = "Set that schedule, or remove the key."
+        findings.problem("pipeline.virtual_stages", expected, fix, found=pipeline.virtual_stages)
+    if pipeline.reshard_per_microbatch and pipeline.schedule == "zb_h1" and config.zero_optimization.stage == 3:
+        expected = 'contradicts "schedule": "zb_h1", which needs the weights of a microbatch again after its backward'
+        fix = 'Remove the key, or use the schedule "1f1b".'
+        findings.problem("pipeline.reshard_per_microbatch", expected, fix, found=True)
 
 
 def _check_partition(config: DistConfig, findings: Findings) -> None:

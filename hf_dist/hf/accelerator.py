@@ -21,6 +21,7 @@ from hf_dist.config import (
     BatchSizes,
     DistConfig,
     LauncherSettings,
+    count_data_ranks,
     hidden_size_of,
     load_config,
     resolve,
@@ -68,7 +69,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                 "those given to prepare(). The Trainer and hf_dist.initialize make them from the configuration."
             )
         sources = AutoSources(
-            data_world_size=self.num_processes // read.pipeline.stages,
+            data_world_size=count_data_ranks(read, self.num_processes),
             bf16=False,
             fp16=False,
             launcher_precision=str(wanted),

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from hf_dist import failure
-from hf_dist.config import AutoSources, DistConfig, LauncherSettings, load_config, resolve
+from hf_dist.config import AutoSources, DistConfig, LauncherSettings, count_data_ranks, load_config, resolve
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
@@ -150,17 +150,8 @@ def _refuse_other_engines(args: Any) -> None:
 
 
 def _check_pipeline(args: Any, config: DistConfig) -> None:
-    stages, processes = config.pipeline.stages, detect_launch().world_size
-    if processes % stages:
-        raise ConfigError(
-            Problem(
-                "pipeline.stages",
-                str(stages),
-                f"does not divide the {processes} processes of this job",
-                f"Start a multiple of {stages} processes, or use a divisor of {processes}.",
-            )
-        )
-    if stages > 1 and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
+    count_data_ranks(config, detect_launch().world_size)
+    if config.pipeline.stages > 1 and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         raise ConfigError(
             Problem(
                 "train_sampling_strategy",

@@ -34,6 +34,18 @@ from hf_dist.sharding.wrap import LeafModules, build_units, containers
 
 
 @dataclass(frozen=True)
+class Budgets:
+    """Elements on their way at once; at least one unit, where it is not 0."""
+
+    prefetch: int = 50_000_000
+    """Weights gathered ahead of their use, 0 for none."""
+    gather: int = 500_000_000
+    """Weights gathered after a step."""
+    reduce: int = 500_000_000
+    """Gradients, 0 to wait for each unit at once."""
+
+
+@dataclass(frozen=True)
 class PipelineShare:
     """What a rank holds of a model that is cut into pipeline stages."""
 
@@ -61,34 +73,29 @@ class ShardedModel:
         placements: StatePlacements,
         mesh: ParallelMesh,
         precision: Precision,
-        prefetch_numel: int = 50_000_000,
-        gather_numel: int = 500_000_000,
-        reduce_numel: int = 500_000_000,
+        budgets: Budgets | None = None,
         leaf_modules: LeafModules = ((), (), ()),
         pipeline: PipelineShare | None = None,
         storage: Storage | None = None,
     ) -> None:
         """Shard `model` in place. Collective: every rank of the mesh, with the same model.
 
-        `prefetch_numel`: elements gathered ahead of their use (at least one unit, 0 for none); `gather_numel`: elements of
-        weight gathers in flight after a step; `reduce_numel`: elements of gradient reductions in flight, 0 to wait for
-        each at once; `leaf_modules`: class names, module names and name endings that are units whatever the structure;
-        `pipeline`: the stages of a pipeline that this rank runs; `model` then has their parameters only.
-        `storage`: where states rest (default: all on the device).
+        `budgets`: how much is on its way at once; `leaf_modules`: class names, module names and name endings that are units
+        whatever the structure; `pipeline`: the stages of a pipeline that this rank runs, `model` then has their parameters
+        only; `storage`: where states rest (default: all on the device).
         """
         self.model = model
         self.mesh = mesh
         self.placements = placements
         self.precision = precision
-        self.prefetch_numel = prefetch_numel
-        self.gather_numel = gather_numel
+        self.budgets = budgets or Budgets()
         self.pipeline = pipeline
         self.storage = storage or Storage(mesh.device)
         self.units = build_units(
             model, placements, mesh, precision, self.storage, leaf_modules, pipeline.holders if pipeline else None
         )
         self.root = self.units[0]
-        self.reducer = Reducer(self.units, placements, mesh, reduce_numel)
+        self.reducer = Reducer(self.units, placements, mesh, self.budgets.reduce)
         self.passes = self._build_passes()
         """One, or one for every pipeline stage of this rank."""
         self.select_pass(0)
@@ -390,9 +397,9 @@ class ShardedModel:
     def _prefetch(self, order: IssueOrder, current: int) -> None:
         """Start the next gathers while `current` computes: one unit, and more while they fit the budget."""
         ahead = sum(self.units[i].numel for i in order.ahead_of(current))
-        while self.prefetch_numel and (index := order.peek()) is not None:
+        while self.budgets.prefetch and (index := order.peek()) is not None:
             unit = self.units[index]
-            if ahead and ahead + unit.numel > self.prefetch_numel:
+            if ahead and ahead + unit.numel > self.budgets.prefetch:
                 break
             order.advance()
             unit.unshard()
@@ -454,7 +461,7 @@ class ShardedModel:
                 group.weights_changed()
             if self.placements.params is Placement.SHARD or not unit.trainable:
                 continue
-            while in_flight and sum(u.numel for u in in_flight) + unit.numel > self.gather_numel:
+            while in_flight and sum(u.numel for u in in_flight) + unit.numel > self.budgets.gather:
                 in_flight.popleft().wait_unshard()
             unit.unshard()
             in_flight.append(unit)

@@ -146,8 +146,15 @@ def test_the_fsdp_arguments_of_the_trainer_become_a_config() -> None:
     zero = made.config["zero_optimization"]
     assert zero == {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     assert made.config["hf_dist"] == {"lazy_load": False}
-    assert made.notes["fsdp_config.activation_checkpointing"] == "pass --gradient_checkpointing"
+    assert made.config["activation_checkpointing"] == {"every_n_layers": 1}
     assert "offload_param" not in from_fsdp_arguments("shard_grad_op offload", {}).config["zero_optimization"]
+
+
+def test_offload_without_sharding_is_left_out_with_a_reason() -> None:
+    made = from_fsdp_arguments("no_shard offload", {})
+    assert made.config["zero_optimization"] == {"stage": 0}
+    assert "use stage 1, 2 or 3" in made.notes["fsdp_config.offload_params"]
+    load_config(made.config)
 
 
 @pytest.mark.parametrize(

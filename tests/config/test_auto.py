@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from hf_dist.config import AutoSources, DistConfig, hidden_size_of, load_config, resolve, resolve_without_trainer
+from hf_dist.config import (
+    AutoSources,
+    DistConfig,
+    count_data_ranks,
+    hidden_size_of,
+    load_config,
+    resolve,
+    resolve_without_trainer,
+)
 from hf_dist.config.auto import AUTO_TABLE
 from hf_dist.config.rows import Status
 from hf_dist.config.support import SUPPORT
@@ -114,6 +122,20 @@ def test_stage_three_sizes_are_defaults_at_other_stages() -> None:
     source = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto"}}
     zero = resolve(load_config(source), LATE, final=True).zero_optimization
     assert (zero.stage3_prefetch_bucket_size, zero.overlap_comm) == (50_000_000, False)
+
+
+def test_under_a_pipeline_the_message_says_how_many_data_ranks_there_are() -> None:
+    loaded = load_config({"train_batch_size": 128, "pipeline": {"stages": 2}})
+    assert count_data_ranks(loaded, 8) == 4
+    words = "x data ranks (4) = 64"
+    ranks = "; 8 processes in 2 stages are 4 data ranks. "
+    with pytest.raises(ConfigError) as caught:
+        resolve(loaded, EARLY)
+    assert words in str(caught.value) and ranks in str(caught.value)
+    file = {"train_batch_size": 65, "train_micro_batch_size_per_gpu": 8, "pipeline": {"stages": 2}}
+    with pytest.raises(ConfigError) as caught:
+        resolve_without_trainer(load_config(file), data_ranks=4)
+    assert "data ranks (4)" in str(caught.value) and ranks in str(caught.value)
 
 
 def test_absent_keys_come_from_the_arguments_with_a_source() -> None:

@@ -80,6 +80,64 @@ def test_explain_says_of_every_key_where_it_comes_from_and_what_it_does(tmp_path
     assert "no effect: use logging_steps of TrainingArguments" in text
 
 
+def write(folder: Path, data: dict[str, object]) -> str:
+    """The path of a config with `data`, one key a line."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps(data, indent=0))
+    return str(path)
+
+
+def test_check_counts_data_ranks_and_refuses_stages_that_do_not_divide(tmp_path: Path) -> None:
+    path = write(tmp_path, {"train_batch_size": 16, "pipeline": {"stages": 2}})
+    script = ("--", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
+    good = run("check", path, "--world-size", "4", *script)
+    assert good.returncode == 0, good.stderr
+    result = run("check", path, "--world-size", "2", *script)
+    assert result.returncode == 1
+    assert "x data ranks (1) = 8" in result.stderr and "2 processes in 2 stages are 1 data ranks" in result.stderr
+    bad = json.loads(run("check", path, "--json", "--world-size", "3").stdout)
+    (problem,) = bad["problems"]
+    assert problem["path"] == "pipeline.stages" and problem["file"] == f"{path}:4"
+    assert problem["expected"] == "does not divide the 3 processes of this job"
+
+
+def test_explain_fills_the_batch_by_data_ranks_and_says_what_new_sections_do(tmp_path: Path) -> None:
+    data = {
+        "train_batch_size": "auto",
+        "pipeline": {"stages": 2, "schedule": "interleaved_1f1b", "reshard_per_microbatch": True},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "activation_checkpointing": {"selective": True, "partition_activations": True},
+        "hf_dist": {"tiled_loss": True},
+    }
+    arguments = ("--json", "--world-size", "4", "--", "--per_device_train_batch_size", "2")
+    rows = {row["key"]: row for row in json.loads(run("explain", write(tmp_path, data), *arguments).stdout)}
+    assert rows["train_batch_size"]["value"] == 4
+    assert rows["pipeline.schedule"]["meaning"] == 'no effect: with "virtual_stages" 1 it is "1f1b"'
+    assert rows["pipeline.reshard_per_microbatch"]["meaning"] == "no effect: read at stages 2 and 3 only"
+    assert rows["zero_optimization.offload_optimizer.device"]["meaning"] == '"none", "cpu" or "nvme".'
+    assert rows["zero_optimization.offload_param.device"]["meaning"] == "no effect: read at stage 3 only"
+    assert "matrix products" in rows["activation_checkpointing.selective"]["meaning"]
+    assert rows["activation_checkpointing.partition_activations"]["meaning"].startswith("no effect: ")
+    assert "run in tiles" in rows["hf_dist.tiled_loss"]["meaning"]
+
+
+def test_convert_keeps_sections_of_ours_and_turns_checkpointing_on(tmp_path: Path) -> None:
+    source, output = tmp_path / "accelerate.yaml", tmp_path / "out.json"
+    source.write_text(
+        "deepspeed_config:\n  zero_stage: 3\n  offload_param_device: cpu\n  offload_optimizer_device: cpu\n"
+        "  pipeline: {stages: 2, schedule: zb_h1}\n  hf_dist: {tiled_loss: true}\n"
+    )
+    result = run("convert", str(source), "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    config = load_config(output)
+    assert (config.pipeline.stages, config.pipeline.schedule, config.hf_dist.tiled_loss) == (2, "zb_h1", True)
+    assert config.zero_optimization.offload_param.device == "cpu"
+    source.write_text("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_activation_checkpointing: true\n")
+    result = run("convert", str(source), "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    assert load_config(output).activation_checkpointing.every_n_layers == 1
+
+
 def test_schema_prints_json() -> None:
     assert json.loads(run("schema").stdout)["properties"]["zero_optimization"]["type"] == "object"
 

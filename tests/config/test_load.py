@@ -211,8 +211,14 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             'the same key. Remove "zero_optimization.cpu_offload".',
         ),
         (
-            {"pipeline": {"stages": 2}},
-            "pipeline.stages: 2 is not available yet in this version of hf_dist. Remove the key or set it to 1.",
+            {"pipeline": {"stages": 2, "virtual_stages": 3}},
+            'pipeline.virtual_stages: 3 needs "schedule": "interleaved_1f1b"; "1f1b" runs one stage per rank. '
+            "Set that schedule, or remove the key.",
+        ),
+        (
+            {**zero(stage=3), "pipeline": {"stages": 2, "schedule": "zb_h1", "reshard_per_microbatch": True}},
+            'pipeline.reshard_per_microbatch: true contradicts "schedule": "zb_h1", which needs the weights of a '
+            'microbatch again after its backward. Remove the key, or use the schedule "1f1b".',
         ),
         (
             {"tensor_parallel": {"tp": {"tp_size": 2}}},
@@ -334,6 +340,29 @@ def test_keys_without_effect_are_noted_once_with_the_reason() -> None:
         ("trainer", "not a key of this schema"),
         ("zero_optimization.prefetch_bucket_size", "read at stage 3 only"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stage", "noted"),
+    [
+        (
+            {"stages": 2, "schedule": "interleaved_1f1b"},
+            0,
+            {"pipeline.schedule": 'with "virtual_stages" 1 it is "1f1b"'},
+        ),
+        (
+            {"stages": 2, "reshard_per_microbatch": True},
+            1,
+            {"pipeline.reshard_per_microbatch": "read at stages 2 and 3 only"},
+        ),
+        ({"stages": 1, "schedule": "zb_h1"}, 3, {"pipeline.schedule": "the model is one pipeline stage"}),
+        ({"stages": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "reshard_per_microbatch": False}, 0, {}),
+        ({"stages": 2, "schedule": "zb_h1", "reshard_per_microbatch": True}, 2, {}),
+    ],
+)
+def test_pipeline_keys_without_effect_are_noted(pipeline: dict[str, Any], stage: int, noted: dict[str, str]) -> None:
+    config = load_config({"pipeline": pipeline, "zero_optimization": {"stage": stage}})
+    assert {note.path: note.reason for note in config.notes} == noted
 
 
 VALUES = st.recursive(

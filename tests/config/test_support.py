@@ -17,7 +17,7 @@ from hf_dist.config.params import REFUSED_OPTIMIZERS, REFUSED_SCHEDULES
 from hf_dist.config.rows import Status, is_off
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.spelling import closest, distance
-from hf_dist.config.support import NOT_YET, SECTION_ALIASES, STRICT, SUPPORT
+from hf_dist.config.support import SECTION_ALIASES, STRICT, SUPPORT
 from hf_dist.optim import cycles, schedules
 from hf_dist.optim.lion import Lion
 
@@ -123,11 +123,6 @@ def test_a_used_key_is_a_typed_field_and_every_field_has_a_row() -> None:
         "zero_optimization.stage3_param_persistence_threshold",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     }
-
-
-def test_what_is_not_there_yet_is_a_used_key_that_accepts_its_default() -> None:
-    for path, row in NOT_YET.items():
-        assert SUPPORT[path].status is Status.USED and row.accepted(DistConfig().value_at(path)), path
 
 
 def test_sections_named_elsewhere_exist() -> None:

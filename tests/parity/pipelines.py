@@ -13,6 +13,8 @@ from torch import nn
 from tests.parity.train import CLIP, EPS, LR, STEPS
 from tests.pipeline.zoo import make_microbatches, make_model
 
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
 
 @dataclass(frozen=True)
 class PipelineCase:
@@ -28,9 +30,10 @@ class PipelineCase:
     tied: bool = False
     checkpointing: bool = False
     reshard: bool = False
+    offload: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("tied", "checkpointing", "reshard") if getattr(self, name)]
+        flags = [name for name in ("tied", "checkpointing", "reshard", "offload") if getattr(self, name)]
         often = f"x{self.virtual}" if self.virtual > 1 else ""
         shape = [self.family, f"pp{self.pp}", f"dp{self.dp}", f"z{self.stage}", self.schedule + often]
         return "-".join([*shape, f"m{self.microbatches}", *flags])
@@ -52,7 +55,7 @@ class PipelineCase:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.microbatches,
             "gradient_clipping": CLIP,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **(OFFLOAD if self.offload else {})},
             "pipeline": {
                 "stages": self.pp,
                 "schedule": self.schedule,

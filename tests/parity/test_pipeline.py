@@ -30,6 +30,8 @@ def llama_cases(pp: int, dp: int) -> list[PipelineCase]:
         *cases,
         PipelineCase("Llama", pp, dp, 3, reshard=True),
         PipelineCase("Llama", pp, dp, 2, "gpipe", reshard=True),
+        PipelineCase("Llama", pp, dp, 3, offload=True),
+        PipelineCase("Llama", pp, dp, 1, "zb_h1", tied=True, offload=True),
     ]
 
 
