@@ -24,41 +24,55 @@ class Placeholders:
         Modules left without parameters answer `dtype` and `device`, which HF reads off the first parameter.
         """
         self.tensors: list[torch.Tensor] = []
-        self.device = _device_of(model)
+        self._anchor = _first_kept(model, kept)
+        self.device = self._device_now()
         self._places: list[tuple[nn.Module, str, torch.dtype, torch.Size]] = []
+        names = {id(p): name for name, p in model.named_parameters()}
         emptied = [
-            (module, compute_dtype(f"{path}.{params[0][0]}", params[0][1].dtype))
-            for path, module in model.named_modules()
+            (module, compute_dtype(names[id(params[0])], params[0].dtype))
+            for module in model.modules()
             if hasattr(type(module), "dtype")
-            and (params := list(module.named_parameters()))
-            and not any(id(p) in kept for _, p in params)
+            and (params := list(module.parameters()))
+            and not any(id(p) in kept for p in params)
         ]
-        for path, module in model.named_modules():
-            for name, param in list(module._parameters.items()):
+        for module in model.modules():
+            for attribute, param in list(module._parameters.items()):
                 if param is not None and id(param) not in kept:
-                    del module._parameters[name]
-                    dtype = compute_dtype(f"{path}.{name}", param.dtype)
-                    self._places.append((module, name, dtype, param.shape))
+                    del module._parameters[attribute]
+                    dtype = compute_dtype(names[id(param)], param.dtype)
+                    self._places.append((module, attribute, dtype, param.shape))
         for module, dtype in emptied:
             fix_property(module, "dtype", partial(_same, dtype))
             fix_property(module, "device", lambda: self.device)
         self._place()
 
-    def follow(self, model: nn.Module) -> None:
+    def follow(self) -> None:
         """Move to where the model's parameters are now: it may have been split on meta, or been moved."""
-        if (device := _device_of(model)) != self.device:
+        if (device := self._device_now()) != self.device:
             self.device = device
             self._place()
 
+    def _device_now(self) -> torch.device:
+        if self._anchor is None:
+            return torch.device("cpu")
+        owner, attribute = self._anchor
+        device: torch.device = getattr(owner, attribute).device
+        return device
+
     def _place(self) -> None:
         self.tensors = []
-        for module, name, dtype, shape in self._places:
+        for module, attribute, dtype, shape in self._places:
             self.tensors.append(torch.zeros((), dtype=dtype, device=self.device).expand(shape))
-            setattr(module, name, self.tensors[-1])
+            setattr(module, attribute, self.tensors[-1])
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+def _first_kept(model: nn.Module, kept: Set[int]) -> tuple[nn.Module, str] | None:
+    """Where the first parameter that stays is; the parameter itself may be replaced when weights are loaded."""
+    for module in model.modules():
+        for attribute, param in module._parameters.items():
+            if param is not None and id(param) in kept:
+                return module, attribute
+    return None
 
 
 def _same(dtype: torch.dtype) -> torch.dtype:

@@ -38,6 +38,19 @@ from hf_dist.pipeline.standin import StandIn
 __all__ = ["StageExit", "StageOutput", "StagedModel"]
 
 Leaves = list[Any]
+_FIRST = "[0][0]"
+"""The path of the first positional argument."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Arguments of a block call of one structure, seen from the example's call."""
+
+    spec: TreeSpec
+    order: list[int | None]
+    """By leaf of the example: its place here."""
+    new: dict[int, str]
+    """Leaves that the example had not: place -> path."""
 
 
 class StageExit(Exception):
@@ -81,8 +94,9 @@ class StagedModel:
         self.pass_: StagePass | None = None
         self.visit: Callable[[str], AbstractContextManager[None]] | None = None
         """Brings the parameters of a module here for a call outside a pass."""
-        self.alignments: dict[int, tuple[TreeSpec, list[int | None]]] = {}
-        """Call -> (structure of its arguments when last seen, where the leaves of the example are among them)."""
+        self.alignments: dict[int, Alignment] = {}
+        """By call: how its arguments stood to those of the example when last seen."""
+        model.register_forward_pre_hook(self._see_inputs(), with_kwargs=True)
         self._check(model)
         self.stand_ins = {}
         for path in self._with_twin():
@@ -104,7 +118,7 @@ class StagedModel:
         `received`: what stage - 1 sent, in the plan's order. Raises `ModelError` when the model takes another path than in
         the probe.
         """
-        self.placeholders.follow(self.model)
+        self.placeholders.follow()
         self.pass_ = StagePass(self, stage, received)
         return self._run(run, stage)
 
@@ -131,6 +145,16 @@ class StagedModel:
                 f"it was split with"
             )
         return StageOutput(None, stage_pass.finish(result))
+
+    def _see_inputs(self) -> Callable[..., None]:
+        me = weakref.ref(self)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            staged = me()
+            if staged is not None and staged.pass_ is not None:
+                staged.pass_.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+
+        return hook
 
     def _kept(self, model: nn.Module) -> set[int]:
         params = dict(model.named_parameters())
@@ -179,6 +203,8 @@ class StagePass:
         self.start, self.stop = self.plan.bounds[stage : stage + 2]
         self.is_last = self.stop == len(self.plan.calls)
         self.next_block = 0
+        self.inputs: list[torch.Tensor] = []
+        """Tensors that the model was called with."""
         self.inside = False
         """Whether a module of this stage is running: what is in it runs as always."""
         self._written: set[int] = set()
@@ -212,7 +238,7 @@ class StagePass:
         if index not in self._ends and self._moved.isdisjoint(expected.values):
             return self._run(call, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
-        order = self._align(index, (args, kwargs), spec)
+        order = self._align(index, (args, kwargs), leaves, spec)
         self._substitute(expected, leaves, order)
         if index == self.stop:
             raise StageExit(self._hand_over(index))
@@ -256,10 +282,12 @@ class StagePass:
 
     def _pass_over(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.plan.calls[index]
+        if call.result == SameAs(0) and call.leaves[0] == _FIRST and args and isinstance(args[0], torch.Tensor):
+            return self.stand_in(args[0])  # the common block, without a walk over its arguments
         if any(x == SameAs(None) for x in tree_leaves(call.result)):
             return self.stand_in(self.stand_ins[call.module].answer(args, kwargs, self.device))
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
-        order = self._align(index, (args, kwargs), spec)
+        order = self._align(index, (args, kwargs), leaves, spec)
 
         def argument(leaf: Any) -> Any:
             if not isinstance(leaf, SameAs):
@@ -271,20 +299,27 @@ class StagePass:
 
         return self.stand_in(tree_map(argument, call.result))
 
-    def _align(self, index: int, inputs: Any, spec: TreeSpec) -> list[int | None]:
-        """Where the leaves of the example's call are among those of this one; callers may add keywords, or leave out some."""
-        known = self.alignments.get(index)
-        if known is not None and known[0] == spec:
-            return known[1]
-        call = self.plan.calls[index]
-        rows = tree_flatten_with_path(inputs, is_leaf=is_leaf)[0]
-        places = {keystr(where): i for i, (where, _) in enumerate(rows)}
-        order = [places.get(path) for path in call.leaves]
-        missing = [a.path for a in call.arguments if a.sources and order[a.index] is None]
-        if missing:
-            raise self._other_path(f"{call.module} without {missing[0]}", call)
-        self.alignments[index] = (spec, order)
-        return order
+    def _align(self, index: int, inputs: Any, leaves: Leaves, spec: TreeSpec) -> list[int | None]:
+        """Where the leaves of the example's call are among those of this one.
+
+        Callers may leave out what follows from the batch, and add keywords of the model's own call (`num_items_in_batch`).
+        Anything else that is new could come from another stage, where nobody planned to fetch it.
+        """
+        known, call = self.alignments.get(index), self.plan.calls[index]
+        if known is None or known.spec != spec:
+            paths = [keystr(where) for where, _ in tree_flatten_with_path(inputs, is_leaf=is_leaf)[0]]
+            places = {path: i for i, path in enumerate(paths)}
+            order = [places.get(path) for path in call.leaves]
+            missing = [a.path for a in call.arguments if a.sources and order[a.index] is None]
+            if missing:
+                raise self._other_path(f"{call.module} without {missing[0]}", call)
+            new = {i: path for path, i in places.items() if path not in call.leaves}
+            known = self.alignments[index] = Alignment(spec, order, new)
+        for place, path in known.new.items():
+            leaf = leaves[place]
+            if isinstance(leaf, torch.Tensor) and not any(leaf is given for given in self.inputs):
+                raise self._other_path(f"{call.module} with {path}", call)
+        return known.order
 
     def _other_path(self, found: str, expected: BlockCall | None) -> ModelError:
         wanted = f"{expected.module} with {', '.join(expected.leaves)}" if expected else "over"

@@ -31,10 +31,13 @@ class PipelineCase:
     checkpointing: bool = False
     reshard: bool = False
     offload: bool = False
+    precision: str = "fp32"
+    """`bf16` or `fp16`: the model is built in fp32 and run in that."""
 
     def __str__(self) -> str:
         flags = [name for name in ("tied", "checkpointing", "reshard", "offload") if getattr(self, name)]
         often = f"x{self.virtual}" if self.virtual > 1 else ""
+        flags += [self.precision] if self.precision != "fp32" else []
         shape = [self.family, f"pp{self.pp}", f"dp{self.dp}", f"z{self.stage}", self.schedule + often]
         return "-".join([*shape, f"m{self.microbatches}", *flags])
 
@@ -56,6 +59,7 @@ class PipelineCase:
             "gradient_accumulation_steps": self.microbatches,
             "gradient_clipping": CLIP,
             "zero_optimization": {"stage": self.stage, **(OFFLOAD if self.offload else {})},
+            **({self.precision: {"enabled": True}} if self.precision != "fp32" else {}),
             "pipeline": {
                 "stages": self.pp,
                 "schedule": self.schedule,
