@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,11 +39,9 @@ from hf_dist.sharding.consistency import (
     synchronize_weights,
     tell_full_build,
 )
-from hf_dist.sharding.placement import ZERO_STAGES, Placement, StatePlacements
-from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.placement import Placement, placements_for
+from hf_dist.sharding.precision import precision_for
 from hf_dist.sharding.runtime import Budgets, ShardedModel
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 LrScheduler = Any
 """An object with `step()`, or a function that makes one from the optimizer."""
@@ -111,18 +108,6 @@ def _facts(config: DistConfig) -> dict[str, str]:
     return facts
 
 
-def placements_for(config: DistConfig) -> StatePlacements:
-    """The row of the table, but for a pipeline: there gradients are accumulated locally and reduced once per window.
-
-    Reducing every microbatch would send M times as much inside the schedule's critical path; `reshard_per_microbatch` says
-    that memory is worth more.
-    """
-    placements = ZERO_STAGES[config.zero_optimization.stage]
-    if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
-        return replace(placements, grads=Placement.PARTIAL)
-    return placements
-
-
 def budgets_for(config: DistConfig) -> Budgets:
     """How much may be on its way at once."""
     zero = config.zero_optimization
@@ -131,26 +116,6 @@ def budgets_for(config: DistConfig) -> Budgets:
         gather=settled(zero.allgather_bucket_size),
         reduce=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
     )
-
-
-def precision_for(config: DistConfig, model: nn.Module) -> Precision:
-    """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
-    compute = _DTYPES[config.dtype]
-    reduce = _DTYPES[config.communication_data_type or "fp32"]
-    grads = _DTYPES[config.data_types.grad_accum_dtype or "fp32"]
-    return Precision(compute=compute, reduce=reduce, grads=grads, keep_fp32=_kept_in_fp32(model, compute))
-
-
-def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the lenient list counts for fp16)."""
-    if compute == torch.float32:
-        return frozenset()
-    patterns: set[str] = set()
-    for module in model.modules():
-        patterns.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        if compute == torch.float16:
-            patterns.update(getattr(module, "_keep_in_fp32_modules", None) or ())
-    return frozenset(n for n, _ in model.named_parameters() if any(p in n.split(".") for p in patterns))
 
 
 def build_engine(

@@ -20,6 +20,7 @@ from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.errors import ModelError
+from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.log import warn_once
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.store import Tier
@@ -198,10 +199,11 @@ class Engine:
             self.backward(value, scale_wrt_gas=False) if self.batch.accumulation == 1 else self.backward(value)
             return value
 
-        total = self.run_window(window, step)
-        self.set_gradient_accumulation_boundary(True)
-        self.step()
-        self.set_gradient_accumulation_boundary(None)
+        with explained(lambda: self, lambda: shape_of(window[0])):
+            total = self.run_window(window, step)
+            self.set_gradient_accumulation_boundary(True)
+            self.step()
+            self.set_gradient_accumulation_boundary(None)
         return self._mean(total, len(window))
 
     def eval_batch(

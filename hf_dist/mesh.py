@@ -25,6 +25,19 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 BACKGROUND_TIMEOUT = timedelta(days=1)
 
 
+class GroupLease:
+    """Process groups of a mesh; they end when neither the mesh nor one of its axes is in use any more.
+
+    Each has two threads, one of which wakes a hundred times a second: a process that builds many engines would drown in them.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.groups: list[dist.ProcessGroup] = []
+        # NCCL's communicators are left to the end of the process: taking one down waits for all its ranks.
+        if backend == "gloo":
+            weakref.finalize(self, _give_back, self.groups).atexit = False
+
+
 @dataclass(frozen=True, eq=False)
 class MeshAxis:
     """One axis of the mesh, as this process sees it."""
@@ -39,6 +52,8 @@ class MeshAxis:
     """For weights and small things; None where nobody else is on the axis, then every collective is local."""
     reduce_group: dist.ProcessGroup | None = None
     """A second group of the same ranks for gradients, so that reductions do not queue behind gathers."""
+    lease: GroupLease | None = field(default=None, repr=False)
+    """Keeps the groups alive."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +81,8 @@ class ParallelMesh:
     background: MeshAxis
     """All ranks over gloo, for the thread that writes checkpoints; a slow disk is no reason to end the job."""
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
-    groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
-    """All process groups of this rank that end with the mesh; who makes one for it adds it here."""
+    lease: GroupLease = field(default_factory=lambda: GroupLease("none"), repr=False)
+    """Process groups that end with the mesh; who makes more for it adds them here."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         # Process groups cannot be copied, and a copied model belongs to the same processes.
@@ -93,7 +108,7 @@ class ParallelMesh:
         Collective over world: every rank calls it, also those that are not among them (they get an axis of size 0).
         """
         rows = [[row[stage] for stage in stages] for row in self.pipelines]
-        groups = _Groups(self.world.rank, self.backend, self.timeout, self.groups)
+        groups = _Groups(self.world.rank, self.backend, self.timeout, self.lease)
         return groups.axis("holders", rows)
 
 
@@ -142,7 +157,8 @@ def build_mesh(
             f"zero_optimization.mics_shard_size / zero_hpz_partition_size: {shard} does not divide the {size} data ranks of "
             f"this job. Use a divisor of {size}, or remove the key to shard over all of them."
         )
-    groups = _Groups(rank, _backend(chosen) if ready else "none", timeout)
+    backend = _backend(chosen) if ready else "none"
+    groups = _Groups(rank, backend, timeout, GroupLease(backend))
     on_host = replace(groups, backend="gloo")
     everyone = [list(range(world))]
     rows, pipelines = _rows(world, size)
@@ -156,17 +172,12 @@ def build_mesh(
         "control": on_host.axis("control", everyone),
         "background": replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone),
     }
-    mesh = ParallelMesh(
-        launch=launch, device=chosen, backend=groups.backend, timeout=timeout, groups=groups.made, **axes
+    return ParallelMesh(
+        launch=launch, device=chosen, backend=groups.backend, timeout=timeout, lease=groups.lease, **axes
     )
-    # NCCL's communicators are left to the end of the process: taking one down waits for all its ranks.
-    if groups.backend == "gloo":
-        weakref.finalize(mesh, _give_back, groups.made).atexit = False
-    return mesh
 
 
 def _give_back(groups: list[dist.ProcessGroup]) -> None:
-    """End the groups of a mesh that nobody uses any more: each has two threads, one of which wakes a hundred times a second."""
     while groups and dist.is_initialized():
         with contextlib.suppress(ValueError, RuntimeError):  # ended already, by destroy_process_group()
             dist.destroy_process_group(groups.pop())
@@ -282,8 +293,7 @@ class _Groups:
     rank: int
     backend: str
     timeout: timedelta
-    made: list[dist.ProcessGroup] = field(default_factory=list)
-    """This process's groups."""
+    lease: GroupLease
 
     def axis(self, name: str, rows: list[list[int]], two: bool = False) -> MeshAxis:
         """`rows`: the global ranks of every line along this axis. Every process makes every group, as torch demands."""
@@ -295,7 +305,8 @@ class _Groups:
         group = self._make(rows, mine)
         if not mine:
             return MeshAxis(name, 0, 0, None, None)
-        return MeshAxis(name, size, mine.index(self.rank), group, self._make(rows, mine) if two else group)
+        reduce_group = self._make(rows, mine) if two else group
+        return MeshAxis(name, size, mine.index(self.rank), group, reduce_group, self.lease)
 
     def _make(self, rows: list[list[int]], mine: list[int]) -> dist.ProcessGroup | None:
         # Never shared with another mesh: a model that is dropped may leave a gather in flight, which the next one would get.
@@ -303,5 +314,5 @@ class _Groups:
         if not mine:
             return None
         own = groups[rows.index(mine)]
-        self.made.append(own)
+        self.lease.groups.append(own)
         return own

@@ -153,7 +153,7 @@ class Pipeline:
         channels = make_channels(
             mesh.pipelines, ring=config.virtual_stages > 1, backend=mesh.backend, timeout=mesh.timeout
         )
-        mesh.groups.extend(ends.group for ends in channels.values())
+        mesh.lease.groups.extend(ends.group for ends in channels.values())
         self.transport = P2PTransport(channels, mesh.device)
         refuse_state_dict(sharded.model)
         self._schedules: dict[tuple[bool, int], Schedule] = {}

@@ -6,18 +6,13 @@ from collections import Counter
 
 from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
-from hf_dist.offload.store import Tier
+from hf_dist.estimate.states import OptimizerStates, States
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel
 
 MAX_UNIT_KINDS = 6
 """Kinds of units that are listed, largest first; the rest is counted. The report is to fit a screen."""
-_PLACES = {
-    Tier.DEVICE: ("weights and master weights", "optimizer state"),
-    Tier.HOST: ("offloaded weights, masters, gradients", "optimizer state on the host"),
-    Tier.DISK: ("weights and master weights on disk", "optimizer state on disk"),
-}
 _RESTS = {
     Placement.SHARD: "sharded",
     Placement.REPLICATE: "replicated",
@@ -37,7 +32,7 @@ def start_up_report(
         "batch": [_batch(batch)],
         "precision": _aligned(sharded.precision.rows()),
         "units": _units(sharded),
-        "memory": _memory(sharded),
+        "memory": _memory(sharded, config),
         "recompute": describe_checkpointing(sharded.model),
         "config": format_table(config).splitlines(),
     }
@@ -74,29 +69,20 @@ def _units(sharded: ShardedModel) -> list[str]:
     return (_aligned(rows[:MAX_UNIT_KINDS]) if rows else ["none"]) + more
 
 
-def _memory(sharded: ShardedModel) -> list[str]:
-    """Bytes of model states per rank and kind of memory, by the formula (Adam-like optimizer: two fp32 states)."""
+def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
+    """Bytes of model states per rank, as `hf-dist plan` counts them."""
     total = sum(g.layout.num_params for g in sharded.groups)
     learning = sum(g.layout.num_params for g in sharded.trainable_groups)
-    held = sharded.resident_nbytes()
-    rows: list[tuple[str, str]] = []
-    for tier, (weights, states) in _PLACES.items():
-        groups = [g for g in sharded.trainable_groups if g.master.tier is tier]
-        trained = sum(g.source.numel() for g in groups)
-        if held[tier]:
-            rows.append((weights, f"{_scaled(held[tier])}B"))
-        if trained:
-            rows.append((states, f"{_scaled(trained * 8)}B if it is two numbers per element (Adam)"))
-    on_device = sum(g.source.numel() for g in sharded.trainable_groups if g.master.tier is Tier.DEVICE)
-    if on_device:
-        rows.append(("gradients", f"up to {_scaled(on_device * sharded.precision.grads.itemsize)}B"))
-    if sharded.placements.params is Placement.SHARD:
-        root, *others = (sum(g.layout.numel * g.dtype.itemsize for g in u.groups) for u in sharded.units)
-        needed = root + max(others, default=0)
-        rows.append(
-            ("weights gathered for use", f"{_scaled(needed)}B or more (rest of the model, largest unit, prefetch)")
-        )
-    return [f"{_scaled(total)} parameters, {_scaled(learning)} of them trained; per rank:", *_aligned(rows)]
+    states = States.of_engine(sharded, config, OptimizerStates.of_config(config))
+    assumed = "" if config.optimizer is not None else " (if it is AdamW)"
+    rows = [
+        (what + (assumed if what.startswith("optimizer") else ""), f"{_scaled(nbytes)}B  {kind}")
+        for what, nbytes, kind in states.rows()
+    ]
+    return [
+        f"{_scaled(total)} parameters, {_scaled(learning)} of them trained; per rank:",
+        *(_aligned(rows) if rows else []),
+    ]
 
 
 def _scaled(number: float) -> str:

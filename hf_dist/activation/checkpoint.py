@@ -94,8 +94,7 @@ def set_up_checkpointing(model: nn.Module, config: DistConfig) -> None:
     Raises `ConfigError` where the two contradict, `ModelError` for a model without HF's flags.
     """
     section = config.activation_checkpointing
-    every = section.every_n_layers or config.pipeline.activation_checkpoint_interval or None
-    asked = bool(every or section.cpu_checkpointing or section.selective)
+    asked, every = asks_for_checkpointing(config)
     owners = _owners(model)
     if not asked and not any(getattr(m, _FLAG) for m in owners):
         return
@@ -121,15 +120,22 @@ def set_up_checkpointing(model: nn.Module, config: DistConfig) -> None:
                 setattr(module, _FUNCTION, ours)
 
 
+def asks_for_checkpointing(config: DistConfig) -> tuple[bool, int | None]:
+    """Whether the config by itself turns checkpointing on, and of how many blocks one (None: it does not say)."""
+    section = config.activation_checkpointing
+    every = section.every_n_layers or config.pipeline.activation_checkpoint_interval or None
+    return bool(every or section.cpu_checkpointing or section.selective), every
+
+
 def describe_checkpointing(model: nn.Module) -> list[str]:
     """Rows for the start-up report; empty where activations are simply kept."""
     owners = [m for m in _owners(model) if getattr(m, _FLAG)]
     if not owners:
         return []
-    all_blocks = [m for m in _owners(model) if _is_block(m)]
+    all_blocks = [m for m in _owners(model) if is_block(m)]
     on = sum(1 for m in all_blocks if getattr(m, _FLAG))
     blocks = f"{on} of {len(all_blocks)} blocks" if all_blocks else "all blocks"
-    function = getattr(next((m for m in owners if _is_block(m)), owners[0]), _FUNCTION, None)
+    function = getattr(next((m for m in owners if is_block(m)), owners[0]), _FUNCTION, None)
     rows = [f"{blocks} run again in backward"]
     if isinstance(function, BlockCheckpoint) and function.host_copies is not None:
         rows.append("inputs of these blocks rest on the host")
@@ -143,13 +149,14 @@ def _owners(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if _FLAG in m.__dict__ or hasattr(type(m), _FLAG)]
 
 
-def _is_block(module: nn.Module) -> bool:
+def is_block(module: nn.Module) -> bool:
+    """Whether HF's models call it through `_gradient_checkpointing_func`."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
 def _set_flags(owners: list[nn.Module], every: int | None, config: DistConfig) -> None:
     """Flags as the section says; what the model has already (every n-th block, by HF's argument) must agree."""
-    blocks = [m for m in owners if _is_block(m)]
+    blocks = [m for m in owners if is_block(m)]
     now = [bool(getattr(m, _FLAG)) for m in blocks]
     wanted = [every is None or i % every == 0 for i in range(len(blocks))]
     if any(now) and not all(now):

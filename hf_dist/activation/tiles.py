@@ -66,7 +66,8 @@ def tiled_cross_entropy(
     `mean`: over the targets other than `ignore_index`, else the sum. With no such target the mean is nan and its gradient 0,
     as torch's. `over` is called when backward passes through.
     """
-    if not _saves_memory(head, len(target)):
+    learns = head.weight.requires_grad and torch.is_grad_enabled()
+    if not saves_memory(len(target), *head.weight.shape, learns=learns):
         loss = functional.cross_entropy(
             head.full(), target, reduction="mean" if mean else "sum", ignore_index=ignore_index
         )
@@ -82,10 +83,12 @@ def tiled_cross_entropy(
     return total.to(dtype)
 
 
-def _saves_memory(head: Linear, num_rows: int) -> bool:
-    """Whether the logits of all rows are larger than a tile and the fp32 gradient of the head, which only tiles need."""
-    vocabulary, width = head.weight.shape
-    learned = 4 * vocabulary * width if head.weight.requires_grad and torch.is_grad_enabled() else 0
+def saves_memory(num_rows: int, vocabulary: int, width: int, *, learns: bool) -> bool:
+    """Whether the logits of all rows are larger than a tile and the fp32 gradient of the head, which only tiles need.
+
+    `learns`: the head (vocabulary x width) gets a gradient.
+    """
+    learned = 4 * vocabulary * width if learns else 0
     return num_rows * vocabulary * BYTES_PER_LOGIT > TILE_BYTES + learned
 
 

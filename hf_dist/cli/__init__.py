@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hf_dist.cli import checkpoint, config, env, schedule
+from hf_dist.cli import checkpoint, config, env, plan, schedule
 from hf_dist.errors import HfDistError
 
 __all__ = ["app", "main"]
@@ -25,6 +25,7 @@ app.command()(env.env)
 app.command()(checkpoint.export)
 app.command()(checkpoint.inspect)
 app.command()(schedule.schedule)
+app.command()(plan.plan)
 app.add_typer(config.app, name="config")
 
 

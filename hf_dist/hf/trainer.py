@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
+from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
@@ -33,6 +34,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
     accelerator: Any
     _loss_is_known = False
     _loss_is_mean = False
+    _last_shape: Any = None
 
     @property
     def dist(self) -> DistConfig | None:
@@ -106,8 +108,14 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's; memory that runs out is reported with the plan (after HF's own `auto_find_batch_size` has given up)."""
+        with explained(lambda: self.dist_engine, lambda: self._last_shape):
+            return super().train(*args, **kwargs)
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """HF's, after asking the model once whether its loss really is a sum over `num_items_in_batch`."""
+        self._last_shape = shape_of(inputs)
         self._settle_loss(model, inputs)
         if self._loss_is_mean:  # the rest of the first window still has the number
             num_items_in_batch = None

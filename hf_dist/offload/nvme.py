@@ -166,6 +166,11 @@ class BufferPool:
         self._written.append((transfer, buffer))
 
 
+def disk_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that so many elements take on disk: whole pages."""
+    return -(-numel * dtype.itemsize // PAGE) * PAGE
+
+
 class DiskTensor:
     """A 1-D tensor that rests in a `SwapFile` and is in a buffer of a `BufferPool` while it is used."""
 
@@ -178,7 +183,7 @@ class DiskTensor:
         self._numel = numel
         self._file = file
         self._pool = pool
-        self.nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        self.nbytes = disk_nbytes(numel, dtype)
         self._offset = file.allocate(self.nbytes)
         self._buffer: torch.Tensor | None = None
         self._reading: Transfer | None = None

@@ -23,7 +23,8 @@ from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_source
 from hf_dist.sharding.placement import Placement, StatePlacements
-from hf_dist.sharding.precision import MASTER_DTYPE, Precision
+from hf_dist.sharding.places import plan_places
+from hf_dist.sharding.precision import Precision
 
 
 class FlatGroup:
@@ -77,12 +78,21 @@ class FlatGroup:
         layout, device = self.layout, self.mesh.device
         sources = [lazy_source(p) for p in self.params]
         streamed = any(source is not None for source in sources)
-        self.resting = self.interval(self.placements.optim if self.trainable else self.placements.params)
+        self.places = plan_places(
+            layout,
+            self.mesh.dp_shard.rank,
+            self.trainable,
+            self.dtype,
+            placements=self.placements,
+            storage=self.storage,
+            grads=self.precision.grads,
+        )
+        self.resting = self.places.interval
         rests_sharded = self.placements.params is Placement.SHARD
         # 1D, compute dtype; its storage is empty while the weights rest sharded. Never touched if it is never filled.
         new = torch.empty if streamed and rests_sharded else torch.zeros
         self.full = new(layout.numel, dtype=self.dtype, device=device)
-        self._choose_places(rests_sharded)
+        self._make_states()
         with opened(self.master, changed=True) as masters:
             self._take_over(masters, sources, streamed)
             self.masters_changed()
@@ -92,33 +102,29 @@ class FlatGroup:
             self._gather_streamed()
         self.reshard()
 
-    def _choose_places(self, rests_sharded: bool) -> None:
-        """Where this rank's weights rest: once where they are gathered from, and once, wider, where they are stepped.
+    def _make_states(self) -> None:
+        """Allocate what `places` says: the weights once where they are gathered from, and once, wider, where they are stepped.
 
         The two are one tensor where nothing is gained by a second: on the device a gather casts on the way, so the masters
         are its source; on the host only if the dtypes are equal, as half the bytes cross to the device. Where the weights
         rest replicated, `full` itself is what is gathered from.
         """
+        places = self.places
         start, stop = self.resting
         numel = stop - start
-        tier = self.storage.optim_tier(numel) if self.trainable else Tier.DEVICE
-        params_tier = self.storage.params_tier(numel) if rests_sharded else Tier.DEVICE
-        self.separate = rests_sharded or (self.trainable and tier is Tier.DEVICE and self.dtype != MASTER_DTYPE)
+        self.separate = places.separate
         """Whether `shard` is copied into `full` before a gather."""
-        dtype = MASTER_DTYPE if self.trainable else self.dtype
-        here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
+        masters, shards = self.storage.optim, self.storage.params
+        wide = None if places.master is None else masters.new(numel, places.master.dtype, places.master.tier)
         self.shard: Resting
-        self.master: Resting
-        if not self.separate:
-            self.shard = Resident(self.full[start:stop], Tier.DEVICE)
-            self.master = self.shard if here else self.storage.optim.new(numel, dtype, tier)
-        elif here or not self.trainable:
-            self.shard = self.master = self.storage.params.new(numel, dtype, params_tier)
+        if places.separate:
+            chosen = wide if places.shard is None else shards.new(numel, places.shard.dtype, places.shard.tier)
+            assert chosen is not None
+            self.shard = chosen
         else:
-            self.master = self.storage.optim.new(numel, dtype, tier)
-            same = tier is params_tier is Tier.HOST and self.dtype == dtype
-            self.shard = self.master if same else self.storage.params.new(numel, self.dtype, params_tier)
-        self.gradient = self.storage.gradient(tier, numel, self.precision.grads)
+            self.shard = Resident(self.full[start:stop], Tier.DEVICE)
+        self.master: Resting = self.shard if wide is None else wide
+        self.gradient = self.storage.gradient(places.gradient.tier, numel, self.precision.grads)
 
     def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
         """Fill the masters from the parameters as they were loaded (fp32 weights keep their low bits), and make views."""

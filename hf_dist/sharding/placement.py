@@ -11,8 +11,10 @@ Source: ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054). Everything else in the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+from hf_dist.config import DistConfig
 
 
 class Placement(Enum):
@@ -46,3 +48,15 @@ ZERO_STAGES: dict[int, StatePlacements] = {
     2: StatePlacements(params=_R, grads=_S, optim=_S),
     3: StatePlacements(params=_S, grads=_S, optim=_S),
 }
+
+
+def placements_for(config: DistConfig) -> StatePlacements:
+    """The row of the table, but for a pipeline: there gradients are accumulated locally and reduced once per window.
+
+    Reducing every microbatch would send M times as much inside the schedule's critical path; `reshard_per_microbatch` says
+    that memory is worth more.
+    """
+    placements = ZERO_STAGES[config.zero_optimization.stage]
+    if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
+        return replace(placements, grads=Placement.PARTIAL)
+    return placements

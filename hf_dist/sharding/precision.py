@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from hf_dist.config import DistConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_DTYPE = torch.float32
 """Master weights and optimizer state, always."""
 
@@ -44,3 +48,23 @@ class Precision:
         if self.keep_fp32 and self.compute != torch.float32:
             rows.append(("kept in float32 by the model's author", f"{len(self.keep_fp32)} parameters"))
         return rows
+
+
+def precision_for(config: DistConfig, model: nn.Module) -> Precision:
+    """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
+    compute = _DTYPES[config.dtype]
+    reduce = _DTYPES[config.communication_data_type or "fp32"]
+    grads = _DTYPES[config.data_types.grad_accum_dtype or "fp32"]
+    return Precision(compute=compute, reduce=reduce, grads=grads, keep_fp32=_kept_in_fp32(model, compute))
+
+
+def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
+    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the lenient list counts for fp16)."""
+    if compute == torch.float32:
+        return frozenset()
+    patterns: set[str] = set()
+    for module in model.modules():
+        patterns.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if compute == torch.float16:
+            patterns.update(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return frozenset(n for n, _ in model.named_parameters() if any(p in n.split(".") for p in patterns))

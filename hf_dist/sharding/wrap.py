@@ -79,6 +79,22 @@ def build_units(
     """
     _check_materialized(model)
     modules = find_unit_modules(model, leaf)
+    members = unit_members(model, modules)
+    units: list[ShardUnit] = []
+    for path, named in members.items():
+        if not named and path:
+            continue
+        groups = [
+            FlatGroup(g, placements, mesh, precision, storage, (holders or {}).get(g[0][0]))
+            for g in travel_together(named, precision, holders or {})
+        ]
+        used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
+        units.append(ShardUnit(len(units), path, used_by, groups, is_root=not path))
+    return units
+
+
+def unit_members(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Parameters of each unit with their names, by path; first the root's, whose path is empty."""
     inside: dict[nn.Parameter, set[str]] = defaultdict(set)
     for path, module in modules.items():
         for p in module.parameters():
@@ -92,17 +108,7 @@ def build_units(
         paths = inside[p]
         outside = any(not _within(owner, paths) for owner in owners[p])
         members[next(iter(paths)) if len(paths) == 1 and not outside else ""].append((name, p))
-    units: list[ShardUnit] = []
-    for path, named in members.items():
-        if not named and path:
-            continue
-        groups = [
-            FlatGroup(g, placements, mesh, precision, storage, (holders or {}).get(g[0][0]))
-            for g in _groups(named, precision, holders or {})
-        ]
-        used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
-        units.append(ShardUnit(len(units), path, used_by, groups, is_root=not path))
-    return units
+    return members
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -122,9 +128,10 @@ def _direct_owners(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Modul
     return [m for m in model.modules() if any(p in params for p in m.parameters(recurse=False))]
 
 
-def _groups(
-    named: list[tuple[str, nn.Parameter]], precision: Precision, holders: Mapping[str, MeshAxis]
+def travel_together(
+    named: list[tuple[str, nn.Parameter]], precision: Precision, holders: Mapping[str, Any]
 ) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of one unit, split into groups. `holders`: equal objects for what the same pipeline stages hold."""
     groups: dict[tuple[torch.dtype, bool, int], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in named:
         shared = id(holders[name]) if name in holders else 0

@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.mesh import build_mesh
+from hf_dist.offload.storage import Storage
 from hf_dist.sharding import wrap
 from hf_dist.sharding.placement import ZERO_STAGES
 from hf_dist.sharding.precision import Precision
@@ -19,7 +20,7 @@ from tests.sharding.models import Block, EmbeddingNet, MixedNet, Net, SiblingPat
 
 def units_of(model: nn.Module) -> dict[str, ShardUnit]:
     """Units by path, built in this process alone."""
-    units = build_units(model, ZERO_STAGES[0], build_mesh(device="cpu"), Precision())
+    units = build_units(model, ZERO_STAGES[0], build_mesh(device="cpu"), Precision(), Storage(torch.device("cpu")))
     return {u.name: u for u in units}
 
 

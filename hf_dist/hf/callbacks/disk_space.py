@@ -13,10 +13,9 @@ from hf_dist import collectives
 from hf_dist.checkpoint import folder
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
+from hf_dist.estimate.states import OptimizerStates
 from hf_dist.log import say
-
-_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adam": 2, "AdamW": 2}
-"""Numbers that the optimizer keeps per weight; two for one that is not listed."""
+from hf_dist.offload.storage import MASTER_NBYTES
 
 
 class DiskSpaceCallback(TrainerCallback):
@@ -45,7 +44,7 @@ def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
     """Bytes of one checkpoint: the weights as they are stored, fp32 master weights and optimizer state."""
     nbytes = engine.model_files().plan.nbytes
     if with_state and engine.optimizer is not None:
-        per_weight = 4 + 4 * _STATES.get(type(engine.optimizer).__name__, 2)
+        per_weight = MASTER_NBYTES + sum(OptimizerStates.of(engine.optimizer).elements)
         nbytes += sum(p.numel() for p in engine.sharded.whole.parameters() if p.requires_grad) * per_weight
     return nbytes
 

@@ -1,0 +1,203 @@
+"""`hf-dist plan`: will it fit, and what to change if it does not, before a GPU is rented for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_dist.config import DistConfig, hidden_size_of, load_config, read_config, resolve_without_trainer
+from hf_dist.config.values import is_auto
+from hf_dist.errors import ConfigError, ModelError, Problem, TopologyError
+
+if TYPE_CHECKING:
+    from hf_dist.estimate.advice import Tried
+    from hf_dist.estimate.memory import Limits, MemoryPlan
+
+__all__ = ["plan"]
+
+RANKS_PER_MACHINE = 8
+"""At most, unless the host memory says otherwise."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_MICRO, _STEPS, _TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+Model = Annotated[str, typer.Option(help="A model folder, or an ID of the hub; only its config.json is read.")]
+Config = Annotated[Path, typer.Option(help="A DeepSpeed-style JSON file.")]
+WorldSize = Annotated[int, typer.Option(help="Ranks of the job, one per device.", min=1)]
+Device = Annotated[str | None, typer.Option("--device-memory", help="Of one device: 80GB.", show_default=False)]
+Host = Annotated[
+    str | None,
+    typer.Option("--host-memory", help="Of one machine: 512GB, or 512GB/4 for 4 ranks on it.", show_default=False),
+]
+Seq = Annotated[int, typer.Option(help="Tokens per sample.", min=1)]
+Micro = Annotated[
+    int | None, typer.Option("--micro-batch", help="Samples per rank and forward.", min=1, show_default=False)
+]
+Suggest = Annotated[
+    Path | None, typer.Option(help="Write the cheapest configs that fit into this folder.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def plan(
+    model: Model,
+    config: Config,
+    world_size: WorldSize = 1,
+    device_memory: Device = None,
+    host_memory: Host = None,
+    seq: Seq = 2048,
+    micro_batch: Micro = None,
+    suggest: Suggest = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how much memory a config needs per rank, whether that fits, and which single setting helps most.
+
+    What is "auto" in the file has the Trainer's default (one microbatch per step, fp32, no checkpointing): write what your
+    script passes into the file, such as "activation_checkpointing": {"every_n_layers": 1} for gradient_checkpointing.
+    """
+    from hf_dist.estimate.advice import suggest as cheapest
+    from hf_dist.estimate.advice import try_each
+    from hf_dist.estimate.memory import Planner, Workload
+
+    limits = _limits(device_memory, host_memory, world_size)
+    meta = _meta_model(model)
+    resolved = _resolved(load_config(config), world_size, micro_batch, meta)
+    micro = resolved.train_micro_batch_size_per_gpu
+    assert isinstance(micro, int)
+    planner = Planner(meta, world_size, Workload(micro, seq))
+    now = planner.plan(resolved)
+    tried = try_each(planner, resolved, limits)
+    found = cheapest(planner, resolved, limits) if suggest is not None else []
+    files = [] if suggest is None else _write(config, suggest, found)
+    if as_json:
+        print(json.dumps(_as_dict(now, limits, tried, files), indent=2))
+        return
+    print(f"{model}: microbatches of {micro} x {seq} tokens, {world_size} ranks, {resolved.dtype}, {config}")
+    print(_text(now, limits, tried))
+    if suggest is not None:
+        for file, each in zip(files, found, strict=True):
+            print(f"wrote {file}: {each.change.text or 'unchanged'}")
+        if not files:
+            print("nothing fits: more ranks, shorter samples, or a smaller model")
+
+
+def _text(now: MemoryPlan, limits: Limits, tried: list[Tried]) -> str:
+    from hf_dist.estimate.describe import plan_table, settings, verdict
+
+    where = f", pipeline rank {now.stage}" if now.states.config.pipeline.stages > 1 else ""
+    parts = {
+        f"per rank{where}": plan_table(now),
+        "verdict": verdict(now, limits),
+        "one setting": settings(tried, limits) or ["nothing that hf_dist has a setting for saves memory here"],
+    }
+    return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) for name, lines in parts.items() if lines)
+
+
+def _as_dict(now: MemoryPlan, limits: Limits, tried: list[Tried], files: list[Path]) -> dict[str, Any]:
+    changes = [
+        {
+            "text": each.change.text,
+            "values": dict(each.change.values),
+            "saved": each.saved,
+            "host": each.plan.host,
+            "fits": not each.plan.over(limits),
+        }
+        for each in tried
+    ]
+    known = limits.device is not None or limits.host is not None
+    fits = not now.over(limits) if known else None
+    return {**now.as_dict(), "fits": fits, "settings": changes, "suggestions": [str(file) for file in files]}
+
+
+def _limits(device: str | None, host: str | None, world_size: int) -> Limits:
+    from hf_dist.estimate.memory import Limits
+
+    size, _, ranks = (host or "").partition("/")
+    if ranks and not ranks.strip().isdigit():
+        raise ConfigError(Problem("--host-memory", repr(host), "is not a size and a number of ranks", "Write 512GB/4."))
+    on_machine = int(ranks) if ranks else min(world_size, RANKS_PER_MACHINE)
+    return Limits(_nbytes("--device-memory", device), _nbytes("--host-memory", size or None), on_machine)
+
+
+def _nbytes(option: str, text: str | None) -> int | None:
+    """`80GB` in units of 1000, `80GiB` in units of 1024; a plain number is bytes."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(Problem(option, repr(text), "is not a size", 'Write "80GB" or "80GiB".'))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def _meta_model(model: str) -> Any:
+    """The class that the model's config names, without memory, in the dtype of its weights."""
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        fix = "Pass a folder that holds a config.json, or the ID of a model that can be reached."
+        raise ConfigError(Problem("--model", model, f"has no config that can be read: {error}", fix)) from None
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    cls = getattr(transformers, name, None)
+    try:
+        with torch.device("meta"):
+            if cls is None:
+                return transformers.AutoModelForCausalLM.from_config(config)
+            return cls._from_config(config)
+    except Exception as error:  # whatever a model's own code does
+        raise ModelError(f"--model {model}: {name or 'its class'} cannot be made on meta: {error}") from error
+
+
+def _resolved(read: DistConfig, world_size: int, micro: int | None, model: Any) -> DistConfig:
+    """The config as a Trainer would resolve it, as far as memory is concerned; what is not known has HF's defaults."""
+    stages = read.pipeline.stages
+    if world_size % stages:
+        raise TopologyError(f"pipeline.stages: {stages} does not divide --world-size {world_size}")
+    ranks = world_size // stages
+    changes: dict[str, tuple[Any, str]] = {}
+    own = {path: read.value_at(path) for path in (_MICRO, _STEPS, _TRAIN)}
+    own = {path: None if is_auto(value) else value for path, value in own.items()}
+    micro = micro or own[_MICRO] or 1
+    from_train = own[_TRAIN] // (micro * ranks) if own[_TRAIN] else 0
+    steps = own[_STEPS] or from_train or 1
+    changes |= {_MICRO: (micro, "plan"), _STEPS: (steps, "plan"), _TRAIN: (None, "plan")}
+    for path in ("bf16.enabled", "fp16.enabled"):
+        if is_auto(read.value_at(path)):
+            changes[path] = (False, "plan")
+    if is_auto(read.hf_dist.tiled_loss) or read.source_of("hf_dist.tiled_loss") == "default":
+        changes["hf_dist.tiled_loss"] = (True, "plan")
+    config = read.replaced(changes)
+    optimizer = config.optimizer
+    if optimizer is not None:
+        known = {key: value for key, value in optimizer.params.items() if not is_auto(value)}
+        optimizer = optimizer.model_copy(update={"params": known})
+    config = config.model_copy(update={"optimizer": optimizer, "scheduler": None})
+    return resolve_without_trainer(config, data_ranks=ranks, hidden_size=hidden_size_of(model.config))
+
+
+def _write(config: Path, folder: Path, found: list[Tried]) -> list[Path]:
+    """The user's file with the changes, one file per suggestion."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = read_config(config).data
+    data.pop("$schema", None)  # a path relative to the file it was in
+    files = []
+    for number, each in enumerate(found, start=1):
+        changed = copy.deepcopy(data)
+        for path, value in each.change.values.items():
+            *sections, key = path.split(".")
+            section = changed
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[key] = value
+        file = folder / f"{config.stem}_{number}.json"
+        file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+        load_config(file)
+        files.append(file)
+    return files

@@ -1,0 +1,302 @@
+"""Bytes that a forward keeps for its backward, measured on meta: nothing is computed, nothing is allocated.
+
+What autograd saves is seen by `saved_tensors_hooks`; each storage counts once, for the block in whose forward it is saved
+first. Parameters and buffers are not activations, and tensors over the vocabulary are counted apart, as the loss makes more
+of them. Attention counts as a fused kernel: inputs, output and one fp32 number per row and head, no matrix of scores.
+
+With checkpointing a block keeps its input, and in backward one block at a time is computed again:
+
+    kept        outside + sum of saved (blocks that are kept) + sum of inputs (checkpointed blocks)
+    recomputed  the largest saved of the checkpointed blocks, without its input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
+from hf_dist.activation.host_copies import NUM_KEPT
+from hf_dist.activation.tiles import BYTES_PER_LOGIT, TILE_BYTES, saves_memory
+from hf_dist.config import DistConfig, settled
+from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta
+from hf_dist.sharding.precision import precision_for
+
+_ALL = -2
+"""Marks what `all` returned."""
+
+
+@dataclass
+class Block:
+    """What one call of a block keeps; bytes."""
+
+    path: str
+    input: int = 0
+    """Its hidden states."""
+    saved: int = 0
+    saved_input: int = 0
+    """The part of `saved` that is its input."""
+    costly: int = 0
+    """Outputs of matrix products and attention, which selective checkpointing keeps."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one microbatch under one kind of checkpointing."""
+
+    device: int
+    """From forward to backward."""
+    recomputed: int = 0
+    """Besides, while one block is in backward."""
+    host: int = 0
+
+
+@dataclass
+class Activations:
+    """One forward of a model with a microbatch."""
+
+    blocks: list[Block] = field(default_factory=list)
+    outside: int = 0
+    """Saved outside the blocks, without tensors over the vocabulary."""
+    rows: int = 0
+    """Of the logits: tokens of the microbatch; 0 for a model without a head over a vocabulary."""
+    vocabulary: int = 0
+    width: int = 0
+    learns: bool = True
+    """Whether the head is trained."""
+
+    def kept(self, config: DistConfig, checkpointing: bool = False, paths: frozenset[str] | None = None) -> Kept:
+        """Under `config`. `checkpointing`: asked for by the Trainer's argument. `paths`: the blocks of a pipeline stage."""
+        section = config.activation_checkpointing
+        asked, every = asks_for_checkpointing(config)
+        on = (asked or checkpointing) and self.blocks
+        device, host, recomputed, num_inputs = self.outside, 0, 0, 0
+        for i, block in enumerate(self.blocks):
+            if paths is not None and block.path not in paths:
+                continue
+            if not on or (every is not None and i % every):
+                device += block.saved
+                continue
+            costly = block.costly if section.selective else 0
+            device += costly
+            num_inputs += 1
+            if section.cpu_checkpointing:
+                host += block.input
+            if not section.cpu_checkpointing or num_inputs <= NUM_KEPT:
+                device += block.input
+            recomputed = max(recomputed, block.saved - block.saved_input - costly)
+        return Kept(device, max(recomputed, 0), host)
+
+    def logits(self, config: DistConfig) -> int:
+        """Bytes of the logits and of what the loss makes of them, at the end of the forward; in tiles if it is tiled."""
+        plain = self.rows * self.vocabulary * BYTES_PER_LOGIT
+        if not settled(config.hf_dist.tiled_loss):
+            return plain
+        if not saves_memory(self.rows, self.vocabulary, self.width, learns=self.learns):
+            return plain
+        return TILE_BYTES + 4 * self.width * (self.rows + (self.vocabulary if self.learns else 0))
+
+
+def measure_activations(model: nn.Module, config: DistConfig, batch: Mapping[str, Any]) -> Activations:
+    """Run `model(**batch)` on meta in the dtype of `config`. Local; `model` (real or on meta) stays as it was.
+
+    `batch`: arguments without labels; only the shapes of its tensors matter. Raises what the model raises on meta.
+    """
+    model = meta_twin(model)
+    precision = precision_for(config, model)
+    for name, p in model.named_parameters():
+        p.data = p.data.to(precision.compute_dtype(name, p.dtype))
+    for module in model.modules():
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
+            hooks.clear()  # of a sharded model: they gather weights
+        if hasattr(module, "gradient_checkpointing"):
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010
+    model.train()
+    _group_experts(model)
+    recorder = _Recorder(model)
+    trace = _Unpadded(
+        list(model.parameters()), read=lambda p: frozenset(), decide=lambda s: None, drawn=lambda: frozenset()
+    )
+    arguments = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    recorder.ignore(arguments)
+    with on_meta(trace), _fused_attention(recorder), recorder, saved_tensors_hooks(recorder.pack, lambda t: t):
+        model(**arguments)
+    return recorder.found
+
+
+def _group_experts(model: nn.Module) -> None:
+    """Let experts take their share of the rows: a loop over them would give each all rows, as nobody knows its own on meta."""
+    chosen = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    can: Any = getattr(model, "_can_set_experts_implementation", lambda: False)
+    if chosen == "eager" and can():
+        choose: Any = model.set_experts_implementation
+        choose("grouped_mm")
+
+
+class _Unpadded(MetaTrace):
+    """Answers "yes" to whether all elements are true: HF asks that of masks, and makes none for a batch without padding."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operation on meta."""
+        packet = func.overloadpacket
+        if packet is torch.ops.aten._local_scalar_dense and _ALL in self.sources(args[0]):
+            return True
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return self.mark(out, frozenset({_ALL})) if packet is torch.ops.aten.all else out
+
+
+def text_batch(model: nn.Module, micro: int, seq: int) -> dict[str, Any]:
+    """Arguments of a text model for `micro` samples of `seq` tokens, without padding."""
+    config: Any = getattr(model, "config", None)
+    batch: dict[str, Any] = {"input_ids": torch.zeros(micro, seq, dtype=torch.long, device="meta")}
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = batch["input_ids"]
+    if hasattr(config, "use_cache"):
+        batch["use_cache"] = False
+    return batch
+
+
+class _Recorder(TorchDispatchMode):
+    """Adds up what is saved, by block; as a dispatch mode it also sees which outputs are costly."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found = Activations()
+        self._block: Block | None = None
+        self._input: int | None = None
+        self._seen: set[int] = set()
+        self._shared: set[int] = set()
+        """Arguments of blocks that are not their hidden states: masks, positions."""
+        self._alive: list[Any] = []  # a storage that dies would give its number to the next one
+        self.ignore([*model.parameters(), *model.buffers()])
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+            self.found.vocabulary, self.found.width = weight.shape
+            self.found.learns = weight.requires_grad
+            head.register_forward_hook(self._after_head)
+        for path, module in model.named_modules():
+            if is_block(module):
+                module.register_forward_pre_hook(self._enter(path), with_kwargs=True)
+                module.register_forward_hook(self._leave)
+
+    def ignore(self, tree: Any) -> None:
+        """Tensors that are no activations."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                self._seen.add(self._number(leaf))
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        return int(storage._cdata)
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            self._block = Block(path)
+            self._input = None
+            self.found.blocks.append(self._block)
+            if isinstance(hidden, torch.Tensor):
+                self._block.input = hidden.untyped_storage().nbytes()
+                self._input = self._number(hidden)
+            leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not hidden]
+            self._shared.update(self._number(leaf) for leaf in leaves)
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._block = self._input = None
+
+    def _after_head(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            self.found.rows += output.numel() // output.shape[-1]
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves `tensor`."""
+        number = self._number(tensor)
+        if number in self._seen:
+            return tensor
+        self._seen.add(number)
+        nbytes = tensor.untyped_storage().nbytes()
+        if tensor.shape and tensor.shape[-1] == self.found.vocabulary and self._block is None:
+            return tensor
+        if self._block is None or number in self._shared:
+            self.found.outside += nbytes
+            return tensor
+        self._block.saved += nbytes
+        if number == self._input:
+            self._block.saved_input = nbytes
+        return tensor
+
+    def add_costly(self, *outputs: torch.Tensor) -> None:
+        """Outputs that selective checkpointing keeps."""
+        if self._block is not None:
+            self._block.costly += sum(t.numel() * t.element_size() for t in outputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and look at what it is."""
+        out = func(*args, **(kwargs or {}))
+        if self._block is not None and keep_costly(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
+            self.add_costly(*(t for t in tree_leaves(out) if isinstance(t, torch.Tensor)))
+        return out
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves what a fused attention kernel saves, and computes nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (B, H, L, D) in the memory order of (B, L, H, D), as the kernels have it, and one number per row."""
+        *batch, heads, length, _ = query.shape
+        out = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-2, -3)
+        rows = query.new_empty(*batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, rows)
+        ctx.mark_non_differentiable(rows)
+        return out, rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """There is none."""
+        raise NotImplementedError
+
+
+@contextmanager
+def _fused_attention(recorder: _Recorder) -> Iterator[None]:
+    before = nn.functional.scaled_dot_product_attention
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_mask is not None and attn_mask.requires_grad:  # T5's bias: no fused kernel gives it a gradient
+            return before(query, key, value, attn_mask, *args, **kwargs)
+        out, rows = _FusedAttention.apply(query, key, value, attn_mask)
+        recorder.add_costly(out, rows)
+        return out
+
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = before

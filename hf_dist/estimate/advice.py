@@ -1,0 +1,160 @@
+"""Which setting helps: every single change tried on the plan, and the cheapest combinations that fit.
+
+Cheap means least time lost. The price of a change is a rough percentage of the step, on a GPU with the sequence lengths of
+fine-tuning; only the order matters:
+
+    tiled loss                      1   the same matrix products, in pieces
+    ZeRO stage 1, 2                 0, 2   the bytes of stage 0 on the wire; more reductions with accumulation
+    ZeRO stage 3                   10   half as many bytes again
+    smaller microbatches, halved    5   each time: smaller matrices, more gathers at stage 3
+    gradient checkpointing         30   a second forward
+    optimizer on the host          60   a step on the CPU, gradients and weights over the bus
+    weights on the host            90   every gather over the bus
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dist.activation.checkpoint import asks_for_checkpointing
+from hf_dist.config import DistConfig, settled
+from hf_dist.errors import HfDistError
+from hf_dist.estimate.memory import Limits, MemoryPlan, Planner
+
+_ZERO = "zero_optimization"
+_STAGE_PRICES = {0: 0, 1: 0, 2: 2, 3: 10}
+_TILES, _HALVED, _AGAIN, _OPTIMIZER, _WEIGHTS = 1, 5, 30, 60, 90
+MAX_HALVINGS = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that differ from those of a config, by JSON path."""
+
+    text: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    price: int = 0
+
+    def of(self, config: DistConfig) -> DistConfig:
+        """The config with them."""
+        return config.replaced({path: (value, "plan") for path, value in self.values.items()})
+
+    def __add__(self, other: Change) -> Change:
+        text = ", ".join(part for part in (self.text, other.text) if part)
+        return Change(text, {**self.values, **other.values}, self.price + other.price)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A change and what it makes of the plan."""
+
+    change: Change
+    plan: MemoryPlan
+    saved: int
+    """Bytes on the device, negative if it needs more."""
+
+
+def single_changes(planner: Planner, config: DistConfig) -> list[Change]:
+    """One setting each that may help and that goes with the others of `config`."""
+    zero = config.zero_optimization
+    ranks = planner.world_size // config.pipeline.stages
+    changes = [_stage(s) for s in range(zero.stage + 1, 4) if ranks > 1]
+    if zero.stage > 0 and zero.offload_optimizer.device == "none":
+        changes.append(_OFFLOADS["optimizer"])
+    if zero.stage == 3 and zero.offload_param.device == "none":
+        changes.append(Change("offload weights", {f"{_ZERO}.offload_param.device": "cpu"}, _WEIGHTS))
+    if not (planner.workload.checkpointing or asks_for_checkpointing(config)[0]):
+        changes.append(_CHECKPOINTING)
+    if not settled(config.hf_dist.tiled_loss):
+        changes.append(_TILED)
+    stages = config.pipeline.stages * 2
+    if planner.world_size % stages == 0:
+        changes.append(Change(f"pipeline stages {stages}", {"pipeline.stages": stages}))
+    return changes + [c for c in _smaller(planner, config) if c.text and c.values][:1]
+
+
+def try_each(planner: Planner, config: DistConfig, limits: Limits) -> list[Tried]:
+    """Every single change, the most helpful first: what leaves fewest bytes missing, then fewest on the device."""
+    now = planner.plan(config)
+    tried = list(_planned(planner, config, single_changes(planner, config), now))
+    return sorted(tried, key=lambda t: (t.plan.over(limits), t.plan.device_peak))
+
+
+def suggest(planner: Planner, config: DistConfig, limits: Limits, count: int = 3) -> list[Tried]:
+    """The cheapest combinations that fit, cheapest first; `config` itself, unchanged, if it fits.
+
+    What contains all changes of a cheaper one is left out.
+    """
+    now = planner.plan(config)
+    combined = sorted(_combinations(planner, config), key=lambda change: change.price)
+    found: list[Tried] = []
+    for tried in _planned(planner, config, combined, now):
+        more = any(known.change.values.items() <= tried.change.values.items() for known in found)
+        if not more and not tried.plan.over(limits):
+            found.append(tried)
+            if len(found) == count:
+                break
+    return found
+
+
+def _planned(planner: Planner, config: DistConfig, changes: Iterable[Change], now: MemoryPlan) -> Iterator[Tried]:
+    for change in changes:
+        try:
+            plan = planner.plan(change.of(config))
+        except HfDistError:  # a model that cannot be cut, say
+            continue
+        yield Tried(change, plan, now.device_peak - plan.device_peak)
+
+
+def _stage(stage: int) -> Change:
+    return Change(f"ZeRO stage {stage}", {f"{_ZERO}.stage": stage}, _STAGE_PRICES[stage])
+
+
+_CHECKPOINTING = Change("gradient checkpointing", {"activation_checkpointing.every_n_layers": 1}, _AGAIN)
+_TILED = Change("tiled loss", {"hf_dist.tiled_loss": True}, _TILES)
+_OFFLOADS = {
+    "none": Change(""),
+    "optimizer": Change("offload optimizer", {f"{_ZERO}.offload_optimizer.device": "cpu"}, _OPTIMIZER),
+    "both": Change(
+        "offload optimizer and weights",
+        {f"{_ZERO}.offload_optimizer.device": "cpu", f"{_ZERO}.offload_param.device": "cpu"},
+        _WEIGHTS,
+    ),
+}
+
+
+def _smaller(planner: Planner, config: DistConfig) -> list[Change]:
+    """The microbatch as it is, and halved as often as it can be; the samples of a step stay the same."""
+    micro = settled(config.train_micro_batch_size_per_gpu) or planner.workload.micro
+    steps = settled(config.gradient_accumulation_steps) or 1
+    found = [Change("")]
+    for halvings in range(1, MAX_HALVINGS + 1):
+        if micro % 2**halvings:
+            break
+        size, count = micro >> halvings, steps << halvings
+        values = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": count}
+        found.append(Change(f"microbatches of {size}, {count} per step", values, _HALVED * halvings))
+    return found
+
+
+def _combinations(planner: Planner, config: DistConfig) -> Iterator[Change]:
+    zero = config.zero_optimization
+    stages = [Change("")] + [_stage(s) for s in range(4) if s != zero.stage and planner.world_size > 1]
+    checkpointed = planner.workload.checkpointing or asks_for_checkpointing(config)[0]
+    again = [Change("")] if checkpointed else [Change(""), _CHECKPOINTING]
+    tiled = [Change("")] if settled(config.hf_dist.tiled_loss) else [Change(""), _TILED]
+    has = zero.offload_optimizer.device != "none"
+    for stage in stages:
+        number = stage.values.get(f"{_ZERO}.stage", zero.stage)
+        if number < (3 if zero.offload_param.device != "none" else 1 if has else 0):
+            continue
+        price = Change("", {}, _STAGE_PRICES[number] - stage.price)
+        for name, needed in (("none", 0), ("optimizer", 1), ("both", 3)):
+            if number < needed or (has and name != "none"):
+                continue
+            for rest in itertools.product(again, tiled, _smaller(planner, config)):
+                yield functools.reduce(Change.__add__, rest, stage + _OFFLOADS[name] + price)

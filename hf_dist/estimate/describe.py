@@ -1,0 +1,70 @@
+"""A plan as text: for `hf-dist plan`, and beside an out-of-memory error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_dist.estimate.advice import Tried
+from hf_dist.estimate.memory import Limits, MemoryPlan
+from hf_dist.offload.store import Tier
+
+_TIGHT = 0.9
+"""Share of a memory above which a fit is called tight: the CUDA context and fragments take some."""
+
+
+def gigabytes(nbytes: float) -> str:
+    """Three digits, in powers of 1000."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def plan_table(plan: MemoryPlan) -> list[str]:
+    """The rows of a plan and its sums, one line each."""
+    rows = [(what, gigabytes(nbytes), kind) for what, nbytes, kind in plan.rows()]
+    rows.append(("device, at rest", gigabytes(plan.states.nbytes.resident(Tier.DEVICE)), "exact"))
+    rows.append(("device, peak", gigabytes(plan.device_peak), "estimate"))
+    rows += [(what, gigabytes(n), "") for what, n in (("host", plan.host), ("disk", plan.disk)) if n]
+    rows.append(("one checkpoint", gigabytes(plan.checkpoint), "of the job"))
+    width, numbers = max(len(r[0]) for r in rows), max(len(r[1]) for r in rows)
+    lines = [f"{what:<{width}}  {number:>{numbers}}  {kind}".rstrip() for what, number, kind in rows]
+    if plan.problem:
+        lines.append(f"activations and logits are not counted: the model does not run on meta ({plan.problem})")
+    return lines
+
+
+def verdict(plan: MemoryPlan, limits: Limits) -> list[str]:
+    """One line for each memory whose size is known."""
+    sums = [("device", plan.device_peak, limits.device)]
+    ranks = limits.ranks_per_machine
+    sums.append((f"host ({ranks} rank{'s' if ranks > 1 else ''})", plan.host * ranks, limits.host))
+    lines = []
+    for what, needed, there in sums:
+        if there is None:
+            continue
+        fits = f"fits, {gigabytes(there - needed)} to spare" if needed <= there else "does not fit"
+        tight = ", which is tight" if _TIGHT * there < needed <= there else ""
+        lines.append(f"{what}: {gigabytes(needed)} of {gigabytes(there)}: {fits}{tight}")
+    return lines
+
+
+def settings(tried: Sequence[Tried], limits: Limits) -> list[str]:
+    """What each change saves on the device, and whether it is enough."""
+    known = limits.device is not None or limits.host is not None
+    lines = []
+    for each in tried:
+        if each.saved <= 0:
+            continue
+        line = f"{each.change.text}: saves {gigabytes(each.saved)} on the device"
+        more_host = each.plan.host
+        line += f", {gigabytes(more_host)} on the host" if more_host else ""
+        if known:
+            line += "; fits" if not each.plan.over(limits) else "; not enough alone"
+        lines.append(line + f" ({json_paths(each)})")
+    return lines
+
+
+def json_paths(tried: Tried) -> str:
+    """The settings as they stand in a config."""
+    return ", ".join(f"{path}: {str(value).lower()}" for path, value in tried.change.values.items())

@@ -1,0 +1,96 @@
+"""An out-of-memory error with the plan beside what was measured, and the setting that saves most."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_dist.estimate.advice import try_each
+from hf_dist.estimate.describe import gigabytes, plan_table, settings
+from hf_dist.estimate.memory import Limits, Planner, Workload
+from hf_dist.pipeline.meta import meta_twin
+
+if TYPE_CHECKING:
+    from hf_dist.engine import Engine
+
+NUM_SETTINGS = 3
+DEFAULT_SEQ = 2048
+"""Tokens per sample where nobody knows."""
+
+
+@contextmanager
+def explained(find: Callable[[], Engine | None], shape: Callable[[], Sequence[int] | None]) -> Iterator[None]:
+    """Re-raise an out-of-memory error of the block, of the same class, with a message that says what to change. Local.
+
+    `find`: the engine, None where it was not made yet. `shape`: (samples, tokens) of the last `input_ids`, or None.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        engine = find()
+        if engine is None:
+            raise
+        raise type(error)(_message(error, engine, shape())) from error
+
+
+def shape_of(batch: Any) -> Sequence[int] | None:
+    """Of the `input_ids` of a batch, if it has them."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return tuple(ids.shape) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
+
+
+def _message(error: BaseException, engine: Engine, shape: Sequence[int] | None) -> str:
+    lines = [str(error) or "out of memory", "", "hf_dist measured:", *_indented(_measured(engine))]
+    try:
+        lines += _planned(engine, shape)
+    except Exception as failure:  # the first error is the one that matters
+        lines.append(f"(no plan: {type(failure).__name__}: {failure})")
+    return "\n".join(lines)
+
+
+def _measured(engine: Engine) -> list[str]:
+    held = ", ".join(f"{gigabytes(nbytes)} on {tier}" for tier, nbytes in engine.resident_nbytes().items() if nbytes)
+    lines = [f"states at rest: {held}"]
+    if engine.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(engine.device)
+        peak, reserved = torch.cuda.max_memory_allocated(engine.device), torch.cuda.memory_reserved(engine.device)
+        lines.append(
+            f"device: {gigabytes(peak)} allocated at most, {gigabytes(reserved)} reserved, {gigabytes(free)} of "
+            f"{gigabytes(total)} free"
+        )
+    # Linux counts in kB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    lines.append(
+        f"host: {gigabytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} used by this process at most"
+    )
+    return lines
+
+
+def _planned(engine: Engine, shape: Sequence[int] | None) -> list[str]:
+    micro, seq = (engine.batch.micro or 1, DEFAULT_SEQ) if shape is None else shape[:2]
+    config = engine.config.replaced(
+        {
+            "train_micro_batch_size_per_gpu": (micro, "plan"),
+            "gradient_accumulation_steps": (engine.batch.accumulation, "plan"),
+            "hf_dist.tiled_loss": (engine.tiled_loss is not None and engine.tiled_loss.enabled, "plan"),
+        }
+    )
+    whole = meta_twin(engine.sharded.whole)
+    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
+    planner = Planner(whole, engine.mesh.world.size, Workload(micro, seq, checkpointing))
+    plan = planner.plan(config)
+    limits = Limits()
+    if engine.device.type == "cuda":
+        limits = Limits(device=torch.cuda.mem_get_info(engine.device)[1])
+    found = settings(try_each(planner, config, limits), limits)[:NUM_SETTINGS]
+    lines = [f"planned for microbatches of {micro} x {seq} tokens:", *_indented(plan_table(plan))]
+    return [*lines, "what saves most:", *_indented(found or ["nothing that hf_dist has a setting for"])]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

@@ -1,0 +1,295 @@
+"""Bytes of the model states of one rank, exactly: from the layouts and places that the engine itself allocates by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.config import DistConfig, settled
+from hf_dist.offload.nvme import disk_nbytes
+from hf_dist.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
+from hf_dist.offload.store import Tier
+from hf_dist.optim.build import build_optimizer
+from hf_dist.sharding.layout import FlatLayout
+from hf_dist.sharding.placement import Placement, StatePlacements, placements_for
+from hf_dist.sharding.places import GroupPlaces, plan_places
+from hf_dist.sharding.precision import Precision, precision_for
+from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
+from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.wrap import find_unit_modules, travel_together, unit_members
+
+_PROBE_NUMEL = 64
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What an optimizer keeps for a trained tensor."""
+
+    elements: tuple[int, ...] = (4, 4)
+    """Bytes per element of each of its states that have the tensor's shape; Adam has two."""
+    nbytes: int = 4
+    """Of everything else that it keeps per tensor, such as its step."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerStates:
+        """Read from the states that it has, else found by one step of an optimizer like it on a small tensor."""
+        for param, state in optimizer.state.items():
+            found = cls._read(param, state)
+            if found.elements:
+                return found
+        # Not a copy: that would share states, and a schedule's wrapped `step`, with the original.
+        probe = type(optimizer).__new__(type(optimizer))
+        param = nn.Parameter(torch.zeros(_PROBE_NUMEL))
+        try:
+            torch.optim.Optimizer.__init__(probe, [param], dict(optimizer.defaults))
+            return cls._stepped(probe, param)
+        except Exception:  # somebody's class, which wants more than its options: a plan is not worth an error
+            return cls()
+
+    @classmethod
+    def of_config(cls, config: DistConfig) -> OptimizerStates:
+        """Of the config's optimizer; of the Trainer's AdamW if it has none."""
+        if config.optimizer is None:
+            return cls()
+        param = nn.Parameter(torch.zeros(_PROBE_NUMEL))
+        return cls._stepped(build_optimizer(config.optimizer.type, config.optimizer.params, [param]), param)
+
+    @classmethod
+    def _stepped(cls, optimizer: torch.optim.Optimizer, param: nn.Parameter) -> OptimizerStates:
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        return cls._read(param, optimizer.state.get(param, {}))
+
+    @classmethod
+    def _read(cls, param: torch.Tensor, state: Mapping[str, Any]) -> OptimizerStates:
+        found = [v for v in state.values() if isinstance(v, torch.Tensor)]
+        shaped = tuple(v.element_size() for v in found if v.shape == param.shape)
+        return cls(shaped, sum(v.numel() * v.element_size() for v in found if v.shape != param.shape))
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """What the bytes of a `FlatGroup` follow from."""
+
+    layout: FlatLayout
+    dtype: torch.dtype
+    trainable: bool
+    places: GroupPlaces
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole weights in the dtype of use."""
+        return self.layout.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """Groups that are gathered together; the first unit is the root."""
+
+    path: str
+    groups: tuple[PlannedGroup, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return sum(g.layout.numel for g in self.groups)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gathered weights."""
+        return sum(g.nbytes for g in self.groups)
+
+
+def _none() -> dict[Tier, int]:
+    return dict.fromkeys(Tier, 0)
+
+
+@dataclass
+class StateBytes:
+    """Bytes on one rank by kind of state and of memory."""
+
+    weights: dict[Tier, int] = field(default_factory=_none)
+    """In the dtype of use."""
+    masters: dict[Tier, int] = field(default_factory=_none)
+    """fp32, where they are not those very weights."""
+    optimizer: dict[Tier, int] = field(default_factory=_none)
+    gradients: dict[Tier, int] = field(default_factory=_none)
+    """Reduced, as the optimizer reads them. On the host their place is kept, on the device they last for a window."""
+    buffers: dict[Tier, int] = field(default_factory=_none)
+    """Of transfers to and from disk; at most."""
+
+    def resident(self, tier: Tier) -> int:
+        """Between two steps, as `engine.resident_nbytes()` counts (there without buffers that were never needed)."""
+        held = self.weights[tier] + self.masters[tier] + self.optimizer[tier] + self.buffers[tier]
+        return held + (self.gradients[tier] if tier is Tier.HOST else 0)
+
+
+@dataclass(frozen=True)
+class States:
+    """The model states of one rank under one config."""
+
+    units: tuple[PlannedUnit, ...]
+    placements: StatePlacements
+    precision: Precision
+    config: DistConfig
+    storage: Storage
+    optimizer: OptimizerStates
+
+    @classmethod
+    def of_engine(cls, sharded: ShardedModel, config: DistConfig, optimizer: OptimizerStates | None = None) -> States:
+        """Those of a model that is sharded already."""
+        units = tuple(
+            PlannedUnit(u.name, tuple(PlannedGroup(g.layout, g.dtype, g.trainable, g.places) for g in u.groups))
+            for u in sharded.units
+        )
+        return cls(
+            units, sharded.placements, sharded.precision, config, sharded.storage, optimizer or OptimizerStates()
+        )
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        config: DistConfig,
+        *,
+        num_shards: int,
+        rank: int = 0,
+        names: frozenset[str] | None = None,
+        holders: Mapping[str, Any] | None = None,
+    ) -> States:
+        """Those of a model that may be on meta, with a resolved config, on `rank` of `num_shards`. Nothing is allocated.
+
+        `names`: parameters of this rank's pipeline stages (None: all); `holders`: of those, what other stages hold, too.
+        """
+        zero = config.zero_optimization
+        placements, precision = placements_for(config), precision_for(config, model)
+        storage = Storage(torch.device("meta"), zero)
+        leaf = (zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes)
+        units = []
+        for path, members in unit_members(model, find_unit_modules(model, leaf)).items():
+            named = [(n, p) for n, p in members if names is None or n in names]
+            groups = []
+            for together in travel_together(named, precision, holders or {}):
+                name, first = together[0]
+                dtype = precision.compute_dtype(name, first.dtype)
+                layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in together], num_shards)
+                places = plan_places(
+                    layout,
+                    rank,
+                    first.requires_grad,
+                    dtype,
+                    placements=placements,
+                    storage=storage,
+                    grads=precision.grads,
+                )
+                groups.append(PlannedGroup(layout, dtype, first.requires_grad, places))
+            if named or not path:
+                units.append(PlannedUnit(path, tuple(groups)))
+        return cls(tuple(units), placements, precision, config, storage, OptimizerStates.of_config(config))
+
+    @property
+    def groups(self) -> list[PlannedGroup]:
+        """All groups, unit by unit."""
+        return [g for u in self.units for g in u.groups]
+
+    @cached_property
+    def nbytes(self) -> StateBytes:
+        """What rests where, and the reduced gradients."""
+        found = StateBytes()
+        for group in self.groups:
+            places, whole = group.places, self.placements.params is not Placement.SHARD
+            if whole:
+                found.weights[Tier.DEVICE] += group.nbytes
+            if places.shard is not None:  # the only copy of trained weights is their masters
+                is_master = group.trainable and places.master is None
+                (found.masters if is_master else found.weights)[places.shard.tier] += places.shard.nbytes
+            if places.master is not None:
+                found.masters[places.master.tier] += places.master.nbytes
+            if group.trainable:
+                found.gradients[places.gradient.tier] += places.gradient.nbytes
+                self._add_optimizer(group, found.optimizer)
+        found.buffers[Tier.HOST] = self._buffer_nbytes()
+        return found
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, how exact) of the states of one rank; nothing that is zero."""
+        held, rows = self.nbytes, []
+        for tier, where in ((Tier.DEVICE, ""), (Tier.HOST, " on the host"), (Tier.DISK, " on disk")):
+            rows += [
+                (f"weights{where}", held.weights[tier], "exact"),
+                (f"fp32 master weights{where}", held.masters[tier], "exact"),
+                (f"optimizer state{where}", held.optimizer[tier], "exact"),
+                (f"gradients{where}", held.gradients[tier], "exact" if where else "after backward"),
+                (f"buffers of transfers{where}", held.buffers[tier], "at most"),
+            ]
+        rows.append(("weights gathered for use", self.gathered_nbytes, "estimate"))
+        return [row for row in rows if row[1]]
+
+    def _add_optimizer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
+        places = group.places
+        stepped = places.master or places.shard
+        tier = Tier.DEVICE if stepped is None else stepped.tier
+        start, stop = places.interval
+        overlaps = [min(s.stop, stop) - max(s.offset, start) for s in group.layout.slots]
+        fragments = [n for n in overlaps if n > 0]
+        if tier is Tier.DISK:
+            held[Tier.DISK] += sum(disk_nbytes(size * (stop - start), torch.uint8) for size in self.optimizer.elements)
+            held[Tier.HOST] += len(fragments) * self.optimizer.nbytes
+        else:
+            held[tier] += sum(fragments) * sum(self.optimizer.elements) + len(fragments) * self.optimizer.nbytes
+
+    def _buffer_nbytes(self) -> int:
+        shards = [g.places.interval[1] - g.places.interval[0] for g in self.groups]
+        largest, storage = max(shards, default=0), self.storage
+        nbytes = 0
+        if storage.optim.tier is Tier.DISK:
+            nbytes += storage.optim_depth * TENSORS_PER_GROUP * disk_nbytes(largest * MASTER_NBYTES, torch.uint8)
+        if storage.params.tier is Tier.DISK:
+            nbytes += (storage.ahead_count + 1) * disk_nbytes(largest, self.precision.compute)
+        return nbytes
+
+    # ------------------------------------------------------- what comes and goes
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Full weights that are here at a time besides what rests: root, one unit, and what is prefetched meanwhile."""
+        if self.placements.params is not Placement.SHARD:
+            return 0
+        root, others = self.units[0], self.units[1:]
+        if self.config.pipeline.stages > 1 and not self.config.pipeline.reshard_per_microbatch:
+            return sum(u.nbytes for u in self.units)
+        return root.nbytes + max(self._ahead(others), self._ahead(others[::-1]))
+
+    def _ahead(self, units: Sequence[PlannedUnit]) -> int:
+        """The most that is gathered while `units` are run through in this order."""
+        budget = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
+        most = 0
+        for k, unit in enumerate(units):
+            nbytes, ahead = unit.nbytes, 0
+            for following in units[k + 1 :] if budget else ():
+                if ahead and ahead + following.numel > budget:
+                    break
+                ahead += following.numel
+                nbytes += following.nbytes
+            most = max(most, nbytes)
+        return most
+
+    def reducing_nbytes(self, accumulates: bool) -> int:
+        """Gradients on their way: of the unit in backward, of reductions in flight; `accumulates`: of a whole window.
+
+        `accumulates`: more than one microbatch (or a pipeline) and gradients that are reduced once per window.
+        """
+        learning = [[g for g in u.groups if g.trainable] for u in self.units]
+        wire, grads = self.precision.reduce.itemsize, self.precision.grads.itemsize
+        single = [sum(g.layout.numel for g in groups) for groups in learning]
+        count = MAX_REDUCTIONS_IN_FLIGHT + 1 if self.config.zero_optimization.overlap_comm is not False else 1
+        most = max((sum(single[k : k + count]) for k in range(len(single))), default=0)
+        used = max((sum(g.nbytes for g in groups) for groups in learning), default=0)
+        if accumulates and self.placements.grads is Placement.PARTIAL:
+            return sum(single) * grads + used
+        return most * wire + used

@@ -1,0 +1,83 @@
+"""Where the states of a group rest and how many bytes they are, decided from its layout before anything is allocated.
+
+`FlatGroup` allocates what this says, and a memory plan adds it up: there is no second copy of the arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_dist.offload.nvme import disk_nbytes
+from hf_dist.offload.storage import Storage
+from hf_dist.offload.store import Tier
+from hf_dist.sharding.layout import FlatLayout
+from hf_dist.sharding.placement import Placement, StatePlacements
+from hf_dist.sharding.precision import MASTER_DTYPE
+
+
+@dataclass(frozen=True)
+class Place:
+    """One 1-D tensor at rest."""
+
+    tier: Tier
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes there; whole pages on disk."""
+        return disk_nbytes(self.numel, self.dtype) if self.tier is Tier.DISK else self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class GroupPlaces:
+    """The tensors of one group on one rank."""
+
+    interval: tuple[int, int]
+    """Of the flat buffer: what this rank's masters (of frozen weights: the weights) cover."""
+    separate: bool
+    """Whether what is gathered from is copied into the full buffer first, rather than being a part of it."""
+    shard: Place | None
+    """A tensor of its own to gather from; None where it is a part of the full buffer, or the masters."""
+    master: Place | None
+    """A tensor of its own to step; None where that is what is gathered from."""
+    gradient: Place
+    """The reduced gradient: on the device it comes and goes, on the host its place is kept."""
+
+
+def plan_places(
+    layout: FlatLayout,
+    rank: int,
+    trainable: bool,
+    dtype: torch.dtype,
+    *,
+    placements: StatePlacements,
+    storage: Storage,
+    grads: torch.dtype = torch.float32,
+) -> GroupPlaces:
+    """The places of one group on `rank` of `dp_shard`; groups must be asked for in the order of the units.
+
+    `dtype`: of the weights in use; `grads`: of the gradient. Storage counts what it has handed out (`ratio`, `max_in_cpu`).
+    """
+    rests = placements.optim if trainable else placements.params
+    interval = layout.shard(rank) if rests is Placement.SHARD else (0, layout.numel)
+    numel = interval[1] - interval[0]
+    rests_sharded = placements.params is Placement.SHARD
+    tier = storage.optim_tier(numel) if trainable else Tier.DEVICE
+    params_tier = storage.params_tier(numel) if rests_sharded else Tier.DEVICE
+    separate = rests_sharded or (trainable and tier is Tier.DEVICE and dtype != MASTER_DTYPE)
+    wide = MASTER_DTYPE if trainable else dtype
+    here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
+    shard = master = None
+    if not separate:
+        master = None if here else Place(tier, numel, wide)
+    elif here or not trainable:
+        shard = Place(params_tier, numel, wide)
+    else:
+        master = Place(tier, numel, wide)
+        same = tier is params_tier is Tier.HOST and dtype == wide
+        shard = None if same else Place(params_tier, numel, dtype)
+    gradient = Place(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, grads)
+    return GroupPlaces(interval, separate, shard, master, gradient)
