@@ -27,8 +27,8 @@ from hf_dist.pipeline import (
 from tests.harness import run_ranks
 from tests.pipeline.test_schedule import bubble
 
-RANKS, MICROBATCHES, STEPS = 4, 8, 3
-SECONDS = 0.25  # of one F, I or W of a whole rank
+RANKS, MICROBATCHES, STEPS = 4, 8, 2
+SECONDS = 0.6  # of one F, I or W of a whole rank
 CASES = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2)]
 
 
