@@ -196,8 +196,7 @@ class Engine:
 
         def step(model: nn.Module, microbatch: Any) -> torch.Tensor:
             value = (loss or _own_loss)(model, microbatch)
-            self.backward(value, scale_wrt_gas=False) if self.batch.accumulation == 1 else self.backward(value)
-            return value
+            return self.backward(value)
 
         with explained(lambda: self, lambda: shape_of(window[0])):
             total = self.run_window(window, step)

@@ -206,7 +206,8 @@ class Pipeline:
 
         Collective over pp. Tensors in it (in lists, tuples and dicts) are sent, the rest is pickled.
         """
-        run = ScheduleRun(self.staged, self.schedule(1, train=False), self.mesh.pp.rank, self.transport, _selects(self))
+        schedule, rank = self.schedule(1, train=False), self.mesh.pp.rank
+        run = ScheduleRun(self.staged, schedule, rank, self.transport, _ZeroHooks(self.sharded, schedule, rank))
         results = run.run([batch], function)
         return self._from_last(results[0])
 
@@ -310,7 +311,3 @@ class _ZeroHooks(Hooks):
     def after_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
         """Units that got no gradient take part all the same."""
         self.sharded.end_backward()
-
-
-def _selects(pipeline: Pipeline) -> Hooks:
-    return _ZeroHooks(pipeline.sharded, pipeline.schedule(1, train=False), pipeline.mesh.pp.rank)
