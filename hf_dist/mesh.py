@@ -172,6 +172,9 @@ def build_mesh(
         "control": on_host.axis("control", everyone),
         "background": replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone),
     }
+    if ready:
+        # A rank that drops its mesh at once would close connections that others are still making.
+        dist.barrier(device_ids=[chosen.index] if dist.get_backend() == "nccl" else None)
     return ParallelMesh(
         launch=launch, device=chosen, backend=groups.backend, timeout=timeout, lease=groups.lease, **axes
     )

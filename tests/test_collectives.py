@@ -168,3 +168,12 @@ def test_meshes(world: int) -> None:
         if world > 1:
             assert "lr: 0 on rank 0, 1 on rank 1" in found["settings"]
             assert "stage" not in found["settings"].split("different settings")[1]
+
+
+def drop_at_once(rank: int, world: int) -> int:
+    """Meshes that nobody keeps"""
+    return len([build_mesh().world.size for _ in range(10)])
+
+
+def test_a_mesh_that_is_dropped_at_once_leaves_no_rank_in_the_middle_of_making_it() -> None:
+    assert run_ranks(drop_at_once, 4, timeout=120) == [10] * 4
