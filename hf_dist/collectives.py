@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_dist.mesh import MeshAxis
+from hf_dist.mesh import GroupLease, MeshAxis
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,30 @@ def _count(op: str, axis: MeshAxis, nbytes: int) -> None:
 class Handle:
     """A collective under way. `wait()` may be called more than once; only the first does something."""
 
-    __slots__ = ("_finish", "_works")
+    __slots__ = ("_finish", "_under_way", "_works")
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: list[Any], finish: Callable[[], None] | None = None, lease: GroupLease | None = None
+    ) -> None:
+        """`lease`: of the group that the works use; it does not end before they are complete."""
         self._works = works
         self._finish = finish
+        # Not the lease itself, which would then live as long as a handle that nobody waits for.
+        self._under_way = lease.under_way if lease is not None and lease.is_gloo else None
+        if self._under_way is not None:
+            self._under_way.add(self)
+
+    def complete(self, timeout: timedelta) -> None:
+        """Let what was started come to its end, without the result; for who leaves. Raises `RuntimeError` if it does not."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait(timeout)
 
     def wait(self) -> None:
         """Block (CPU) or order the current stream (GPU) until the result is there."""
+        if self._under_way is not None:
+            self._under_way.discard(self)
+            self._under_way = None
         works, finish, self._works, self._finish = self._works, self._finish, [], None
         for work in works:
             work.wait() if isinstance(work, Handle) else _block_on(work)
@@ -126,7 +143,7 @@ def _exchange_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
         to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
         works.append(dist.irecv(parts[source], group=axis.group, group_src=source))
         works.append(dist.isend(parts[axis.rank], group=axis.group, group_dst=to))
-    return Handle(works)
+    return Handle(works, lease=axis.lease)
 
 
 def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Handle:
@@ -173,7 +190,7 @@ def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Hand
         if axis.size > 1:
             out.mul_(1.0 / axis.size)
 
-    return Handle(works, finish)
+    return Handle(works, finish, axis.lease)
 
 
 def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle:
@@ -188,7 +205,7 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
     code = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if _is_gloo(group) and tensor.is_cuda:
         return _through_host(tensor, lambda host: dist.all_reduce(host, op=code, group=group))
-    return Handle([dist.all_reduce(tensor, op=code, group=group, async_op=True)])
+    return Handle([dist.all_reduce(tensor, op=code, group=group, async_op=True)], lease=axis.lease)
 
 
 def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:

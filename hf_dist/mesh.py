@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,26 @@ class GroupLease:
 
     def __init__(self, backend: str) -> None:
         self.groups: list[dist.ProcessGroup] = []
+        self.under_way: set[Any] = set()
+        """Collectives that were started and not waited for: the groups do not end before them, or a slower rank would miss
+        what this one sends."""
         # NCCL's communicators are left to the end of the process: taking one down waits for all its ranks.
-        if backend == "gloo":
-            weakref.finalize(self, _give_back, self.groups).atexit = False
+        self.is_gloo = backend == "gloo"
+        if self.is_gloo:
+            _leases.add(self)
+            weakref.finalize(self, _give_back, self.groups, self.under_way).atexit = False
+
+
+_leases: weakref.WeakSet[GroupLease] = weakref.WeakSet()
+_FAREWELL = timedelta(seconds=10)
+"""For the slower ranks to take what is on its way when this one ends its groups."""
+
+
+def _settle(under_way: set[Any]) -> None:
+    until = time.monotonic() + _FAREWELL.total_seconds()
+    while under_way and time.monotonic() < until:
+        with contextlib.suppress(RuntimeError):  # the other rank has failed, or left without reading
+            under_way.pop().complete(_FAREWELL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +198,8 @@ def build_mesh(
     )
 
 
-def _give_back(groups: list[dist.ProcessGroup]) -> None:
+def _give_back(groups: list[dist.ProcessGroup], under_way: set[Any]) -> None:
+    _settle(under_way)
     while groups and dist.is_initialized():
         with contextlib.suppress(ValueError, RuntimeError):  # ended already, by destroy_process_group()
             dist.destroy_process_group(groups.pop())
@@ -255,6 +274,8 @@ def _leave_in_order() -> None:
     """
 
     def leave() -> None:
+        for lease in list(_leases):
+            _settle(lease.under_way)
         if dist.is_initialized():
             dist.destroy_process_group()
 

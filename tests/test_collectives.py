@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -177,3 +178,20 @@ def drop_at_once(rank: int, world: int) -> int:
 
 def test_a_mesh_that_is_dropped_at_once_leaves_no_rank_in_the_middle_of_making_it() -> None:
     assert run_ranks(drop_at_once, 4, timeout=120) == [10] * 4
+
+
+def leave_early(rank: int, world: int) -> list[float]:
+    """Rank 0 drops its mesh while the gather that it has started is still on its way"""
+    full = torch.full((1 << 20,), float(rank))
+    mesh = build_mesh()
+    if rank:
+        time.sleep(1)
+    handle = collectives.all_gather(mesh.dp_shard, full)
+    if rank:
+        handle.wait()
+    del mesh, handle
+    return full.view(world, -1)[:, -1].tolist()
+
+
+def test_groups_that_end_wait_for_what_is_on_its_way() -> None:
+    assert run_ranks(leave_early, 2, timeout=60) == [[0.0, 1.0]] * 2

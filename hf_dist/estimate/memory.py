@@ -3,8 +3,8 @@
 Exact: everything that rests between two steps (`states.py`). Estimated: the peak on the device, the larger of two moments:
 
     the loss      resting + gathered + gradients of earlier microbatches + activations + logits
-    backward      resting + gathered + the larger of (those gradients + activations) and (all reduced gradients)
-                  + gradients on their way + the block that is computed again
+    backward      resting + the block that is computed again + the most, as one unit follows the other, of
+                  gathered weights + activations that are left + gradients on their way + reduced gradients
 
 Not counted: the CUDA context, the allocator's fragments, memory of other programs, and on the host the program itself.
 """
@@ -25,7 +25,6 @@ from hf_dist.estimate.states import States
 from hf_dist.offload.store import Tier
 from hf_dist.pipeline import make_schedule, plan_stages, simulate
 from hf_dist.pipeline.planning import PlannedSplit
-from hf_dist.sharding.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -83,20 +82,29 @@ class MemoryPlan:
         """Whether gradients wait for later microbatches."""
         return (settled(self.states.config.gradient_accumulation_steps) or 1) > 1 or self.in_flight > 1
 
+    @property
+    def waiting(self) -> int:
+        """Gradients of earlier microbatches."""
+        if not self.accumulates:
+            return 0
+        return self.states.window_nbytes() if self.states.collects_window else self.states.nbytes.gradients[Tier.DEVICE]
+
     @cached_property
-    def reducing(self) -> int:
-        """Gradients on their way."""
-        return self.states.reducing_nbytes(self.accumulates)
+    def backward(self) -> int:
+        """What comes and goes at the fullest moment of the backward, one block that is computed again included."""
+        states = self.states
+        if self.accumulates and states.collects_window:
+            # The window's sums give way to what is reduced, which is never more: the beginning is the fullest.
+            most = self.activations + self.waiting + states.gathered_nbytes
+        else:
+            most = states.backward_nbytes(self.activations, accumulated=self.accumulates)
+        return most + self.recomputed
 
     @cached_property
     def device_peak(self) -> int:
         """See the module."""
-        gradients = self.states.nbytes.gradients[Tier.DEVICE]
-        partial = self.states.placements.grads is Placement.PARTIAL
-        earlier = (self.reducing if partial else gradients) if self.accumulates else 0
-        loss = earlier + self.activations + self.logits
-        backward = max((0 if partial else earlier) + self.activations, gradients) + self.reducing + self.recomputed
-        return self.states.nbytes.resident(Tier.DEVICE) + self.states.gathered_nbytes + max(loss, backward)
+        loss = self.states.gathered_at_loss_nbytes + self.waiting + self.activations + self.logits
+        return self.states.nbytes.resident(Tier.DEVICE) + max(loss, self.backward)
 
     @property
     def host(self) -> int:
@@ -118,11 +126,12 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, "exact" or how it is meant) of one rank; nothing that is zero."""
         rows = [
-            ("gradients on their way", self.reducing, "estimate"),
+            ("gradients of earlier microbatches", self.waiting, "estimate"),
             ("activations", self.activations, "measured on meta"),
             ("one block computed again", self.recomputed, "measured on meta"),
             ("activations on the host", self.kept.host * self.in_flight if self.kept else 0, "measured on meta"),
             ("logits and loss", self.logits, "estimate"),
+            ("all that comes and goes in backward", self.backward, "at most"),
         ]
         return self.states.rows() + [row for row in rows if row[1]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,7 +149,12 @@ class States:
             for u in sharded.units
         )
         return cls(
-            units, sharded.placements, sharded.precision, config, sharded.storage, optimizer or OptimizerStates()
+            _in_module_order(sharded.model, units),
+            sharded.placements,
+            sharded.precision,
+            config,
+            sharded.storage,
+            optimizer or OptimizerStates(),
         )
 
     @classmethod
@@ -190,7 +196,8 @@ class States:
                 groups.append(PlannedGroup(layout, dtype, first.requires_grad, places))
             if named or not path:
                 units.append(PlannedUnit(path, tuple(groups)))
-        return cls(tuple(units), placements, precision, config, storage, OptimizerStates.of_config(config))
+        ordered = _in_module_order(model, units)
+        return cls(ordered, placements, precision, config, storage, OptimizerStates.of_config(config))
 
     @property
     def groups(self) -> list[PlannedGroup]:
@@ -257,39 +264,72 @@ class States:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Full weights that are here at a time besides what rests: root, one unit, and what is prefetched meanwhile."""
+        """Full weights that are here at a time besides what rests, at most."""
+        others = self.units[1:]
+        return max(self._gathered(o, k) for o in (others, others[::-1]) for k in range(max(1, len(others))))
+
+    @property
+    def gathered_at_loss_nbytes(self) -> int:
+        """Of them at the end of the forward: the root and the last unit, which backward begins with."""
+        return self._gathered(self.units[: 0 if len(self.units) == 1 else -2 : -1][:1], 0)
+
+    def _gathered(self, order: Sequence[PlannedUnit], k: int) -> int:
+        """Root, unit k of a pass in this `order`, and what is prefetched while it computes."""
         if self.placements.params is not Placement.SHARD:
             return 0
-        root, others = self.units[0], self.units[1:]
         if self.config.pipeline.stages > 1 and not self.config.pipeline.reshard_per_microbatch:
             return sum(u.nbytes for u in self.units)
-        return root.nbytes + max(self._ahead(others), self._ahead(others[::-1]))
-
-    def _ahead(self, units: Sequence[PlannedUnit]) -> int:
-        """The most that is gathered while `units` are run through in this order."""
         budget = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
-        most = 0
-        for k, unit in enumerate(units):
-            nbytes, ahead = unit.nbytes, 0
-            for following in units[k + 1 :] if budget else ():
-                if ahead and ahead + following.numel > budget:
-                    break
-                ahead += following.numel
-                nbytes += following.nbytes
-            most = max(most, nbytes)
+        nbytes, ahead = self.units[0].nbytes + sum(u.nbytes for u in order[k : k + 1]), 0
+        for following in order[k + 1 :] if budget else ():
+            if ahead and ahead + following.numel > budget:
+                break
+            ahead += following.numel
+            nbytes += following.nbytes
+        return nbytes
+
+    @property
+    def collects_window(self) -> bool:
+        """Whether gradients of a whole window are added up on each rank before they are reduced."""
+        return self.placements.grads is Placement.PARTIAL
+
+    def window_nbytes(self) -> int:
+        """Those gradients, and one parameter's that autograd has just made."""
+        return sum(self._learning(u) for u in self.units) * self.precision.grads.itemsize + self._newest(self.units)
+
+    def backward_nbytes(self, activations: int, *, accumulated: bool) -> int:
+        """The most of gathered weights, activations, and gradients on their way and reduced, as units follow each other.
+
+        `activations`: at the beginning, taken as equally many of every unit; `accumulated`: reduced gradients of earlier
+        microbatches are there. The root begins with the head and ends with the embedding: its gradients stay on their way.
+        """
+        wire = self.precision.reduce.itemsize
+        root, blocks = self.units[0], self.units[:0:-1]
+        count = MAX_REDUCTIONS_IN_FLIGHT if self.config.zero_optimization.overlap_comm is not False else 0
+        sent = [self._learning(u) * wire for u in blocks]
+        kept = [self._reduced(u) for u in blocks]
+        whole, most = sum(kept) + self._reduced(root), 0
+        for k in range(len(blocks) + 1):
+            on_the_way = self._learning(root) * wire + sum(sent[max(0, k - count) : k + 1])
+            reduced = whole if accumulated else sum(kept[:k])
+            left = activations * (len(blocks) - k) // max(1, len(blocks))
+            newest = self._newest(blocks[k : k + 1] or [root])
+            most = max(most, self._gathered(blocks, k) + on_the_way + reduced + left + newest)
         return most
 
-    def reducing_nbytes(self, accumulates: bool) -> int:
-        """Gradients on their way: of the unit in backward, of reductions in flight; `accumulates`: of a whole window.
+    def _learning(self, unit: PlannedUnit) -> int:
+        return sum(g.layout.numel for g in unit.groups if g.trainable)
 
-        `accumulates`: more than one microbatch (or a pipeline) and gradients that are reduced once per window.
-        """
-        learning = [[g for g in u.groups if g.trainable] for u in self.units]
-        wire, grads = self.precision.reduce.itemsize, self.precision.grads.itemsize
-        single = [sum(g.layout.numel for g in groups) for groups in learning]
-        count = MAX_REDUCTIONS_IN_FLIGHT + 1 if self.config.zero_optimization.overlap_comm is not False else 1
-        most = max((sum(single[k : k + count]) for k in range(len(single))), default=0)
-        used = max((sum(g.nbytes for g in groups) for groups in learning), default=0)
-        if accumulates and self.placements.grads is Placement.PARTIAL:
-            return sum(single) * grads + used
-        return most * wire + used
+    def _reduced(self, unit: PlannedUnit) -> int:
+        places = [g.places.gradient for g in unit.groups if g.trainable]
+        return sum(place.nbytes for place in places if place.tier is Tier.DEVICE)
+
+    def _newest(self, units: Sequence[PlannedUnit]) -> int:
+        learning = [g for u in units for g in u.groups if g.trainable]
+        return max((math.prod(s.shape) * g.dtype.itemsize for g in learning for s in g.layout.slots), default=0)
+
+
+def _in_module_order(model: nn.Module, units: Sequence[PlannedUnit]) -> tuple[PlannedUnit, ...]:
+    """The root, and the others as their modules stand in the model: for a plan that is the order of the forward."""
+    place = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    return (units[0], *sorted(units[1:], key=lambda u: place.get(u.path, 0)))

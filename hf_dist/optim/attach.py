@@ -19,6 +19,7 @@ from hf_dist.errors import ModelError
 from hf_dist.offload.host import threads
 from hf_dist.offload.store import Sliceable, Tier
 from hf_dist.optim.fragment import Fragment, make_fragments
+from hf_dist.optim.pieces import handed_on
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -81,10 +82,8 @@ class FragmentedOptimizer:
         read ahead and written behind: see [Note: stepping in batches].
         """
         if len(self.batches) == 1 and self.batches[0].on_device:
-            with self._lent(self.batches[0], used):
-                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-                self.batches[0].swap_out(self.optimizer)
-            return result
+            with self._lent(self.batches[0], used), handed_on(self.batches[0], self.optimizer):
+                return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -97,9 +96,13 @@ class FragmentedOptimizer:
             self._make_room(k)
             batch.swap_in(self.optimizer)
             count = torch.get_num_threads() if batch.on_device else storage.num_threads
-            with self._lent(batch, used), narrowed.to(batch.fragments), threads(count):
+            with (
+                self._lent(batch, used),
+                narrowed.to(batch.fragments),
+                threads(count),
+                handed_on(batch, self.optimizer),
+            ):
                 self.optimizer.step()
-                batch.swap_out(self.optimizer)
             if not storage.writes_beside:
                 batch.settle()
         return loss

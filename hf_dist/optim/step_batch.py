@@ -17,6 +17,9 @@ from hf_dist.offload.store import Resting, Sliceable, Tier
 from hf_dist.optim.fragment import Fragment
 from hf_dist.sharding.group import FlatGroup
 
+_HOST_NUMEL = 1 << 24
+"""Elements at which a batch on the host ends: a call of the optimizer costs as much as stepping 300,000 of them."""
+
 
 class StepBatch:
     """Fragments whose states stay in memory."""
@@ -126,17 +129,24 @@ class SwappedBatch(StepBatch):
 
 
 def make_batches(groups: Sequence[FlatGroup], fragments: Sequence[Fragment]) -> list[StepBatch]:
-    """All fragments that stay on the device as one batch, and one for every group that does not."""
+    """All fragments that stay on the device as one batch, those on the host in a few, and one for every group on disk."""
     of_group: dict[int, list[Fragment]] = {}
     for f in fragments:
         of_group.setdefault(id(f.group), []).append(f)
     groups = [g for g in groups if id(g) in of_group]
     here = [g for g in groups if g.master.tier is Tier.DEVICE]
     batches = [StepBatch(here, [f for g in here for f in of_group[id(g)]])] if here or not groups else []
+    on_host: list[FlatGroup] = []
     for group in groups:
-        if group.master.tier is not Tier.DEVICE:
-            own = of_group[id(group)]
-            batches.append(SwappedBatch(group, own) if group.master.tier is Tier.DISK else StepBatch([group], own))
+        if group.master.tier is Tier.DISK:
+            batches.append(SwappedBatch(group, of_group[id(group)]))
+        elif group.master.tier is Tier.HOST:
+            on_host.append(group)
+            if sum(g.master.elements.numel() for g in on_host) >= _HOST_NUMEL:
+                batches.append(StepBatch(on_host, [f for g in on_host for f in of_group[id(g)]]))
+                on_host = []
+    if on_host:
+        batches.append(StepBatch(on_host, [f for g in on_host for f in of_group[id(g)]]))
     return batches
 
 

@@ -53,6 +53,9 @@ class FlatGroup:
         self.partial: torch.Tensor | None = None  # 1D, whole layout: this rank's contribution, not yet reduced
         self.filled: list[bool] = [False] * len(self.params)  # slots of `partial` that hold a gradient
         self.used: list[bool] = [False] * len(self.params)  # had a gradient on this rank in this window
+        self._accumulates = False  # microbatches were added up in `partial`, so it is there in most of every window
+        self._reduced: torch.Tensor | None = None  # the last `partial` of this window, when it is worth keeping
+        self._spare: torch.Tensor | None = None  # that of the window before
         self.fresh = True  # `full` holds (or is being filled with) the current weights
         self.pins = 0  # `gathered()` blocks that want the full weights to stay
         self._guarded = False
@@ -312,6 +315,7 @@ class FlatGroup:
             grad = grad.to_dense()
         if self.filled[index]:
             into.add_(grad)
+            self._accumulates = True
         else:
             into.copy_(grad)
         self.filled[index] = self.used[index] = True
@@ -321,7 +325,8 @@ class FlatGroup:
         # What is reduced right away has the dtype of the wire; what is accumulated first has the wider one.
         keeps = self.placements.grads is Placement.PARTIAL
         dtype = self.precision.grads if keeps else self.precision.reduce
-        partial = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
+        spare, self._spare = self._spare, None
+        partial = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device) if spare is None else spare
         if self._gaps is not None:
             partial.index_fill_(0, self._gaps, 0)
         return partial
@@ -338,6 +343,9 @@ class FlatGroup:
             if not filled:
                 self.partial[slot.offset : slot.stop].zero_()
         full = self.partial.to(self.precision.reduce)
+        # On a host, memory that was given back costs a page fault for every 4 KiB when it is asked for again.
+        keeps = self._accumulates and self.placements.grads is Placement.PARTIAL and full.device.type == "cpu"
+        self._reduced = self.partial if keeps else None
         self.partial = None
         if self.placements.optim is not Placement.SHARD:
             handle, out = collectives.all_reduce(self.mesh.dp_shard, full), full
@@ -375,9 +383,10 @@ class FlatGroup:
         return held
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the window."""
+        """Forget the gradients of the window. Its reductions are complete."""
         self.partial = None
         self.gradient.drop()
+        self._spare, self._reduced = self._reduced, None
         self.used = [False] * len(self.params)
 
 

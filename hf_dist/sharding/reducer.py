@@ -71,20 +71,24 @@ class Reducer:
                 if group.holders is not None:
                     self._held_elsewhere.append(group)
             self._in_flight.append((group.layout.numel, handle))
-        while self._in_flight and not self.max_numel:
-            self._in_flight.popleft()[1].wait()
+        if not self.max_numel:
+            self.settle()
 
     def _replicate(self, group: FlatGroup) -> None:
         """HSDP: the mean over the replicas, once per window."""
         self._replicating.append(group.replicate())
+
+    def settle(self) -> None:
+        """Wait for the reductions in flight. Local."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].wait()
 
     def wait(self) -> None:
         """Until nothing is in flight; then weights that several pipeline stages hold get the sum of their gradients.
 
         Collective over the holders of such weights, once per window; local otherwise.
         """
-        while self._in_flight:
-            self._in_flight.popleft()[1].wait()
+        self.settle()
         for handle in self._replicating:
             handle.wait()
         self._replicating.clear()

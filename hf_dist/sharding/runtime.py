@@ -223,6 +223,7 @@ class ShardedModel:
         self._depth -= 1
         if self._depth > 0 or _recomputing():
             return
+        self.reducer.settle()  # of the microbatch before: their buffers would be there beside the loss
         tensors = differentiable(output) or inside_object(output)
         # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
         # rank's data reached it: a rank that holds weights which another has freed would skip a gather.

@@ -3,7 +3,8 @@
     python -m tests.offload.bench_step [--threads 1 2] [--rounds 7] [--million 50]
 
 DeepSpeed's kernel is measured where `deepspeed` can be imported. GB/s: 28 bytes per element for the step (reads weight,
-gradient, two states; writes three of them) and 6 for the write-back.
+gradient, two states; writes three of them) and 6 for the write-back. Memory bandwidth: STREAM's triad, a = b + s c, 12 bytes an
+element of three arrays of 200 MB. Ratios are of the medians, to the best peer.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ def ours(numel: int) -> Callable[[], None]:
     return step
 
 
+def triad() -> Callable[[], None]:
+    """What memory gives: 12 bytes per element."""
+    a, b, c = (torch.randn(50_000_000) for _ in range(3))
+    return lambda: torch.add(b, c, alpha=3.0, out=a) and None
+
+
 def candidates(numel: int) -> dict[str, Callable[[], None]]:
     """Name -> one step with its write-back."""
     found = {
@@ -83,7 +90,7 @@ def main() -> None:
     numel = int(arguments.million * 1e6)
     for count in arguments.threads:
         torch.set_num_threads(count)
-        steps = candidates(numel)
+        steps = {**candidates(numel), "triad": triad()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for k in range(arguments.rounds + 1):
             for name, step in steps.items():
@@ -92,6 +99,11 @@ def main() -> None:
                 if k:
                     seconds[name].append(time.perf_counter() - start)
         print(f"{count} threads, load {os.getloadavg()[0]:.1f}: median and best of {arguments.rounds}")
+        bare = seconds.pop("triad")
+        print(f"  memory bandwidth {0.6 / statistics.median(bare):.1f} GB/s, best {0.6 / min(bare):.1f}")
+        peers = [times for name, times in seconds.items() if not name.startswith("hf_dist")]
+        for how, of in (("median", statistics.median), ("best", min)):
+            print(f"  {how}: {min(map(of, peers)) / of(seconds['hf_dist offload step']):.3f} x the best peer")
         for name, times in seconds.items():
             median, best = statistics.median(times), min(times)
             print(

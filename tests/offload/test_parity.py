@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +89,26 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_offloaded_training_is_bitwise_training_without_offload(case: str, found: list[dict[str, Any]]) -> None:
     for rank, of_rank in enumerate(found):
         assert of_rank[case] == (True, [], True), f"rank {rank}"
+
+
+def compare_more(rank: int, world: int, folder: str) -> dict[str, tuple[bool, list[str]]]:
+    """By offload kind, two shard groups of two ranks: what differs, with elements clipped and weights changed by hand"""
+    import hf_dist
+
+    found = {}
+    for kind in ("cpu", "nvme", "cpu+cpu", "nvme+nvme"):
+        results = []
+        for sections in ({}, offload(kind, folder)):
+            engine = make_engine(sections, stage=3, shards=2, **BF16, **ACCUMULATE)
+            record = train(engine, clip_value=1e-3)
+            with hf_dist.gathered(engine.model, modifier_rank=1):
+                if rank == 1:
+                    engine.model.head.weight.data.mul_(2)
+            results.append((repr((record, train(engine))), states(engine)))
+        found[kind] = results[0][0] == results[1][0], differences(results[0][1], results[1][1])
+    return found
+
+
+def test_hsdp_clipped_values_and_weights_changed_by_one_rank(tmp_path: Path) -> None:
+    for of_rank in run_ranks(compare_more, 4, (str(tmp_path),), timeout=300):
+        assert of_rank == dict.fromkeys(of_rank, (True, []))

@@ -74,15 +74,18 @@ def make_engine(
     optimizer: str = "adamw",
     frozen: bool = False,
     seed: int = 0,
+    shards: int | None = None,
     **config: Any,
 ) -> Any:
-    """An engine with `offload` (keys of `zero_optimization`) on the small net."""
+    """An engine with `offload` (keys of `zero_optimization`) on the small net; `shards`: HSDP."""
     import hf_dist
 
     torch.manual_seed(seed)
     model = Net(frozen)
     made = OPTIMIZERS[optimizer](param_groups(model))
     schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.1, 20)
+    if shards:
+        offload = {**offload, "mics_shard_size": shards}
     whole = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
@@ -92,8 +95,10 @@ def make_engine(
     return hf_dist.initialize(model, config=whole, optimizer=made, lr_scheduler=schedule, device="cpu")
 
 
-def train(engine: Any, first: int = 0, count: int = STEPS) -> tuple[list[float], list[float]]:
-    """(losses, gradient norms) of this rank's steps [first, first + count)."""
+def train(
+    engine: Any, first: int = 0, count: int = STEPS, clip_value: float | None = None
+) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of this rank's steps [first, first + count); elements clipped at `clip_value` if given."""
     losses, norms = [], []
     for step in range(first, first + count):
         for micro in range(engine.batch.accumulation):
@@ -101,6 +106,8 @@ def train(engine: Any, first: int = 0, count: int = STEPS) -> tuple[list[float],
             ids = torch.randint(VOCAB, (2, 6), generator=generator)
             loss = nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten())
             engine.backward(loss)
+            if clip_value is not None and engine.is_gradient_accumulation_boundary():
+                engine.clip_grad_value(clip_value)
             engine.step()
             losses.append(float(loss.detach()))
         norms.append(engine.get_global_grad_norm())

@@ -19,13 +19,15 @@ SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zb_h1", 1))
 WORK = list(itertools.product((2, 4, 5), (False, True), (False, True)))  # microbatches, tied, checkpointing
 
 
+FULL = os.environ.get("HF_DIST_FULL_GRID") == "1"
+
+
 def llama_cases(pp: int, dp: int) -> list[PipelineCase]:
     """ZeRO stage x schedule, and over these the rest in turn; all of it with HF_DIST_FULL_GRID=1."""
     cells = list(itertools.product((0, 1, 2, 3), SCHEDULES))
-    full = os.environ.get("HF_DIST_FULL_GRID") == "1"
     cases = []
     for i, (stage, (schedule, virtual)) in enumerate(cells):
-        for count, tied, checkpointing in WORK if full else [WORK[(5 * i + pp + 7 * dp) % len(WORK)]]:
+        for count, tied, checkpointing in WORK if FULL else [WORK[(5 * i + pp + 7 * dp) % len(WORK)]]:
             cases.append(PipelineCase("Llama", pp, dp, stage, schedule, virtual, count, tied, checkpointing))
     return [
         *cases,
@@ -45,7 +47,7 @@ GRID |= {"families": FAMILIES[::2], "more families": FAMILIES[1::2]}
 def results(row: str) -> list[list[object]] | str:
     """One spawn for all cases of a row; its error if it failed as a whole, so that it is not tried again."""
     try:
-        return run_ranks(run_cases, GRID[row][0].world, (GRID[row],), timeout=1200)
+        return run_ranks(run_cases, GRID[row][0].world, (GRID[row],), timeout=7200 if FULL else 1200)
     except RuntimeError as error:
         return str(error)
 
