@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_dist.build import initialize
     from hf_dist.engine import Engine
-    from hf_dist.hf import DistAccelerator, DistTrainer, DistTrainerMixin, DistTrainingArguments
+    from hf_dist.hf import (
+        DistAccelerator,
+        DistArgsMixin,
+        DistSeq2SeqTrainer,
+        DistSeq2SeqTrainingArguments,
+        DistTrainer,
+        DistTrainerMixin,
+        DistTrainingArguments,
+    )
     from hf_dist.hf.loading import from_pretrained
     from hf_dist.sharding.gather import gathered
 
@@ -15,6 +23,9 @@ from hf_dist.version import __version__ as __version__
 
 __all__ = [
     "DistAccelerator",
+    "DistArgsMixin",
+    "DistSeq2SeqTrainer",
+    "DistSeq2SeqTrainingArguments",
     "DistTrainer",
     "DistTrainerMixin",
     "DistTrainingArguments",
@@ -27,6 +38,9 @@ __all__ = [
 # Imported on first use: `hf-dist config` and tests of pure parts should not pay for importing transformers.
 _WHERE = {
     "DistAccelerator": "hf_dist.hf",
+    "DistArgsMixin": "hf_dist.hf",
+    "DistSeq2SeqTrainer": "hf_dist.hf",
+    "DistSeq2SeqTrainingArguments": "hf_dist.hf",
     "DistTrainer": "hf_dist.hf",
     "DistTrainerMixin": "hf_dist.hf",
     "DistTrainingArguments": "hf_dist.hf",

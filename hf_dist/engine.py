@@ -149,10 +149,14 @@ class Engine:
                 )
             self._losses.append(scaled)
             return loss
-        self.sharded.is_last_microbatch = self.is_gradient_accumulation_boundary()
-        self._summary = None
+        self.expect_gradients()
         scaled.backward(retain_graph=retain_graph)
         return loss
+
+    def expect_gradients(self) -> None:
+        """A backward comes that may reach this model, whoever starts it (a loss of several models). Local."""
+        self.sharded.is_last_microbatch = self.is_gradient_accumulation_boundary()
+        self._summary = None
 
     def run_window(self, microbatches: Sequence[Any], step: Callable[[nn.Module, Any], torch.Tensor]) -> torch.Tensor:
         """Forward and backward of one accumulation window; the sum of what `step` returns, 0D, equal on a pipeline's ranks.
@@ -261,6 +265,11 @@ class Engine:
         if 0 < max_norm < float("inf"):
             self._max_norm = max_norm
         return self._summary.norm
+
+    @property
+    def will_clip(self) -> bool:
+        """Whether somebody asked to clip the norm of this window's gradient."""
+        return self._max_norm is not None
 
     def clip_grad_value(self, max_value: float) -> None:
         """Clamp every element of the window's mean gradient to +-max_value. Local; before `clip_grad_norm`."""

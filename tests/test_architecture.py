@@ -21,7 +21,7 @@ LAYERS = [
     {"sharding", "tensor_parallel", "pipeline"},
     {"checkpoint", "optim"},
     {"build", "engine", "estimate", "pipelined", "report"},
-    {"hf", "cli"},
+    {"hf", "cli", "run"},
 ]
 """Bottom first. A module imports from its own layer or from one below."""
 SIBLINGS = LAYERS[2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -28,13 +29,14 @@ from hf_dist.config import (
 )
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.hf import loop_config
 from hf_dist.hf.data import make_seekable
+from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
 from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.state import full_state_dict
 from hf_dist.launch import detect_launch
-from hf_dist.log import warn_once
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
 from hf_dist.pipelined import Example
 from hf_dist.sharding.placement import Placement
@@ -44,11 +46,15 @@ from hf_dist.sharding.wrap import containers
 class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     """An `Accelerator` whose `prepare` shards the model in place, as the JSON says; everything else is accelerate's.
 
-    `DistAccelerator(dist_config="zero3.json", ...)` for a loop of one's own; the Trainer's accelerator is adopted.
+    `DistAccelerator(dist_config="zero3.json", ...)` for a loop of one's own, with accelerate's other arguments; without
+    `dist_config` the one that HF_DIST_CONFIG or `accelerate launch` names. The Trainer's accelerator is adopted.
     """
 
-    def __init__(self, *args: Any, dist_config: str | os.PathLike[str] | Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, dist_config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         failure.install()
+        loop_config.refuse_other_engines(kwargs)
         launch = detect_launch()
         if launch.world_size > 1 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
@@ -57,17 +63,11 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         settings = LauncherSettings.from_environment(os.environ)
         if settings is not None:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
-        read = load_config(dist_config, launcher=settings)
-        accumulation = read.gradient_accumulation_steps
-        if isinstance(accumulation, int):
-            kwargs.setdefault("gradient_accumulation_steps", accumulation)
+        read = load_config(loop_config.named(dist_config, settings), launcher=settings)
+        loop_config.take_accumulation(read.gradient_accumulation_steps, kwargs)
         leave_agent_store()
         super().__init__(*args, mixed_precision="no", **kwargs)
-        if read.optimizer is not None or read.scheduler is not None:
-            warn_once(
-                '"optimizer" and "scheduler" of the configuration have no effect in a loop with DistAccelerator: it uses '
-                "those given to prepare(). The Trainer and hf_dist.initialize make them from the configuration."
-            )
+        read = loop_config.without_trainer(read, self.gradient_accumulation_steps)
         sources = AutoSources(
             data_world_size=count_data_ranks(read, self.num_processes),
             bf16=False,
@@ -75,6 +75,8 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             launcher_precision=str(wanted),
         )
         self._init_dist(resolve(read, sources))
+        if read.hf_dist.lazy_load:
+            stream_while_alive(self)
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, config: DistConfig) -> DistAccelerator:
@@ -99,12 +101,19 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             )
         self.dist_config = config
         self.engines: list[Engine] = []
+        """Of the models that are trained, in the order they were prepared."""
+        self.frozen: list[Engine] = []
+        """Of models prepared for evaluation only: reference, reward, teacher."""
         self.own_model: nn.Module | None = None
+        """The Trainer's model; None in a loop of one's own."""
         self.calls_model: Callable[[nn.Module, dict[str, Any]], Any] | None = None
         """How training calls the model with a batch; None: `model(**batch)`."""
         self._example_loader: Any = None
         self.timeout: timedelta = DEFAULT_TIMEOUT
         self._mesh: ParallelMesh | None = None
+        self._may_reduce = True
+        self._micro_batch: int | None = None
+        """Rows per rank and batch of the loader that a loop of one's own trains with, once it is known."""
 
     @property
     def num_processes(self) -> int:
@@ -126,19 +135,30 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained."""
+        """The engine of the model that is trained (the first one, if there are several)."""
         if not self.engines:
             raise ModelError("no model was prepared yet: call accelerator.prepare(model, optimizer, ...) first")
         return self.engines[0]
 
+    def _engine_holding(self, params: Any) -> Engine:
+        """The engine whose model has the first of these parameters; a single engine is taken on trust."""
+        if len(self.engines) > 1:
+            first = next(iter([params] if isinstance(params, torch.Tensor) else params), None)
+            for engine in self.engines:
+                if any(p is first for p in engine.model.parameters()):
+                    return engine
+        return self.engine
+
     def engine_of(self, model: nn.Module) -> Engine | None:
         """The engine of `model`, None if it was not prepared here."""
-        return next((e for e in self.engines if e.model is model), None)
+        return next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
 
     # ------------------------------------------------------------------- prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shard models, bind optimizers to them, wrap loaders and schedulers; same order as given. Every rank calls it."""
+        if self._micro_batch is None:
+            self._micro_batch = loop_config.micro_batch(args, self.num_processes if self.split_batches else 1)
         ready: dict[int, Any] = {}
         # Models before optimizers: an optimizer steps the fragments of a sharded model.
         for obj in args:
@@ -163,20 +183,22 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             set_up_checkpointing(model, self.dist_config)  # a second `train()` has used HF's switch again
         else:
             trainable = not evaluation_mode or model is self.own_model
+            config = self._config_for(model)
             engine = build_engine(
                 model,
-                self._config_for(model),
+                config,
                 self.mesh,
-                self._batch_sizes(),
+                self._batch_sizes(config),
                 trainable=trainable,
                 make_optimizer=False,
                 example=Example(lambda: example_from(self._example_loader), self.calls_model),
             )
-            self.engines.insert(0 if trainable else len(self.engines), engine)
+            (self.engines if trainable else self.frozen).append(engine)
             if engine.sharded.placements.params is Placement.SHARD and self.mesh.dp_shard.size > 1:
                 # HF's `generate` then keeps all ranks in step until the longest is done.
                 for module in containers(model, engine.sharded.units):
                     module.__dict__["_is_fsdp_managed_module"] = True
+                self.let_save_pretrained(model)
         if model not in self._models:
             self._models.append(model)
         return model
@@ -185,12 +207,13 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         """Settled but for the schedule, whose length is known only when it is made."""
         width = hidden_size_of(getattr(model, "config", None))
         config = self.dist_config
+        if self.own_model is None:
+            config = loop_config.with_micro_batch(config, self._micro_batch)
         unknown = [p for p, source in config.sources.items() if p.startswith("scheduler.") and source == "auto"]
         config = config.replaced({path: (config.value_at(path), "when the schedule is made") for path in unknown})
         return resolve(config, AutoSources(data_world_size=self.num_processes, hidden_size=width), final=True)
 
-    def _batch_sizes(self) -> BatchSizes:
-        config = self.dist_config
+    def _batch_sizes(self, config: DistConfig) -> BatchSizes:
         micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         steps = steps if isinstance(steps, int) else self.gradient_accumulation_steps
         if not isinstance(micro, int):
@@ -232,9 +255,9 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     ) -> torch.optim.Optimizer:
         """Bind `optimizer` to the engine of the model whose parameters it holds."""
         if not isinstance(optimizer, DistOptimizer):
-            engine = self.engine
+            engine = self._engine_holding(p for group in optimizer.param_groups for p in group["params"])
             engine.attach_optimizer(optimizer)
-            optimizer = DistOptimizer(optimizer, engine)
+            optimizer = DistOptimizer(optimizer, engine, self._own_clipping())
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         return optimizer
@@ -245,10 +268,34 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         """Backward of one microbatch; reduces gradients when the window ends (`sync_gradients`)."""
         kwargs.pop("learning_rate", None)
         kwargs.pop("scale_wrt_gas", None)
-        for engine in self.engines[1:]:
-            engine.sharded.is_last_microbatch = self.sync_gradients
-        self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        for engine in self.engines:
+            engine.set_gradient_accumulation_boundary(self.sync_gradients and self._may_reduce)
+            engine.expect_gradients()
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards inside are not the last of their window; the result is the same without it, at every stage."""
+        before, self._may_reduce = self._may_reduce, False
+        try:
+            yield
+        finally:
+            self._may_reduce = before
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refused: a rank that has no batch left cannot take part in gathering the weights of the others' batches."""
+        raise NotImplementedError(
+            "join_uneven_inputs: every rank needs the same number of batches when weights are sharded. Leave "
+            "even_batches on (accelerate's default), or set drop_last=True in the DataLoader."
+        )
+
+    def free_memory(self, *objects: Any) -> Any:
+        """accelerate's: forget what was prepared. In a loop of one's own that includes the engines."""
+        freed = super().free_memory(*objects)
+        if self.own_model is None:  # the Trainer calls this and goes on with its model
+            self.engines.clear()
+            self.frozen.clear()
+        return freed
 
     def gather(self, tensor: Any) -> Any:
         """accelerate's, over the data ranks: the ranks of a pipeline hold the same."""
@@ -285,19 +332,36 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Global norm of all trainable parameters before clipping; equal on every rank, whatever `parameters` lists."""
+        """Global norm of all trainable parameters of the model before clipping; equal on every rank.
+
+        `parameters` tells which model; all of its trainable ones count, whatever is listed.
+        """
         if norm_type != 2:
             raise NotImplementedError(f"norm_type={norm_type}: only the L2 norm (2) is available")
-        return self.engine.clip_grad_norm(float(max_norm))
+        if (own := self._own_clipping()) not in (0.0, float(max_norm)) and max_norm != float("inf"):
+            raise ConfigError(
+                Problem(
+                    "gradient_clipping",
+                    str(own),
+                    f"differs from max_norm={max_norm} in accelerator.clip_grad_norm_",
+                    'Set it to "auto", or change the script.',
+                )
+            )
+        return self._engine_holding(parameters).clip_grad_norm(float(max_norm))
+
+    def _own_clipping(self) -> float:
+        """`gradient_clipping` of the JSON in a loop of one's own (the Trainer clips to `max_grad_norm`); 0 without."""
+        clipping = self.dist_config.gradient_clipping
+        return float(clipping) if self.own_model is None and isinstance(clipping, (int, float)) else 0.0
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every element of the window's gradient."""
-        self.engine.clip_grad_value(float(clip_value))
+        self._engine_holding(parameters).clip_grad_value(float(clip_value))
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step was skipped because of a gradient that is not finite."""
-        return bool(self.engines) and self.engine.step_was_skipped
+        return any(engine.step_was_skipped for engine in self.engines)
 
     # ----------------------------------------------------------------- state
 

@@ -24,6 +24,14 @@ CONFIG_VARIABLE = "HF_DIST_CONFIG"
 _FOREIGN_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
+def config_from_environment(launcher: LauncherSettings | None) -> Any:
+    """The config that HF_DIST_CONFIG or `accelerate launch` names, for scripts that name none; None without one."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    if named or launcher is None:
+        return named or None
+    return launcher.config_file or launcher.base_config()
+
+
 @dataclass
 class DistArgsMixin:
     """Put it before any TrainingArguments class: `class MyArgs(DistArgsMixin, SFTConfig)`, with `@dataclass`.
@@ -51,9 +59,8 @@ class DistArgsMixin:
                 )
             )
         source: Any = self.dist_config if self.dist_config is not None else deepspeed
-        source = source if source is not None else os.environ.get(CONFIG_VARIABLE) or None
+        source = source if source is not None else config_from_environment(launcher)
         if launcher is not None:
-            source = source if source is not None else launcher.config_file or launcher.base_config()
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
         # HF's own path would import the deepspeed package and check its version.
         self.deepspeed: Any = None

@@ -6,8 +6,11 @@ names: `scheduler.bin`, `scheduler_1.bin`, ... and `custom_checkpoint_0.pkl`, ..
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ from hf_dist.checkpoint import folder, random_state, resume
 from hf_dist.checkpoint.model_files import model_files
 from hf_dist.checkpoint.save import SaveRequest
 from hf_dist.engine import Engine
-from hf_dist.errors import CheckpointError
+from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
+from hf_dist.sharding.guard import StandIn
 
 _CUSTOM = re.compile(r"^custom_checkpoint_(\d+)\.pkl$")
 
@@ -29,6 +33,7 @@ _CUSTOM = re.compile(r"^custom_checkpoint_(\d+)\.pkl$")
 class LoopCheckpointsMixin:
     """Overrides of accelerate's `Accelerator`; part of `DistAccelerator`."""
 
+    engines: list[Engine]
     step: int
     project_configuration: Any
     _models: list[nn.Module]
@@ -57,6 +62,11 @@ class LoopCheckpointsMixin:
         """
         if not safe_serialization:
             warn_once("save_state: safe_serialization=False has no effect, weights are written as safetensors")
+        if len(self.engines) > 1:
+            raise ModelError(
+                f"save_state holds one trained model, and {len(self.engines)} were prepared. Save each with "
+                "save_model, or give each its own DistAccelerator."
+            )
         project = self.project_configuration
         final = self._state_folder(output_dir)
 
@@ -117,6 +127,15 @@ class LoopCheckpointsMixin:
         if not safe_serialization:
             warn_once("save_model: safe_serialization=False has no effect, weights are written as safetensors")
         engine.writer.save_model(engine, Path(save_directory), model_files(engine.sharded, max_shard_size))
+
+    def let_save_pretrained(self, model: nn.Module) -> None:
+        """Have `save_pretrained` of a model whose weights rest sharded write all of them, as scripts expect. Local.
+
+        `model.save_pretrained(folder)` then is collective: every rank calls it, as scripts for accelerate do.
+        """
+        if hasattr(model, "save_pretrained"):
+            instead = functools.partial(_save_pretrained, weakref.ref(self))  # weak: the model would keep the engines
+            model.__dict__["save_pretrained"] = StandIn(model, "save_pretrained", instead, sharded=True)
 
     # ------------------------------------------------------------------- folders
 
@@ -179,6 +198,18 @@ class LoopCheckpointsMixin:
             )
         for index, obj in enumerate(self._custom_objects):
             obj.load_state_dict(_plain(directory / f"custom_checkpoint_{index}.pkl"))
+
+
+def _save_pretrained(accelerator: Callable[[], Any], model: Any, save_directory: Any, **kwargs: Any) -> Any:
+    """The stock method, on the main rank, with the full weights unless others are given. Collective then."""
+    owner = accelerator()
+    if owner is None or owner.engine_of(model) is None:
+        return type(model).save_pretrained(model, save_directory, **kwargs)
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = owner.get_state_dict(model)
+    if not owner.is_main_process:
+        return None
+    return type(model).save_pretrained(model, save_directory, **kwargs)
 
 
 def _scheduler_name(index: int) -> str:

@@ -19,11 +19,12 @@ from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
 from hf_dist.hf.pipeline import PipelineMixin
+from hf_dist.hf.trl import TrlMixin
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.schedules import build_scheduler
 
 
-class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
+class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
     Active when the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG); otherwise the base's behaviour.
@@ -45,7 +46,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         """HF makes its accelerator, we adopt it: references that others took to it stay valid."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         if self.dist is None:
             return
         config = resolve(self.dist, self._auto_sources())
@@ -80,7 +81,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin):
         super().__init__(*args, **kwargs)
         if self.dist is not None:
             for callback in default_callbacks(self):
-                self.add_callback(callback)  # type: ignore[attr-defined]
+                self.add_callback(callback)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not before sharding: a whole model may not fit the device."""

@@ -83,8 +83,8 @@ def tell_full_build(model: nn.Module, mesh: ParallelMesh) -> None:
     if mesh.world.size > 1 and 2 * built > sum(nbytes for nbytes, _ in sizes):
         say(
             f"the model was built in full on each of {mesh.world.size} ranks: {built / 2**20:,.0f} MiB of host memory per "
-            "rank. Call from_pretrained after the DistTrainingArguments were made, or hf_dist.from_pretrained(AutoModel..., "
-            "...), and each rank reads only its part."
+            "rank. Call from_pretrained after the DistTrainingArguments (or the DistAccelerator) were made, or "
+            "hf_dist.from_pretrained(AutoModel..., ...), and each rank reads only its part."
         )
 
 

@@ -148,17 +148,20 @@ def refuse_moves(model: nn.Module) -> None:
     A call that changes nothing (`.to(the same device)`, which many loops make) passes. HF's `resize_token_embeddings` is
     refused likewise: it would put parameters into the model that no shard and no optimizer knows.
     """
-    model.__dict__["_apply"] = _StandIn(model, "_apply", _refuse_change, sharded=True)
+    model.__dict__["_apply"] = StandIn(model, "_apply", _refuse_change, sharded=True)
     for module in model.modules():
         if hasattr(type(module), _RESIZE):
-            module.__dict__[_RESIZE] = _StandIn(module, _RESIZE, _refuse_resize, sharded=True)
+            module.__dict__[_RESIZE] = StandIn(module, _RESIZE, _refuse_resize, sharded=True)
 
 
 _RESIZE = "resize_token_embeddings"
 
 
-class _StandIn:
-    """Stands in for one method of one module, which it holds weakly; on a copy of the module it is the ordinary one."""
+class StandIn:
+    """Stands in for one method of one module, which it holds weakly; on a copy of the module it is the ordinary one.
+
+    `module.__dict__[name] = StandIn(module, name, instead, sharded=True)`; calls arrive at `instead(module, ...)`.
+    """
 
     def __init__(self, module: nn.Module, method: str, instead: Callable[..., Any], *, sharded: bool) -> None:
         self._module = weakref.ref(module)
@@ -166,9 +169,9 @@ class _StandIn:
         self._instead = instead
         self._sharded = sharded
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         # A copy has plain parameters of its own. `deepcopy` has noted it in `memo` before it comes to the attributes.
-        return _StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
+        return StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from transformers import AutoModelForCausalLM
 REPO = Path(__file__).resolve().parent.parent.parent
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
 TIMEOUT_S = 400
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL needs Python 3.11")
 
 
-def run(*command: str) -> str:
+def run(*command: str, **variables: str) -> str:
     """Run a Python command from the repository, offline and with one thread; its output, or a failure that shows it."""
     environment = {
         **os.environ,
@@ -23,6 +25,7 @@ def run(*command: str) -> str:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
+        **variables,
     }
     done = subprocess.run(
         [sys.executable, *command],
@@ -85,6 +88,46 @@ def test_causal_lm_trains_samples_and_saves(tmp_path: Path, config: str) -> None
     said = train("train_clm.py", config, tmp_path, *small)
     assert "perplexity before:" in said
     assert "sample: 'def " in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@needs_trl
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_sft_with_trl_trains_and_saves(tmp_path: Path) -> None:
+    small = ("--max_per_package", "12", "--max_length", "48", "--packing", "True")
+    said = train("sft_trl.py", "zero3.json", tmp_path, *small)
+    assert "loss before:" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@needs_trl
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_an_unmodified_trl_script_runs_sharded(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_dist.run"]
+    options = ["--deepspeed", "configs/zero3_fp32.json", "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
+    said = run(*launcher, "examples/dpo_trl.py", *options, "--max_steps", "3", "--max_length", "32")
+    assert "weights sharded, gradients sharded" in said
+    assert "the chosen text is preferred in" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_lora_trains_saves_and_merges(tmp_path: Path) -> None:
+    said = train("finetune_lora.py", "zero3.json", tmp_path, "--max_per_package", "12", "--lora_r", "4")
+    assert "parameters trained; loss before:" in said
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_loop_without_a_trainer_runs_under_accelerate_launch_and_goes_on(tmp_path: Path) -> None:
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    options = ["--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "3", "--max_per_package", "12"]
+    script = ["examples/no_trainer.py", "--dist_config", "configs/zero3.json", *options]
+    said = run(*launcher, *script, "--num_epochs", "1", ACCELERATE_USE_CPU="true")
+    assert "epoch 0: held-out loss" in said
+    said = run(*launcher, *script, "--num_epochs", "2", ACCELERATE_USE_CPU="true")
+    assert "epoch 1: held-out loss" in said and "epoch 0" not in said
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -1,0 +1,110 @@
+"""The JSON in a loop of one's own: what a Trainer's arguments would fill and agree with, accelerate's objects do here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from hf_dist.config import DistConfig, LauncherSettings
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.hf.args import CONFIG_VARIABLE, config_from_environment
+from hf_dist.log import warn_once
+
+_MICRO, _TRAIN, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
+
+
+_OTHER_ENGINES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+
+
+def refuse_other_engines(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for accelerate's plugins of other engines."""
+    problems = [
+        Problem(
+            name, "", "starts another engine", "Remove it; dist_config says the same (a DeepSpeed JSON can be given)."
+        )
+        for name in _OTHER_ENGINES
+        if arguments.get(name) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def named(given: Any, launcher: LauncherSettings | None) -> Any:
+    """The config the script gives, else the one named outside of it. Raises `ConfigError` without any."""
+    source = given if given is not None else config_from_environment(launcher)
+    if source is None:
+        raise ConfigError(
+            Problem(
+                "dist_config",
+                "",
+                "is missing",
+                f"Give DistAccelerator the path of a JSON, or name it in the variable {CONFIG_VARIABLE}.",
+            )
+        )
+    return source
+
+
+def take_accumulation(configured: Any, arguments: dict[str, Any]) -> None:
+    """One number of microbatches per step, from the JSON or from the script; both only if they agree."""
+    plugin = arguments.get("gradient_accumulation_plugin")
+    given = plugin.num_steps if plugin is not None else arguments.get("gradient_accumulation_steps")
+    if not isinstance(configured, int):
+        return
+    if given is None:
+        arguments["gradient_accumulation_steps"] = configured
+    elif given != configured:
+        raise ConfigError(
+            Problem(
+                "gradient_accumulation_steps",
+                str(configured),
+                f"differs from the {given} that the script gives its accelerator",
+                'Set it to "auto", or remove it from the script.',
+            )
+        )
+
+
+def without_trainer(config: DistConfig, accumulation: int) -> DistConfig:
+    """`config` without the parts that belong to a Trainer; "auto" means what the script does by itself."""
+    changes: dict[str, tuple[Any, str]] = {}
+    if config.optimizer is not None or config.scheduler is not None:
+        warn_once(
+            '"optimizer" and "scheduler" of the configuration have no effect in a loop with DistAccelerator: it uses those '
+            "given to prepare(). The Trainer and hf_dist.initialize make them from the configuration."
+        )
+        own = [path for path in config.sources if path.startswith(("optimizer.params.", "scheduler.params."))]
+        changes.update({path: (None, "the script") for path in own})
+        changes.update(dict.fromkeys(("optimizer", "scheduler"), (None, "the script")))
+    if not isinstance(config.gradient_clipping, (int, float)):
+        changes["gradient_clipping"] = (0.0, "auto <- accelerator.clip_grad_norm_")
+    if not isinstance(config.gradient_accumulation_steps, int):
+        changes[_STEPS] = (accumulation, "auto <- Accelerator.gradient_accumulation_steps")
+    return config.replaced(changes)
+
+
+def micro_batch(objects: Iterable[Any], num_shares: int) -> int | None:
+    """Rows per rank of the first data loader among what is prepared, whose batches are cut into `num_shares`."""
+    sizes = [obj.batch_size for obj in objects if isinstance(obj, DataLoader)]
+    return sizes[0] // num_shares if sizes and sizes[0] is not None else None
+
+
+def with_micro_batch(config: DistConfig, rows: int | None) -> DistConfig:
+    """`config` with the batch size of the script's loader; None while it is not known. Raises `ConfigError`."""
+    changes: dict[str, tuple[Any, str]] = {}
+    configured = config.train_micro_batch_size_per_gpu
+    if not isinstance(configured, int):
+        changes[_MICRO] = (rows, "auto <- DataLoader.batch_size")
+    elif rows not in (None, configured):
+        raise ConfigError(
+            Problem(
+                config.spelled(_MICRO),
+                str(configured),
+                f"differs from the {rows} rows per process of the first DataLoader given to prepare()",
+                'Set it to "auto", or change the DataLoader.',
+                config.place_of(_MICRO),
+            )
+        )
+    if rows is None and not isinstance(config.train_batch_size, int):
+        changes[_TRAIN] = (None, "the data loader")
+    return config.replaced(changes)

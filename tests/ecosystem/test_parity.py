@@ -1,0 +1,116 @@
+"""Trainers, TRL's trainers and raw accelerate loops equal the same script under plain DDP on the same two ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ecosystem.tiny import save_models
+from tests.harness import run_ranks
+from tests.hf.on_ranks import run_jobs
+
+pytest.importorskip("trl", reason="TRL needs Python 3.11")
+TOLERANCE = 1e-5
+KINDS = ("raw", "trainer", "seq2seq", "sft", "dpo", "reward", "grpo")
+FULL_GRID = bool(os.environ.get("HF_DIST_FULL_GRID"))
+# Every pair of (stage, adapters), (stage, checkpointing) and (adapters, checkpointing), over four cases of each kind.
+PAIRWISE = ((1, False, True), (2, True, False), (3, True, True), (3, False, False))
+EVERY = tuple(itertools.product((1, 2, 3), (False, True), (False, True)))
+Case = tuple[str, int, bool, bool]
+CASES: list[Case] = [
+    *((kind, *case) for kind in KINDS for case in (EVERY if FULL_GRID else PAIRWISE)),
+    *((kind, 3, False, False) for kind in ("by_hand", "two_models", "packed", "synced", "precomputed")),
+    *((kind, 2, True, False) for kind in ("by_hand", "precomputed")),
+    *((kind, 1, False, True) for kind in ("by_hand", "two_models", "synced")),
+]
+OVER_STAGES = ("sft", "reward")
+
+
+def run_of(case: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments of `runs.run`."""
+    return dict(zip(("kind", "stage", "adapters", "checkpointing"), case, strict=True), root="")
+
+
+REST: dict[str, tuple[str, dict[str, Any]]] = {
+    "clipped_by_json": ("tests.ecosystem.loops:clipped_by_json", {"norm": 0.25}),
+    "errors": ("tests.ecosystem.loops:errors", {}),
+    "refused_over_stages": ("tests.ecosystem.runs:refused_over_stages", {"root": ""}),
+    **{f"{kind}_over_stages": ("tests.ecosystem.runs:run", run_of((kind, 4, True, False))) for kind in OVER_STAGES},
+}
+
+
+def reference_of(case: Case) -> tuple[Any, ...]:
+    """DDP, which needs no gradient checkpointing to give the same numbers."""
+    return (case[0], None, case[2], False)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`outcomes()[kind, stage or None, adapters, checkpointing]` of the main rank; one spawn for all."""
+
+    @functools.cache
+    def run() -> dict[Any, Any]:
+        root = tmp_path_factory.mktemp("ecosystem")
+        save_models(root)
+        references = dict.fromkeys(map(reference_of, CASES))
+        every = [*references, *CASES]
+        jobs = [("tests.ecosystem.runs:run", {**run_of(case), "root": str(root)}) for case in every]
+        jobs += [(job, {**given, "root": str(root)} if "root" in given else given) for job, given in REST.values()]
+        results = run_ranks(run_jobs, 2, (jobs, str(root)), timeout=1500)[0]
+        return dict(zip([*every, *REST], results, strict=True))
+
+    return run
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-z{c[1]}{'-lora' * c[2]}{'-checkpointing' * c[3]}")
+def test_equals_the_same_script_under_ddp(case: Case, outcomes: Any) -> None:
+    outcome, reference = outcomes()[case], outcomes()[reference_of(case)]
+    assert not isinstance(reference, str), reference
+    assert not isinstance(outcome, str), outcome
+    assert len(reference["losses"]) > 2
+    assert len(set(reference["losses"])) > 2 and min(reference["norms"]) > 0
+    assert outcome.keys() == reference.keys()
+    for key in reference:
+        assert outcome[key] == pytest.approx(reference[key], rel=TOLERANCE, abs=1e-6), key
+
+
+def test_a_loop_is_clipped_by_the_json_where_the_script_does_not(outcomes: Any) -> None:
+    by_json, by_script = outcomes()["clipped_by_json"]
+    assert by_json == pytest.approx(by_script, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("accumulation", "gradient_accumulation_steps: 2 differs from the 4"),
+        ("engine", "fsdp_plugin: starts another engine"),
+        ("config", "HF_DIST_CONFIG"),
+        ("batch", "train_micro_batch_size_per_gpu: 4 differs from the 2 rows"),
+        ("clipping", "gradient_clipping: 0.5 differs from max_norm=1.0"),
+        ("uneven", "same number of batches"),
+    ],
+)
+def test_a_script_that_contradicts_its_json_is_told_so(name: str, says: str, outcomes: Any) -> None:
+    assert says in outcomes()["errors"][name]
+
+
+@pytest.mark.parametrize("kind", OVER_STAGES)
+def test_over_pipeline_stages_equals_one_process(kind: str, outcomes: Any, tmp_path: Path) -> None:
+    save_models(tmp_path)
+    jobs = [("tests.ecosystem.runs:run", {**run_of((kind, None, True, False)), "root": str(tmp_path)})]
+    outcome, reference = outcomes()[f"{kind}_over_stages"], run_ranks(run_jobs, 1, (jobs, str(tmp_path)))[0][0]
+    assert not isinstance(outcome, str), outcome
+    assert {"losses", "norms", "evaluated"} <= outcome.keys()
+    for key in outcome:
+        assert outcome[key] == pytest.approx(reference[key], rel=TOLERANCE, abs=1e-6), key
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dpo", "DPOTrainer"), ("grpo", "GRPOTrainer")])
+def test_steps_that_are_more_than_one_forward_are_refused_over_stages(kind: str, name: str, outcomes: Any) -> None:
+    assert f"pipeline.stages: 2 cannot be combined with {name}" in outcomes()["refused_over_stages"][kind]

@@ -1,0 +1,94 @@
+"""`hf_dist.run`: stock scripts, unmodified, at ZeRO-3 on two ranks give the numbers of plain DDP."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ecosystem.on_ranks import nothing_asked, run_scripts
+from tests.ecosystem.tiny import save_models, words
+from tests.harness import run_ranks
+
+pytest.importorskip("trl", reason="TRL needs Python 3.11")
+TRAINING = [
+    *("--max_steps", "3", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2"),
+    *("--learning_rate", "5e-3", "--adam_epsilon", "1e-3", "--logging_steps", "1", "--report_to", "none"),
+    *("--save_strategy", "no", "--use_cpu", "--disable_tqdm", "True", "--seed", "5", "--max_grad_norm", "0.5"),
+]
+SCRIPTS: dict[str, tuple[str, list[str]]] = {
+    "language_modelling": (
+        "language_modelling",
+        [*TRAINING, "--model_name_or_path", "{root}/lm", "--train_file", "{root}/text.txt", "--do_train", "--do_eval",
+         "--gradient_accumulation_steps", "2", "--gradient_checkpointing", "True"],
+    ),
+    "text_classification": ("classification", TRAINING),
+    "image_classification": ("classification", [*TRAINING, "--task", "image"]),
+    # These models return a mean over the microbatch: HF multiplies it by the ranks unless it is told not to.
+    "question_answering": ("question_answering", [*TRAINING, "--average_tokens_across_devices", "False"]),
+    "summarisation": (
+        "summarisation",
+        [*TRAINING, "--average_tokens_across_devices", "False", "--predict_with_generate", "--generation_max_length", "9"],
+    ),
+    "no_trainer": ("no_trainer", ["--model_name_or_path", "{root}/lm"]),
+    "no_trainer_resumed": (
+        "no_trainer",
+        ["--model_name_or_path", "{root}/lm", "--resume_from_checkpoint", "{parent}/no_trainer/step_2"],
+    ),
+    "dpo": ("preferences", [*TRAINING, "--model_name_or_path", "{root}/lm", "--bf16", "False", "--max_length", "16"]),
+    "dpo_lora": (
+        "preferences",
+        [*TRAINING, "--model_name_or_path", "{root}/lm", "--bf16", "False", "--max_length", "16", "--use_peft",
+         "--lora_target_modules", "all-linear", "--lora_r", "4", "--lora_dropout", "0"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`outcomes(sharded)[name]` of the main rank; one spawn each, because `hf_dist.run` is for the life of a process."""
+
+    @functools.cache
+    def root() -> Path:
+        import torch
+
+        made = tmp_path_factory.mktemp("scripts")
+        save_models(made)
+        g = torch.Generator().manual_seed(7)
+        (made / "text.txt").write_text("\n".join(words(20, g) for _ in range(24)))
+        (made / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+        return made
+
+    @functools.cache
+    def run(sharded: bool) -> dict[str, Any]:
+        extra = ["--deepspeed", "{root}/zero3.json"]
+        jobs = [
+            (name, script, [*arguments, *(extra if sharded and script != "no_trainer" else ())])
+            for name, (script, arguments) in SCRIPTS.items()
+        ]
+        results = run_ranks(run_scripts, 2, (jobs, sharded, str(root())), timeout=600)
+        return dict(zip(SCRIPTS, results[0], strict=True))
+
+    return run
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_unmodified_script_gives_the_numbers_of_ddp(name: str, outcomes: Any) -> None:
+    plain, sharded = outcomes(False)[name], outcomes(True)[name]
+    assert not isinstance(plain, str), plain
+    assert not isinstance(sharded, str), sharded
+    assert len(plain["numbers"]) > 2
+    assert set(plain["numbers"]) <= set(sharded["numbers"])
+    for key, value in plain["numbers"].items():
+        assert sharded["numbers"][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    missing = set(plain["files"]) - set(sharded["files"])
+    assert not missing
+
+
+def test_a_script_that_names_no_config_gets_the_stock_behaviour(tmp_path: Path) -> None:
+    found = run_ranks(nothing_asked, 1, (str(tmp_path),))[0]
+    assert [name for name, holds in found.items() if not holds] == []
