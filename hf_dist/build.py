@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist import failure
+from hf_dist import failure, watchdog
 from hf_dist.activation import set_up_checkpointing, tiled_loss_for
 from hf_dist.config import (
     BatchSizes,
@@ -32,6 +32,7 @@ from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.pipelined import Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
+from hf_dist.sharding.compiled import compile_blocks
 from hf_dist.sharding.consistency import (
     agree_on_sources,
     check_load,
@@ -85,13 +86,18 @@ def mesh_for(
     config: DistConfig, *, device: torch.device | str | None = None, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> ParallelMesh:
     """The mesh that `config` asks for. Every rank calls it; ranks whose configs differ are told so."""
-    return build_mesh(
+    if config.compile.enabled and config.pipeline.stages > 1:
+        reason = "is not available together with pipeline.stages above 1"
+        raise ConfigError(Problem("compile.enabled", "true", reason, "Remove one of the two."))
+    mesh = build_mesh(
         shard_size=config.zero_optimization.shard_group_size,
         pipeline_stages=config.pipeline.stages,
         device=device,
         timeout=timeout,
         facts=_facts(config),
     )
+    watchdog.start(config.hf_dist.stall_report_seconds)
+    return mesh
 
 
 def _facts(config: DistConfig) -> dict[str, str]:
@@ -170,6 +176,9 @@ def build_engine(
         pipeline=cut.share if cut else None,
         storage=storage,
     )
+    # After sharding, whose hooks stay outside; before the tiled loss, which calls the blocks as anybody does.
+    if config.compile.enabled:
+        say(f"{compile_blocks(sharded.units, config.compile.backend)} blocks are compiled ({config.compile.backend})")
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
     # After sharding: the optimizer's state is made for fragments, never for whole parameters.
@@ -191,6 +200,7 @@ def build_engine(
         engine.tiled_loss = tiled_loss_for(model, set(kept), config)
     # Last: a schedule reads and writes the param groups of the optimizer as it will be stepped.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
+    watchdog.watch(engine)
     if trainable:
         say(start_up_report(sharded, config, batch, pipeline))
     return engine

@@ -61,7 +61,22 @@ def record() -> Iterator[CommLog]:
         _logs.remove(log)
 
 
+_num_started = 0
+
+
+def num_started() -> int:
+    """Transfers that this process has begun. Whoever looks twice sees whether anything moves."""
+    return _num_started
+
+
+def count_start() -> None:
+    """One more of them."""
+    global _num_started
+    _num_started += 1
+
+
 def _count(op: str, axis: MeshAxis, nbytes: int) -> None:
+    count_start()
     for log in _logs:
         log.entries.append(Sent(op, axis.name, nbytes))
 
@@ -242,6 +257,7 @@ def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
     """Every rank's small picklable `item`, by coordinate. Collective, blocking; for set-up and checks, not for steps."""
     if axis.group is None:
         return [item]
+    count_start()
     items: list[Any] = [None] * axis.size
     dist.all_gather_object(items, item, group=axis.group)
     return items
@@ -251,6 +267,7 @@ def broadcast_object(axis: MeshAxis, item: Any, source: int = 0) -> Any:
     """The small picklable `item` of coordinate `source`. Collective, blocking."""
     if axis.group is None:
         return item
+    count_start()
     items = [item]
     dist.broadcast_object_list(items, group=axis.group, group_src=source)
     return items[0]
@@ -259,6 +276,7 @@ def broadcast_object(axis: MeshAxis, item: Any, source: int = 0) -> Any:
 def barrier(axis: MeshAxis) -> None:
     """Wait until every rank of `axis` is here."""
     if axis.group is not None:
+        count_start()
         dist.barrier(group=axis.group)
 
 

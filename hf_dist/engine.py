@@ -21,7 +21,7 @@ from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.errors import ModelError
 from hf_dist.estimate.out_of_memory import explained, shape_of
-from hf_dist.log import warn_once
+from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.store import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
@@ -29,6 +29,7 @@ from hf_dist.optim.clip import GradientSummary, clip_coefficient, scale_gradient
 from hf_dist.optim.elementwise import check_elementwise
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -75,6 +76,7 @@ class Engine:
         self._summary: GradientSummary | None = None
         self._max_norm: float | None = None
         self._norm: torch.Tensor | None = None
+        self._told_unused = False
         self._losses: list[torch.Tensor] | None = None
         """Handed in by `backward` while a pipeline's window runs."""
 
@@ -168,7 +170,7 @@ class Engine:
             reported = []
             for i, microbatch in enumerate(microbatches):
                 self.set_gradient_accumulation_boundary(i + 1 == len(microbatches))
-                reported.append(step(self.model, microbatch).detach())
+                reported.append(step(self.model, microbatch).detach().float())  # a sum in bf16 would lose digits
             self.set_gradient_accumulation_boundary(None)
             return torch.stack(reported).sum()
         self._summary = None
@@ -309,24 +311,26 @@ class Engine:
         if (isinstance(factor, torch.Tensor) and factor.is_cuda) or float(factor) != 1.0:
             scale_gradients(self.sharded, factor)
         used = self._summary.used
-        if used and not self.config.zero_optimization.ignore_unused_parameters:
-            self._refuse_unused(used)
+        self._look_at_unused(used)
         self.fragments.step(lambda f: _is_used(f, used), closure)
         self.sharded.weights_changed()
         self.zero_grad()
 
-    def _refuse_unused(self, used: dict[tuple[int, int], bool]) -> None:
-        names = [
-            slot.name
-            for group in self.sharded.trainable_groups
-            for i, slot in enumerate(group.layout.slots)
-            if not used.get((id(group), i), True)
-        ]
-        if names:
-            raise ModelError(
-                f"zero_optimization.ignore_unused_parameters is false, and {len(names)} trainable parameters had no gradient "
-                f"on any rank in this step, the first is {names[0]}. Freeze them, use them in the loss, or remove the key."
-            )
+    def _look_at_unused(self, used: dict[tuple[int, int], bool]) -> None:
+        """The first step that is not skipped tells which trainable parameters got no gradient; or none may be without."""
+        if not self._told_unused:
+            self._told_unused = True
+            text = describe_unused(self.sharded, unused_parameters(self.sharded, used))
+            if text:
+                say(text)
+        if used and not self.config.zero_optimization.ignore_unused_parameters:
+            names = list(unused_parameters(self.sharded, used))
+            if names:
+                raise ModelError(
+                    f"zero_optimization.ignore_unused_parameters is false, and {len(names)} trainable parameters had no "
+                    f"gradient on any rank in this step, the first is {names[0]}. Freeze them, use them in the loss, or remove "
+                    "the key."
+                )
 
     def zero_grad(self) -> None:
         """Drop the window's gradients. `step()` does this; call it to abandon a window."""

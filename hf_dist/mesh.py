@@ -260,6 +260,51 @@ def _agree_on_port(store: dist.Store, rank: int, world: int) -> int:
     raise TopologyError(f"rank {rank} did not find the {world} ranks of this job within {DEFAULT_TIMEOUT}")
 
 
+def leave_job() -> None:
+    """End torch.distributed in this process when every rank is here. Collective; nothing happens where it was not started."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def job_store() -> dist.Store | None:
+    """The store through which the ranks of this job found each other; None before they did, or for one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_address() -> str:
+    """The address of this machine as the other ranks reach it: that of the interface towards rank 0."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if int(os.environ.get("RANK", "0")) == 0:
+        return master
+    family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of a datagram socket: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def sequence_number() -> int:
+    """Collectives of the default group so far, those of other libraries too. Local; any thread may ask."""
+    if not dist.is_initialized():
+        return 0
+    with contextlib.suppress(RuntimeError, ValueError):  # another thread may be ending it
+        group: Any = dist.distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def device_is_busy(ask: bool) -> bool:
+    """Whether this process's GPU has work that is not finished; False if not to `ask`, or without a GPU in use.
+
+    Not to be asked while a graph may be captured: that would end the capture.
+    """
+    if not ask or not torch.cuda.is_initialized():
+        return False
+    return not torch.cuda.default_stream().query()
+
+
 def _backend(device: torch.device) -> str:
     """Named for every group: a default group made elsewhere may have one backend per device, or call it undefined."""
     return "gloo" if device.type == "cpu" or dist.get_backend() == "gloo" else "nccl"

@@ -17,10 +17,10 @@ PACKAGE = REPO / "hf_dist"
 
 LAYERS = [
     {"config", "errors", "failure", "launch", "log", "version"},
-    {"mesh", "collectives", "offload", "activation"},
+    {"mesh", "collectives", "offload", "activation", "watchdog"},
     {"sharding", "tensor_parallel", "pipeline"},
     {"checkpoint", "optim"},
-    {"build", "engine", "estimate", "pipelined", "report"},
+    {"build", "engine", "estimate", "local_ranks", "pipelined", "report"},
     {"hf", "cli", "run"},
 ]
 """Bottom first. A module imports from its own layer or from one below."""

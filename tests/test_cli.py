@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_dist.cli import doctor
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -31,6 +33,21 @@ def test_env_prints_versions_devices_and_launch_variables() -> None:
     for word in ("python", "torch", "transformers", "accelerate", "cpu", "backends", "gloo", "MASTER_PORT", "29400"):
         assert word in result.stdout
     assert "rank 1 of 4, launcher: torchrun" in result.stdout
+
+
+def test_doctor_tests_a_group_and_finds_nothing_wrong() -> None:
+    result = hf_dist("doctor", "--ranks", "3")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for word in ("transformers", "interfaces", "backends", "3 ranks", "GB/s sent per rank", "nothing is wrong"):
+        assert word in result.stdout
+
+
+def test_doctor_knows_pairs_of_versions_that_do_not_go_together() -> None:
+    found = {"transformers": "5.23.0", "peft": "0.17.1", "accelerate": "0.9"}
+    problems = "\n".join(doctor.version_problems(found))
+    assert "transformers 5.23.0 with peft 0.17.1: peft imports names" in problems
+    assert "needs accelerate" in problems, "what a package declares itself is checked, too"
+    assert doctor.version_problems({"transformers": "5.23.0", "peft": "0.21.2"}) == []
 
 
 def test_config_prints_the_resolved_table() -> None:

@@ -108,6 +108,10 @@ def test_torchrun_shows_what_one_rank_raised_in_the_middle(tmp_path: Path) -> No
     assert code != 0
     raised = re.findall(r"^\[rank (\d)\] RuntimeError: the data of step 2 is broken$", output, re.MULTILINE)
     assert raised == ["1"], output
+    # The launcher's summary, the last thing in the log, ends with the traceback.
+    summary = output[output.index("Root Cause") :]
+    assert "traceback : of rank 1:\nTraceback" in summary, output
+    assert re.search(r"RuntimeError: the data of step 2 is broken\n=+\s*$", summary), output
     # The rank that only lost its peer has one line, not a second traceback.
     assert "[rank 0] Traceback" not in output, output
 
@@ -216,8 +220,9 @@ def test_the_same_mistakes_are_found_in_a_file_with_its_lines(tmp_path: Path) ->
 
 
 def test_one_process_keeps_its_excepthook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what detect_launch exports is undone
+        monkeypatch.delenv(name)
     monkeypatch.setattr(failure, "_installed", False)
     before = sys.excepthook
     DistTrainingArguments(str(tmp_path), dist_config={}, use_cpu=True)

@@ -225,6 +225,8 @@ class _one_problem_for_all:
         if error is not None:
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             problem = reason.splitlines()[0] if reason else type(error).__name__
+            if not isinstance(error, (CheckpointError, OSError)):  # a bug, in a user's override perhaps: where?
+                failure.print_traceback(error)
         problems = collectives.all_gather_object(self.axis, problem)
         first = next((rank for rank, p in enumerate(problems) if p), None)
         if first is not None:

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hf_dist.cli import checkpoint, config, env, plan, schedule
+from hf_dist.cli import check, checkpoint, config, doctor, env, plan, schedule
 from hf_dist.errors import HfDistError
 
 __all__ = ["app", "main"]
@@ -22,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(env.env)
+app.command()(doctor.doctor)
+app.command()(check.check)
 app.command()(checkpoint.export)
 app.command()(checkpoint.inspect)
 app.command()(schedule.schedule)

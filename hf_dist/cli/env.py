@@ -14,9 +14,9 @@ from rich.table import Table
 from hf_dist.errors import HfDistError
 from hf_dist.launch import detect_launch
 
-__all__ = ["env"]
+__all__ = ["PACKAGES", "devices", "env", "launch_variables", "table", "versions"]
 
-_PACKAGES = ("hf-dist", "torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "trl")
+PACKAGES = ("hf-dist", "torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "trl")
 _LAUNCH_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT)|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
     r"|HF_DIST_\w+|HF_HUB_OFFLINE|ACCELERATE_\w+|NCCL_\w+|GLOO_\w+|SLURM_(PROCID|LOCALID|STEP_\w+)|OMPI_COMM_WORLD_\w+"
@@ -26,12 +26,13 @@ _LAUNCH_VARIABLES = re.compile(
 def env() -> None:
     """Print versions, devices, communication backends and the launcher's variables: what a bug report needs."""
     console = Console(soft_wrap=True, highlight=False)
-    console.print(_table("versions", _versions()))
-    console.print(_table("devices", _devices()))
-    console.print(_table("launch", _launch()))
+    console.print(table("versions", versions()))
+    console.print(table("devices", devices()))
+    console.print(table("launch", launch_variables()))
 
 
-def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+def table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Two columns without lines."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -40,16 +41,18 @@ def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _versions() -> Iterable[tuple[str, str]]:
+def versions() -> Iterable[tuple[str, str]]:
+    """Of Python and the packages that matter."""
     yield "python", f"{platform.python_version()} ({platform.platform()})"
-    for package in _PACKAGES:
+    for package in PACKAGES:
         try:
             yield package, version(package)
         except PackageNotFoundError:
             yield package, "not installed"
 
 
-def _devices() -> Iterable[tuple[str, str]]:
+def devices() -> Iterable[tuple[str, str]]:
+    """Of this machine, and the backends that torch was built with."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -65,7 +68,8 @@ def _devices() -> Iterable[tuple[str, str]]:
     yield "backends", ", ".join(name.lower() for name, on in built.items() if on not in {"0", "OFF"}) or "none"
 
 
-def _launch() -> Iterable[tuple[str, str]]:
+def launch_variables() -> Iterable[tuple[str, str]]:
+    """What the launcher said."""
     try:
         launch = detect_launch(dict(os.environ))
         yield "process", f"rank {launch.rank} of {launch.world_size}, launcher: {launch.launcher}"

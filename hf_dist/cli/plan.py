@@ -139,12 +139,10 @@ def _meta_model(model: str) -> Any:
     import torch
     import transformers
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        fix = "Pass a folder that holds a config.json, or the ID of a model that can be reached."
-        raise ConfigError(Problem("--model", model, f"has no config that can be read: {error}", fix)) from None
-    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    from hf_dist.hf.model_class import architecture_of, model_config
+
+    config = model_config(model)
+    name = architecture_of(config)
     cls = getattr(transformers, name, None)
     try:
         with torch.device("meta"):

@@ -16,6 +16,7 @@ from hf_dist.config.sections import (
     Bf16Config,
     CheckpointConfig,
     CommsLoggerConfig,
+    CompileConfig,
     CountOrAuto,
     CsvMonitorConfig,
     DataTypesConfig,
@@ -94,6 +95,8 @@ class DistConfig(Frozen):
     """`csv_monitor`: the training log in CSV files."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     """`comms_logger`: a table of the communication."""
+    compile: CompileConfig = CompileConfig()
+    """`compile`: torch.compile of blocks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """`checkpoint`: how training state and weights are written."""
     hf_dist: HfDistSection = HfDistSection()

@@ -268,6 +268,15 @@ class CommsLoggerConfig(Frozen):
     """`comms_logger.enabled`: whether calls and bytes of every collective are printed when training ends."""
 
 
+class CompileConfig(Frozen):
+    """The `compile` section: torch.compile of the model's blocks."""
+
+    enabled: Flag = False
+    """`compile.enabled`: whether blocks are compiled, as by torch_compile of TrainingArguments."""
+    backend: str = "inductor"
+    """`compile.backend`: a backend that torch.compile knows, as torch_compile_backend of TrainingArguments."""
+
+
 class CheckpointConfig(Frozen):
     """The `checkpoint` section."""
 
@@ -290,6 +299,8 @@ class HfDistSection(Frozen):
     """`hf_dist.tiled_loss`: whether head and loss run in tiles, without the full logits; the Trainer's default is true."""
     lazy_load: Flag = True
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
+    stall_report_seconds: Real = 60.0
+    """`hf_dist.stall_report_seconds`: how long a rank may wait for the others before all are reported on; 0 for never."""
 
 
 def _digit(value: Any) -> Any:

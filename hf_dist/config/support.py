@@ -30,7 +30,7 @@ _REMOVE = "Remove the key."
 _SECTION_OFF = idle("its section is off", lambda value: True)
 _COMET = idle('use report_to="comet_ml" of TrainingArguments', is_off)
 _FLOPS = idle("the log always has model_tflops_per_rank", is_off)
-_COMPILE = idle("use torch_compile of TrainingArguments", is_off)
+_COMPILE = idle("a detail of DeepSpeed's compiler; compile.enabled compiles the blocks", is_off)
 _PERFORMANCE = idle("a detail of DeepSpeed's implementation")
 _RESHARD = idle("every checkpoint can be loaded by any layout")
 _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
@@ -234,9 +234,10 @@ _SERVICES = {
         "deepcompile free_activation free_activation_threshold offload_activation offload_activation_pin_memory "
         "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce "
         "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors "
-        "keep_all_input_tensors passes disable backend enabled kwargs",
+        "keep_all_input_tensors passes disable kwargs",
         _COMPILE,
     ),
+    **rows("compile", "enabled backend", USED),
 }
 
 
@@ -281,7 +282,7 @@ SUPPORT: Mapping[str, Support] = {
     **_PARALLEL,
     **_SERVICES,
     **_OUT_OF_SCOPE,
-    **rows("hf_dist", "strict save_on_signal check_load lazy_load tiled_loss", USED),
+    **rows("hf_dist", "strict save_on_signal check_load lazy_load tiled_loss stall_report_seconds", USED),
 }
 
 SECTION_ALIASES: Mapping[str, str] = {"bfloat16": "bf16", "tensor_parallel.tp": "tensor_parallel.tensor_parallel"}

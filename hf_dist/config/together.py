@@ -68,6 +68,7 @@ _NEEDS = (
         lambda config: config.pipeline.stages > 1,
         "the model is one pipeline stage",
     ),
+    Needs(("compile.backend",), lambda config: config.compile.enabled, "compile.enabled is false"),
     Needs(
         ("pipeline.schedule",),
         lambda config: config.pipeline.schedule != "interleaved_1f1b" or config.pipeline.virtual_stages > 1,

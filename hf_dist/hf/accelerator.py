@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply
 from torch import nn
 
-from hf_dist import collectives, failure
+from hf_dist import collectives, failure, watchdog
 from hf_dist.activation import set_up_checkpointing
 from hf_dist.build import build_engine, mesh_for
 from hf_dist.config import (
@@ -67,6 +67,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         loop_config.take_accumulation(read.gradient_accumulation_steps, kwargs)
         leave_agent_store()
         super().__init__(*args, mixed_precision="no", **kwargs)
+        watchdog.start(read.hf_dist.stall_report_seconds)
         read = loop_config.without_trainer(read, self.gradient_accumulation_steps)
         sources = AutoSources(
             data_world_size=count_data_ranks(read, self.num_processes),

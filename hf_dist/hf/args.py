@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from hf_dist import failure
+from hf_dist import failure, watchdog
 from hf_dist.config import AutoSources, DistConfig, LauncherSettings, count_data_ranks, load_config, resolve
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
@@ -70,10 +70,11 @@ class DistArgsMixin:
             super().__post_init__()  # type: ignore[misc]
             return
         _refuse_other_engines(self)
-        config = load_config(source, launcher=launcher)
+        config = _take_compile(self, load_config(source, launcher=launcher))
         _choose_hardware(self)
         leave_agent_store()
         super().__post_init__()  # type: ignore[misc]
+        watchdog.start(config.hf_dist.stall_report_seconds)  # scripts tokenise and load before there is a mesh
         self._take_over(config)
 
     def _take_over(self, config: DistConfig) -> None:
@@ -148,12 +149,23 @@ def _refuse_other_engines(args: Any) -> None:
                 'Remove it; "zero_optimization": {"stage": 3} is FSDP.',
             )
         )
-    if getattr(args, "torch_compile", False):
-        problems.append(
-            Problem("torch_compile", "True", "is not supported yet together with dist_config", "Remove it.")
-        )
     if problems:
         raise ConfigError(problems)
+
+
+def _take_compile(args: Any, config: DistConfig) -> DistConfig:
+    """`torch_compile` of TrainingArguments is the `compile` section: HF would compile the model whole, hooks and all."""
+    backend, mode = getattr(args, "torch_compile_backend", None), getattr(args, "torch_compile_mode", None)
+    if mode is not None:
+        problem = "is not available together with dist_config: blocks are compiled in torch's default mode"
+        raise ConfigError(Problem("torch_compile_mode", repr(mode), problem, "Remove it."))
+    if not (getattr(args, "torch_compile", False) or backend is not None):
+        return config
+    args.torch_compile, args.torch_compile_backend = False, None
+    changes = {"compile.enabled": (True, "auto <- TrainingArguments.torch_compile")}
+    if backend is not None:
+        changes["compile.backend"] = (backend, "auto <- TrainingArguments.torch_compile_backend")
+    return config.replaced(changes)
 
 
 def _check_pipeline(args: Any, config: DistConfig) -> None:

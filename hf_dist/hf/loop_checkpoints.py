@@ -25,7 +25,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
-from hf_dist.sharding.guard import StandIn
+from hf_dist.sharding.guard import replace_method
 
 _CUSTOM = re.compile(r"^custom_checkpoint_(\d+)\.pkl$")
 
@@ -135,7 +135,7 @@ class LoopCheckpointsMixin:
         """
         if hasattr(model, "save_pretrained"):
             instead = functools.partial(_save_pretrained, weakref.ref(self))  # weak: the model would keep the engines
-            model.__dict__["save_pretrained"] = StandIn(model, "save_pretrained", instead, sharded=True)
+            replace_method(model, "save_pretrained", instead)
 
     # ------------------------------------------------------------------- folders
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.pipeline.communication import Channel
 from hf_dist.pipeline.probe import TensorSpec
@@ -136,6 +137,7 @@ class P2PTransport:
         self._leaving.append((self._start(ends, flat, receive=False), flat))
 
     def _start(self, ends: ChannelEnds, flat: list[torch.Tensor], receive: bool) -> list[Any]:
+        collectives.count_start()
         flat = [t for t in flat if t.numel()]
         if len(flat) > 1 and dist.get_backend(ends.group) == "nccl":
             operation, peer = (dist.irecv, ends.source) if receive else (dist.isend, ends.target)

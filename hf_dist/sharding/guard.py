@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -148,19 +148,24 @@ def refuse_moves(model: nn.Module) -> None:
     A call that changes nothing (`.to(the same device)`, which many loops make) passes. HF's `resize_token_embeddings` is
     refused likewise: it would put parameters into the model that no shard and no optimizer knows.
     """
-    model.__dict__["_apply"] = StandIn(model, "_apply", _refuse_change, sharded=True)
+    replace_method(model, "_apply", _refuse_change)
     for module in model.modules():
         if hasattr(type(module), _RESIZE):
-            module.__dict__[_RESIZE] = StandIn(module, _RESIZE, _refuse_resize, sharded=True)
+            replace_method(module, _RESIZE, _refuse_resize)
+
+
+def replace_method(module: nn.Module, method: str, instead: Callable[..., Any]) -> None:
+    """Have `module.method(...)` be `instead(module, ...)`; copies of the module have the ordinary one."""
+    module.__dict__[method] = _StandIn(module, method, instead, sharded=True)
 
 
 _RESIZE = "resize_token_embeddings"
 
 
-class StandIn:
+class _StandIn:
     """Stands in for one method of one module, which it holds weakly; on a copy of the module it is the ordinary one.
 
-    `module.__dict__[name] = StandIn(module, name, instead, sharded=True)`; calls arrive at `instead(module, ...)`.
+    `module.__dict__[name] = _StandIn(module, name, instead, sharded=True)`; calls arrive at `instead(module, ...)`.
     """
 
     def __init__(self, module: nn.Module, method: str, instead: Callable[..., Any], *, sharded: bool) -> None:
@@ -169,9 +174,9 @@ class StandIn:
         self._instead = instead
         self._sharded = sharded
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
         # A copy has plain parameters of its own. `deepcopy` has noted it in `memo` before it comes to the attributes.
-        return StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
+        return _StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -203,6 +208,20 @@ def _refuse_change(model: nn.Module, fn: Callable[..., Any], *args: Any, **kwarg
                 "it is prepared; for evaluation alone nothing needs to be cast."
             )
     return model
+
+
+def check_still_frozen(groups: Iterable[Any]) -> None:
+    """Raise `ModelError` when a parameter was unfrozen that was frozen when the model was sharded. Local, microseconds."""
+    with torch._C.DisableTorchFunctionSubclass():  # freed parameters are asked, too
+        for group in groups:
+            for slot, param in zip(group.layout.slots, group.params, strict=True):
+                if param.requires_grad:
+                    raise ModelError(
+                        f"{slot.name} was unfrozen after the model was prepared: no rank has room for its gradient and "
+                        "optimizer state, so it would not be trained. Prepare the model with it trainable and freeze it right "
+                        "afterwards (requires_grad_(False)): it can then be unfrozen at any step. A checkpoint saved now "
+                        "can be resumed by such a run."
+                    )
 
 
 def _name(tensor: Any) -> str:

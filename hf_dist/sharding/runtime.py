@@ -23,7 +23,7 @@ from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Tier
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.guard import refuse_moves
+from hf_dist.sharding.guard import check_still_frozen, refuse_moves, replace_method
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
 from hf_dist.sharding.order import IssueOrder, PassOrders
 from hf_dist.sharding.placement import Placement, StatePlacements
@@ -104,6 +104,15 @@ class ShardedModel:
         self._num_backwards = 0
         self._install_hooks()
         refuse_moves(model)
+        me = weakref.ref(self)
+
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            sharded = me()
+            if sharded is not None:
+                sharded.drop_gradients()
+            type(module).zero_grad(module, set_to_none)
+
+        replace_method(model, "zero_grad", zero_grad)
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -136,6 +145,12 @@ class ShardedModel:
     def whole(self) -> nn.Module:
         """The model with all its parameters; on meta where this rank holds only some pipeline stages."""
         return self.pipeline.whole if self.pipeline else self.model
+
+    @property
+    def unit_in_backward(self) -> str | None:
+        """Name of the unit that backward reached last; None outside of backward. For reports, from any thread."""
+        seen = self.orders.backward.seen
+        return self.units[seen[-1]].name if self._in_backward and seen else None
 
     @property
     def groups(self) -> list[FlatGroup]:
@@ -451,6 +466,7 @@ class ShardedModel:
 
         Collective over dp_shard at stages 1 and 2. Each unit waits for its own gather just before it is read.
         """
+        check_still_frozen(g for g in self.groups if not g.trainable)
         for group in self.groups:
             group.write_back()
         self.storage.link.wait_device()

@@ -51,7 +51,10 @@ ABBREVIATED = {
 """Rows of the schema that stand for several keys."""
 
 OURS = {
-    *(f"hf_dist.{key}" for key in ("strict", "save_on_signal", "check_load", "lazy_load", "tiled_loss")),
+    *(
+        f"hf_dist.{key}"
+        for key in ("strict", "save_on_signal", "check_load", "lazy_load", "tiled_loss", "stall_report_seconds")
+    ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
     *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective")),
     "strict_config",

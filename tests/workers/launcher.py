@@ -6,6 +6,7 @@ start in a fraction of a second because torch and transformers are loaded alread
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing as mp
 import os
 import sys
@@ -13,18 +14,26 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.harness import free_port
+from tests.harness import PRELOAD, free_port
+
+GRACE = 5
+"""Seconds between SIGTERM and SIGKILL; 30 in torchrun."""
 
 
-def launch(case: str, folder: Path, world: int = 2, timeout: float = 60) -> tuple[list[int | None], str, float]:
-    """Exit codes by rank, what all ranks printed, seconds. A rank that outlives `timeout` is killed and has code None."""
+def launch(
+    case: str, folder: Path, world: int = 2, timeout: float = 60, worker: str = "tests.workers.failing"
+) -> tuple[list[int | None], str, float]:
+    """Exit codes by rank, what all ranks printed, seconds. A rank that outlives `timeout` is killed and has code None.
+
+    `worker`: the module whose `CASES[case](folder)` every rank runs.
+    """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "torch.distributed", "tests.preload"])
+    context.set_forkserver_preload(PRELOAD)
     port, start = free_port(), time.monotonic()
     logs = [folder / f"rank_{rank}.log" for rank in range(world)]
     children = []
     for rank in range(world):
-        child = context.Process(target=_child, args=(case, str(folder), rank, world, port, str(logs[rank])))
+        child = context.Process(target=_child, args=(worker, case, str(folder), rank, world, port, str(logs[rank])))
         child.start()
         children.append(child)
     hung = _watch(children, start + timeout)
@@ -34,10 +43,14 @@ def launch(case: str, folder: Path, world: int = 2, timeout: float = 60) -> tupl
 
 def _watch(children: list[BaseProcess], deadline: float) -> set[int]:
     """Wait for all, as torchrun's agent does; the ranks that had to be killed at the deadline."""
+    failed: float | None = None
     while any(child.is_alive() for child in children):
         if any(child.exitcode not in (None, 0) for child in children):
+            failed = failed or time.monotonic()
             for child in children:
                 child.terminate()
+                if time.monotonic() > failed + GRACE:
+                    child.kill()
         if time.monotonic() > deadline:
             hung = {rank for rank, child in enumerate(children) if child.is_alive()}
             for rank in hung:
@@ -48,7 +61,7 @@ def _watch(children: list[BaseProcess], deadline: float) -> set[int]:
     return set()
 
 
-def _child(case: str, folder: str, rank: int, world: int, port: int, log: str) -> None:
+def _child(worker: str, case: str, folder: str, rank: int, world: int, port: int, log: str) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
@@ -56,11 +69,10 @@ def _child(case: str, folder: str, rank: int, world: int, port: int, log: str) -
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    from tests.workers.failing import CASES
-
+    cases = importlib.import_module(worker).CASES
     code = 0
     try:
-        CASES[case](folder)
+        cases[case](folder)
     except SystemExit as error:
         code = int(error.code or 0)
     except BaseException:

@@ -1,0 +1,141 @@
+"""From the runs to a verdict: rows with what one process gave, what the layout gave, and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hf_dist.hf.proof.job import Job
+from hf_dist.hf.proof.runs import in_one_process, on_ranks
+from hf_dist.local_ranks import run_ranks
+
+__all__ = ["FP32", "Proof", "Row", "compare", "prove"]
+
+FP32 = 1e-5
+"""Largest relative difference in fp32."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity."""
+
+    what: str
+    alone: str
+    """In one process, as a number or a name."""
+    layout: str
+    difference: float
+    """Relative."""
+    allowed: float
+    first: str = ""
+    """The tensor in which it shows, if any."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is within what is allowed; not a number never is."""
+        return self.difference <= self.allowed
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The verdict."""
+
+    rows: list[Row]
+    precision: str
+    notes: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+    """Tensors that differ at the first step at which any does, in the model's order."""
+    differs_at: int = 0
+    """That step, 1 the first; 0 when no tensor differs."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the layout is one process, as far as this can tell."""
+        return all(row.equal for row in self.rows)
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        rows = [{**asdict(row), "equal": row.equal} for row in self.rows]
+        return {**asdict(self), "rows": rows, "equal": self.equal}
+
+
+def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
+    """Run everything on this machine and compare. Raises RuntimeError with the traceback of a rank that fails."""
+    alone = run_ranks(in_one_process, 1, (job,), timeout)[0]
+    ranks = run_ranks(on_ranks, world, (job,), timeout)
+    return compare(job, alone, ranks)
+
+
+def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Proof:
+    """The verdict. `alone`: what `in_one_process` returned; `ranks`: what `on_ranks` did, by rank."""
+    fp32 = job.precision == "fp32"
+    expected = alone["plain"] if fp32 else alone["same"]
+    first = ranks[0]
+    allowed = _allowed(job, alone)
+    rows = [
+        _numbers("loss", expected["losses"], first["losses"], allowed["losses"]),
+        _numbers("gradient norm", expected["norms"], first["norms"], allowed["norms"]),
+    ]
+    by_step = [_joined([r["differences"][step] for r in ranks if r["differences"]]) for step in range(job.steps)]
+    differs: list[str] = []
+    differs_at = 0
+    for step, found in enumerate(by_step):
+        limit = allowed["weights"][step]
+        if not differs:
+            differs = [name for name, value in found.items() if not value <= limit]
+            differs_at = step + 1 if differs else 0
+        if step in (0, job.steps - 1):
+            rows.append(_tensors(f"weights after step {step + 1}", found, limit))
+    rows.append(_tensors("saved, read by from_pretrained", first["reloaded"], allowed["weights"][-1]))
+    going, resumed = first["next"]["going on"], first["next"]["resumed"]
+    rows.append(_numbers("next step, loss", [expected["losses"][-1]], [going[0]], allowed["losses"]))
+    rows.append(_numbers("resumed, loss and norm", going, resumed, FP32))
+    notes = [
+        f"{job.optimizer}, learning rate {job.optimizer_params['lr']:g}; dropout is 0; data of {job.window} microbatches a step"
+    ]
+    if not fp32:
+        notes.append(f"one process is {job.precision}, too; allowed is how far it is from fp32")
+    if first["skipped"]:
+        notes.append(f"{first['skipped']} of {job.steps} steps were skipped by the loss scale")
+    return Proof(rows, job.precision, notes, differs, differs_at)
+
+
+def _allowed(job: Job, alone: Mapping[str, Any]) -> dict[str, Any]:
+    if job.precision == "fp32":
+        return {"losses": FP32, "norms": FP32, "weights": [FP32] * job.steps}
+    plain, same = alone["plain"], alone["same"]
+    return {
+        "losses": max(FP32, _relative(plain["losses"], same["losses"])),
+        "norms": max(FP32, _relative(plain["norms"], same["norms"])),
+        "weights": [max(FP32, *found.values()) for found in same["differences"]],
+    }
+
+
+def _joined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of several pipeline stages; what two hold must be right in both."""
+    joined: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            joined[name] = value if math.isnan(value) else max(value, joined.get(name, 0.0))
+    return joined
+
+
+def _relative(expected: Sequence[float], got: Sequence[float]) -> float:
+    pairs = list(zip(expected, got, strict=False))
+    return max((abs(b - a) / (abs(a) or 1.0) if math.isfinite(b) else math.inf for a, b in pairs), default=math.inf)
+
+
+def _numbers(what: str, expected: Sequence[float], got: Sequence[float], allowed: float) -> Row:
+    worst = max(range(min(len(expected), len(got))), key=lambda i: _relative(expected[i : i + 1], got[i : i + 1]))
+    if len(expected) > 2:
+        what = f"{what}, {min(len(expected), len(got))} steps"
+    return Row(what, f"{expected[worst]:.6f}", f"{got[worst]:.6f}", _relative(expected, got), allowed)
+
+
+def _tensors(what: str, found: Mapping[str, float], allowed: float) -> Row:
+    worst = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
+    first = next((name for name, value in found.items() if not value <= allowed), "")
+    value = math.inf if math.isnan(found[worst]) else found[worst]
+    return Row(what, f"{len(found)} tensors", f"worst: {worst}", value, allowed, first)

@@ -1,0 +1,107 @@
+"""Microbatches for a check: rows of a file, or made up from what the model's config says. Ragged, with masked labels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ConfigError, ModelError, Problem
+
+__all__ = ["microbatches"]
+
+Batch = dict[str, torch.Tensor]
+_IGNORED = -100
+
+
+def microbatches(
+    model: nn.Module, *, rows: int, count: int, seq: int, path: Path | None = None, tokenizer: str = ""
+) -> list[Batch]:
+    """`count` batches of `rows` rows of `seq` tokens: one length, so that any layout takes them in any order.
+
+    `path`: from this file; a row that is text is read by the tokenizer of the folder or ID `tokenizer`.
+    """
+    if path is None:
+        generator = torch.Generator().manual_seed(0)
+        return [_made_up(model, rows, seq, generator) for _ in range(count)]
+    endless = itertools.cycle(_rows_of_file(path, tokenizer))
+    return [_collate(list(itertools.islice(endless, rows)), seq, _labels_per_row(model)) for _ in range(count)]
+
+
+def _labels_per_row(model: nn.Module) -> bool:
+    return any(word in type(model).__name__ for word in ("ForSequenceClassification", "ForImageClassification"))
+
+
+def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator) -> Batch:
+    config: Any = model.config
+    main = getattr(model, "main_input_name", "input_ids")
+
+    def draw(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(min(1, high - 1), high, shape, generator=generator)
+
+    if main == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        images = torch.randn(rows, getattr(config, "num_channels", 3), size, size, generator=generator)
+        return {"pixel_values": images, "labels": draw(config.num_labels, rows)}
+    if main != "input_ids":
+        raise ModelError(
+            f"{type(model).__name__} takes {main}: nothing is known to make such data from. Pass --data FILE.jsonl with one "
+            "row per line, keys as the model's arguments, with labels"
+        )
+    vocabulary = config.get_text_config().vocab_size
+    seq = min(seq, getattr(config, "max_position_embeddings", None) or seq)
+    ids = draw(vocabulary, rows, seq)
+    lengths = torch.randint(max(2, seq // 2), seq + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(seq)[None] < lengths).long()
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    if _labels_per_row(model):
+        return {**batch, "labels": draw(config.num_labels, rows)}
+    if getattr(config, "is_encoder_decoder", False):
+        return {**batch, "labels": draw(vocabulary, rows, max(2, seq // 2))}
+    hidden = torch.rand(rows, seq, generator=generator) < 0.25
+    labels = ids.masked_fill(hidden | (mask == 0), _IGNORED)
+    labels[:, 1] = ids[:, 1]
+    return {**batch, "labels": labels}
+
+
+def _rows_of_file(path: Path, tokenizer: str) -> list[dict[str, Any]]:
+    """JSON lines with `input_ids` (and what else the model takes) or `text`; any other file: a text per line."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = (
+            [json.loads(line) for line in lines] if path.suffix in (".jsonl", ".json") else [{"text": t} for t in lines]
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            Problem("--data", str(path), f"cannot be read: {error}", "Pass JSON lines, or a text.")
+        ) from None
+    if not rows:
+        raise ConfigError(Problem("--data", str(path), "has no rows", "Pass a file with one row per line."))
+    if "text" not in rows[0]:
+        return rows
+    from transformers import AutoTokenizer
+
+    read: Any = AutoTokenizer.from_pretrained(tokenizer)
+    kept = [{k: v for k, v in row.items() if k in ("label", "labels")} for row in rows]
+    return [{**read(row["text"]), **rest} for row, rest in zip(rows, kept, strict=True)]
+
+
+def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool) -> Batch:
+    """Rows cut or padded to `seq`; labels are the tokens where a row has none."""
+    batch: dict[str, list[Any]] = {}
+    for row in rows:
+        row = {"labels" if key == "label" else key: value for key, value in row.items()}
+        ids = row.get("input_ids")
+        if ids is not None:
+            row.setdefault("attention_mask", [1] * len(ids))
+            if not labels_per_row:
+                row.setdefault("labels", ids)
+        for key, value in row.items():
+            flat = isinstance(value, list) and value and isinstance(value[0], int)
+            padding = [_IGNORED if key == "labels" else 0] * seq
+            batch.setdefault(key, []).append((value + padding)[:seq] if flat else value)
+    return {key: torch.tensor(values) for key, values in batch.items()}

@@ -1,0 +1,233 @@
+"""What is run: the user's model (perhaps with fewer layers), their config without "auto", and the microbatches."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.config import DistConfig, load_config, read_config
+from hf_dist.config.values import is_auto
+from hf_dist.errors import ModelError, TopologyError
+from hf_dist.hf.model_class import architecture_of, model_class, model_config
+from hf_dist.hf.proof.data import microbatches
+
+__all__ = ["Asked", "Job", "prepare"]
+
+LEARNING_RATE = 1e-3
+EPS = 1e-3
+"""Of Adam and its kin, at least: where a gradient is zero in theory, a smaller one turns rounding into full steps."""
+_LAYER_KEYS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+_SAME_PRECISION = (
+    "bf16",
+    "fp16",
+    "communication_data_type",
+    "data_types",
+    "gradient_clipping",
+    "activation_checkpointing",
+)
+"""Sections that are no layout: one process has them, too."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `hf-dist check`."""
+
+    model: str
+    """A folder or an ID of the hub."""
+    config: Path
+    world: int
+    steps: int = 5
+    num_layers: int | None = None
+    class_name: str | None = None
+    """`module:Class`; None: the class that config.json names."""
+    data: Path | None = None
+    seq: int = 64
+    """Tokens per row."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of the check is told; plain data."""
+
+    folder: str
+    """Here are the model (`model/`), the microbatches (`batches.pt`), and the weights of one process after each step."""
+    class_name: str
+    layout: dict[str, Any]
+    """The user's config with numbers for "auto"."""
+    alone: dict[str, Any]
+    """The same precision in one process."""
+    optimizer: str
+    optimizer_params: dict[str, Any]
+    clip: float
+    steps: int
+    data_ranks: int
+    accumulation: int
+
+    @property
+    def window(self) -> int:
+        """Microbatches of one step, over all data ranks; number i of data rank r is at `i * data_ranks + r`."""
+        return self.data_ranks * self.accumulation
+
+    @property
+    def precision(self) -> str:
+        """fp32, bf16 or fp16."""
+        return next((name for name in ("bf16", "fp16") if self.layout.get(name, {}).get("enabled")), "fp32")
+
+    def make_model(self) -> nn.Module:
+        """The same on every call: weights of the folder, in fp32, in training mode (dropout is 0 in its config)."""
+        cls: Any = model_class(self.class_name)
+        model: nn.Module = cls.from_pretrained(f"{self.folder}/model", dtype=torch.float32)
+        return model.train()
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Of the config, or AdamW as the Trainer's default."""
+        from hf_dist.optim.build import build_optimizer
+
+        return build_optimizer(self.optimizer, self.optimizer_params, [{"params": list(model.parameters())}])
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        """All microbatches, one step more than `steps`."""
+        loaded: list[dict[str, torch.Tensor]] = torch.load(f"{self.folder}/batches.pt", weights_only=True)
+        return loaded
+
+
+def prepare(asked: Asked, folder: Path) -> Job:
+    """Write the model and the microbatches into `folder`. In one process, before any rank starts."""
+    read = load_config(asked.config)
+    stages = read.pipeline.stages
+    if asked.world % stages:
+        raise TopologyError(f"pipeline.stages: {stages} does not divide --ranks {asked.world}")
+    data_ranks = asked.world // stages
+    micro, accumulation = _batch(read, data_ranks)
+    model, class_name = _model(asked)
+    window = data_ranks * accumulation
+    batches = microbatches(
+        model, rows=micro, count=window * (asked.steps + 1), seq=asked.seq, path=asked.data, tokenizer=asked.model
+    )
+    model.save_pretrained(folder / "model")  # type: ignore[operator]
+    torch.save(batches, folder / "batches.pt")
+    layout = _plain(read, read_config(asked.config).data, micro, accumulation)
+    optimizer, params = _optimizer(read)
+    alone = {key: layout[key] for key in _SAME_PRECISION if key in layout}
+    alone |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": window}
+    alone["zero_optimization"] = {"stage": 0}
+    return Job(
+        folder=str(folder),
+        class_name=class_name,
+        layout=layout,
+        alone=alone,
+        optimizer=optimizer,
+        optimizer_params=params,
+        clip=float(layout["gradient_clipping"]),
+        steps=asked.steps,
+        data_ranks=data_ranks,
+        accumulation=accumulation,
+    )
+
+
+def _batch(read: DistConfig, data_ranks: int) -> tuple[int, int]:
+    def number(path: str) -> int | None:
+        value = read.value_at(path)
+        return value if isinstance(value, int) else None
+
+    total, steps = number("train_batch_size"), number("gradient_accumulation_steps")
+    own = number("train_micro_batch_size_per_gpu")
+    if own is None and total is not None:
+        own = max(1, total // (data_ranks * (steps or 1)))
+    own = own or 2
+    if steps is None:
+        steps = max(1, total // (own * data_ranks)) if total else 2 * read.pipeline.stages
+    return own, steps
+
+
+def _model(asked: Asked) -> tuple[nn.Module, str]:
+    config = model_config(asked.model)
+    name = asked.class_name or architecture_of(config) or "AutoModelForCausalLM"
+    cls: Any = model_class(name)
+    shrunk = asked.num_layers is not None and _shrink(config, asked.num_layers)
+    _without_dropout(config)
+    has_weights = any(Path(asked.model).glob("*.safetensors")) or not Path(asked.model).is_dir()
+    torch.manual_seed(0)
+    try:
+        if has_weights and not shrunk:
+            return cls.from_pretrained(asked.model, config=config, dtype=torch.float32), name
+        model = cls.from_config(config) if name.startswith("Auto") else cls._from_config(config)
+    except Exception as error:  # whatever a model's own code does
+        raise ModelError(f"--model {asked.model}: {name} cannot be made: {error}") from error
+    with torch.no_grad():
+        for p in model.parameters():  # a relative comparison needs weights that are not zero
+            if not p.any():
+                p.normal_(std=0.02)
+    return model.float(), name if not name.startswith("Auto") else type(model).__name__
+
+
+def _shrink(config: Any, count: int) -> bool:
+    """Fewer layers, in every part of the model that has them; what is listed per layer is cut, too."""
+    changed = False
+    for part in _parts(config):
+        for key in _LAYER_KEYS:
+            before = getattr(part, key, None)
+            if isinstance(before, int) and before > count:
+                setattr(part, key, count)
+                changed = True
+                for name, value in list(vars(part).items()):
+                    if isinstance(value, list) and len(value) == before:
+                        setattr(part, name, value[:count])
+    return changed
+
+
+def _without_dropout(config: Any) -> None:
+    """Ranks draw other random numbers than one process: nothing random can be compared."""
+    for part in _parts(config):
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def _parts(config: Any) -> list[Any]:
+    inner = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
+    return [config, *(part for value in inner for part in _parts(value))]
+
+
+def _plain(read: DistConfig, data: Mapping[str, Any], micro: int, accumulation: int) -> dict[str, Any]:
+    """The user's file for `initialize`: numbers for the batch, the Trainer's defaults for "auto", no optimizer of its own."""
+    plain: dict[str, Any] = json.loads(json.dumps(data))
+    for key in ("train_batch_size", "optimizer", "scheduler", "$schema", "tensorboard", "wandb", "csv_monitor"):
+        plain.pop(key, None)
+    plain["train_micro_batch_size_per_gpu"], plain["gradient_accumulation_steps"] = micro, accumulation
+    clip = read.gradient_clipping
+    plain["gradient_clipping"] = 1.0 if clip is None or is_auto(clip) else clip
+    for key in ("bf16", "fp16"):
+        if key in plain and is_auto(plain[key].get("enabled")):
+            plain[key]["enabled"] = False
+    plain["hf_dist"] = {**plain.get("hf_dist", {}), "save_on_signal": False}
+    if is_auto(plain["hf_dist"].get("tiled_loss", "auto")):
+        plain["hf_dist"]["tiled_loss"] = True  # as in the Trainer
+    return plain
+
+
+def _optimizer(read: DistConfig) -> tuple[str, dict[str, Any]]:
+    section = read.optimizer
+    if section is None:
+        return "AdamW", {"lr": LEARNING_RATE, "eps": EPS}
+    params = {key: value for key, value in section.params.items() if not is_auto(value)}
+    rate = params.get("lr", 0.0)
+    params["lr"] = max(rate, LEARNING_RATE) if isinstance(rate, float) and math.isfinite(rate) else LEARNING_RATE
+    if "adam" in section.type.lower():
+        params["eps"] = max(float(params.get("eps", 0.0)), EPS)
+    return section.type, params

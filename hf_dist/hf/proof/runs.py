@@ -1,0 +1,153 @@
+"""The runs: plain torch in one process, one process in the user's precision, and the layout on its ranks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_dist.build import initialize
+from hf_dist.hf.model_class import model_class
+from hf_dist.hf.proof.job import Job
+from hf_dist.sharding.gather import gathered
+
+__all__ = ["in_one_process", "on_ranks", "quiet"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Differences = dict[str, float]
+"""Parameter, in the model's order -> norm of the difference to one process, relative to the norm there."""
+
+
+def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
+    """Losses and norms of `steps` + 1 steps; the weights after each of `steps` are left in the job's folder.
+
+    `plain`: torch without an engine, in fp32. `same`: the precision of the config in one process, with how far that is from
+    `plain`; only where it is not fp32.
+    """
+    quiet()
+    result = {"plain": _plain(job)}
+    if job.precision != "fp32":
+        result["same"] = _engine_steps(job, job.alone, 0, reference="plain", keep="same")
+    return result
+
+
+def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
+    """The layout: as `same` above, then saved, read back by plain `from_pretrained`, and resumed on the ranks."""
+    quiet()
+    reference = "plain" if job.precision == "fp32" else "same"
+    result = _engine_steps(job, job.layout, rank, reference, then_save=True)
+    engine = result.pop("engine")
+    data_rank, before = engine.mesh.dp.rank, {}
+    for number, model in (("going on", None), ("resumed", job.make_model())):
+        if model is not None:
+            optimizer = job.make_optimizer(model)
+            engine = initialize(model, config=job.layout, optimizer=optimizer)
+            engine.load_checkpoint(_checkpoint(job))
+        loss = engine.train_batch(_share(job, job.steps, data_rank, engine.mesh.dp.size))
+        before[number] = (float(loss), float(engine.get_global_grad_norm()))
+    result["next"] = before
+    if rank == 0:
+        cls: Any = model_class(job.class_name)
+        # In fp32 the file has the master weights; what training computes with is their value in its precision.
+        reread = cls.from_pretrained(_checkpoint(job), dtype=torch.float32).to(_DTYPES[job.precision])
+        result["reloaded"] = _differences(_named(reread), _weights_file(job, reference, job.steps))
+        shutil.rmtree(_checkpoint(job), ignore_errors=True)
+    return result
+
+
+def quiet() -> None:
+    """The table is what is to be read; warnings still come."""
+    import transformers
+
+    logger = logging.getLogger("hf_dist")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.ERROR)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    model = job.make_model()
+    optimizer, batches = job.make_optimizer(model), job.batches()
+    losses, norms = [], []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for step in range(job.steps + 1):
+        total = 0.0
+        for batch in batches[step * job.window : (step + 1) * job.window]:
+            loss = model(**batch).loss / job.window
+            loss.backward()
+            total += loss.item()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, job.clip or float("inf"))))
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < job.steps:
+            weights = {name: p.detach().contiguous() for name, p in _named(model)}
+            save_file(weights, _weights_file(job, "plain", step + 1))
+    return {"losses": losses, "norms": norms}
+
+
+def _engine_steps(
+    job: Job, config: dict[str, Any], rank: int, reference: str, *, keep: str = "", then_save: bool = False
+) -> dict[str, Any]:
+    """`steps` (alone: one more) steps of an engine, compared after each. Every rank calls it."""
+    model = job.make_model()
+    engine = initialize(model, config=config, optimizer=job.make_optimizer(model))
+    axis = engine.mesh.dp
+    losses, norms, differences = [], [], []
+    for step in range(job.steps if then_save else job.steps + 1):
+        losses.append(float(engine.train_batch(_share(job, step, axis.rank, axis.size))))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+        if step == job.steps:
+            break
+        with gathered(model):
+            if axis.rank == 0:  # of each pipeline stage
+                differences.append(_differences(_named(model), _weights_file(job, reference, step + 1)))
+            if keep:
+                weights = {name: p.detach().float().contiguous() for name, p in _named(model)}
+                save_file(weights, _weights_file(job, keep, step + 1))
+    result: dict[str, Any] = {"losses": losses, "norms": norms, "differences": differences}
+    result["skipped"] = engine.skipped_steps
+    if then_save:
+        engine.save_checkpoint(_checkpoint(job))
+        engine.writer.wait()
+        result["engine"] = engine
+    return result
+
+
+def _share(job: Job, step: int, data_rank: int, data_ranks: int) -> Iterator[dict[str, torch.Tensor]]:
+    window = job.batches()[step * job.window : (step + 1) * job.window]
+    return iter(window[data_rank::data_ranks])
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(model.named_parameters())
+
+
+def _differences(weights: list[tuple[str, torch.Tensor]], file: str) -> Differences:
+    found: Differences = {}
+    with safe_open(file, framework="pt") as expected:
+        for name, weight in weights:
+            theirs = expected.get_tensor(name).double()
+            own = weight.detach().cpu().double()
+            if own.shape != theirs.shape:
+                found[name] = float("inf")
+                continue
+            norm = float(theirs.norm())
+            found[name] = float((own - theirs).norm()) / (norm or 1.0)
+    return found
+
+
+def _weights_file(job: Job, run: str, step: int) -> str:
+    return str(Path(job.folder) / f"{run}_{step}.safetensors")
+
+
+def _checkpoint(job: Job) -> str:
+    return str(Path(job.folder) / "checkpoint")

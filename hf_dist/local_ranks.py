@@ -1,0 +1,112 @@
+"""A function on several ranks of this machine (gloo, CPU): what `hf-dist check`, `hf-dist doctor` and the tests run on.
+
+Processes come from a fork server that has loaded the heavy modules once, so that a rank starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["free_port", "run_ranks"]
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world: int,
+    args: Iterable[Any] = (),
+    timeout: float = 300,
+    preload: Iterable[str] = ("torch", "transformers", "torch.distributed"),
+) -> list[Any]:
+    """What `fn(rank, world, *args)` returned, by rank. Raises RuntimeError with the traceback of the first failing rank.
+
+    `fn` must live in an importable module; what it takes and returns is pickled. When a rank fails the others are stopped at
+    once. `preload`: modules that the fork server imports; those of the first call count.
+    """
+    forks = "forkserver" in mp.get_all_start_methods()
+    context: Any = mp.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(list(preload))
+    port = free_port()
+    pipes: list[Connection] = []
+    children = []
+    for rank in range(world):
+        here, there = context.Pipe(duplex=False)
+        job = (fn.__module__, fn.__qualname__, rank, world, port, tuple(args), there)
+        child = context.Process(target=_child, args=(job, list(sys.path)), daemon=True)
+        child.start()
+        there.close()
+        pipes.append(here)
+        children.append(child)
+    try:
+        return _collect(pipes, time.monotonic() + timeout, timeout)
+    finally:
+        for child in children:
+            child.join(1 if child.is_alive() else 5)
+            if child.is_alive():
+                child.kill()
+
+
+def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        open_pipes = [p for rank, p in enumerate(pipes) if rank not in results]
+        for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                kind, value = "error", f"[rank {rank}] ended without a result"
+            if kind == "error":
+                raise RuntimeError(value)
+            results[rank] = value
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(len(pipes))) - set(results))
+            raise RuntimeError(f"ranks {missing} did not finish within {timeout:.0f} s")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], path: list[str]) -> None:
+    module, name, rank, world, port, args, pipe = job
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.path[:] = path
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        fn: Any = importlib.import_module(module)
+        for part in name.split("."):
+            fn = getattr(fn, part)
+        # Plain pickle: multiprocessing would pass tensors as handles into this process, which is about to end.
+        pipe.send_bytes(pickle.dumps(("result", fn(rank, world, *args))))
+    except BaseException:
+        lines = traceback.format_exc().rstrip().splitlines()
+        pipe.send_bytes(pickle.dumps(("error", "\n" + "\n".join(f"[rank {rank}] {line}" for line in lines))))
+        os._exit(1)
+    # Spawned gloo children sometimes abort at interpreter exit; nothing is left to clean up here.
+    from hf_dist.mesh import leave_job
+
+    leave_job()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,55 @@
+"""Trainable parameters that got no gradient: which, how large, and by which modules they are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from hf_dist import collectives
+from hf_dist.sharding.runtime import ShardedModel
+
+__all__ = ["describe_unused", "unused_parameters"]
+
+_MAX_NAMES = 8
+
+
+def unused_parameters(sharded: ShardedModel, used: Mapping[tuple[int, int], bool]) -> dict[str, int]:
+    """Name -> elements of this rank's parameters that had no gradient on any data rank. `used`: of a `GradientSummary`."""
+    return {
+        slot.name: slot.numel
+        for group in sharded.trainable_groups
+        for i, slot in enumerate(group.layout.slots)
+        if not used.get((id(group), i), True)
+    }
+
+
+def describe_unused(sharded: ShardedModel, unused: Mapping[str, int]) -> str:
+    """A sentence for the log of the first step, empty if all had a gradient. Collective over pp: every stage has its own."""
+    trained = {slot.name for group in sharded.trainable_groups for slot in group.layout.slots}
+    everyone = collectives.all_gather_object(sharded.mesh.pp, (dict(unused), trained))
+    missing = {name: numel for theirs, _ in everyone for name, numel in theirs.items()}
+    if not missing:
+        return ""
+    whole = _by_module(missing, set().union(*(names for _, names in everyone)))
+    listed = [f"{name}.* ({count})" if count > 1 else name for name, count in list(whole.items())[:_MAX_NAMES]]
+    more = f" and {len(whole) - _MAX_NAMES} more modules" if len(whole) > _MAX_NAMES else ""
+    return (
+        f"{len(missing)} trainable parameters ({sum(missing.values()):,} elements) got no gradient in the first step: "
+        f"{', '.join(listed)}{more}. Where the data never reaches them, freeze them before the model is prepared: that saves "
+        "their gradients and optimizer state. Experts and towers that later data reaches are trained from then on."
+    )
+
+
+def _by_module(missing: Mapping[str, int], trained: Collection[str]) -> dict[str, int]:
+    """The highest modules of which nothing was reached -> how many parameters; a parameter alone by its own name."""
+    found: dict[str, int] = {}
+    reached: set[str] = set()
+    for name in trained:
+        if name not in missing:
+            parts = name.split(".")
+            reached.update(".".join(parts[:n]) for n in range(1, len(parts)))
+    for name in missing:
+        parts = name.split(".")
+        prefixes = [".".join(parts[:n]) for n in range(1, len(parts))]
+        top = next((prefix for prefix in prefixes if prefix not in reached), name)
+        found[top] = found.get(top, 0) + 1
+    return {next(n for n in missing if n.startswith(top)) if count == 1 else top: count for top, count in found.items()}

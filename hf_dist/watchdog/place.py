@@ -1,0 +1,167 @@
+"""Where a process is, read off its Python stacks from another thread: activity, block of the model, what it waits for.
+
+Nothing is recorded while training runs; all of it is found when somebody asks.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+__all__ = ["Place", "find_place"]
+
+MAX_FRAMES = 16
+"""Innermost frames that are told; with wrappers of torch left out."""
+
+# (end of the file's path or part of it, function or "" for any, words). Outermost first they make the activity.
+_ACTIVITIES = (
+    ("/torch/_dynamo/", "", "torch.compile"),
+    ("/torch/_inductor/", "", "torch.compile"),
+    ("/transformers/trainer.py", "training_step", "training step"),
+    ("/transformers/trainer.py", "evaluation_loop", "evaluation"),
+    ("/transformers/trainer.py", "get_batch_samples", "data loader"),
+    ("/transformers/trainer_callback.py", "call_event", "callbacks"),
+    ("/transformers/generation/utils.py", "generate", "generation"),
+    ("/torch/utils/data/", "__next__", "data loader"),
+    ("/datasets/", "map", "mapping a dataset"),
+    ("", "from_pretrained", "loading the model"),
+    ("/hf_dist/mesh.py", "build_mesh", "making process groups"),
+    ("/hf_dist/build.py", "build_engine", "preparing the model"),
+    ("/hf_dist/checkpoint/save.py", "", "saving"),
+    ("/hf_dist/hf/checkpointing.py", "_save_checkpoint", "saving"),
+    ("/hf_dist/hf/checkpointing.py", "save_model", "saving"),
+    ("/transformers/trainer.py", "_save_checkpoint", "saving"),
+    ("/hf_dist/checkpoint/resume.py", "", "loading a checkpoint"),
+    ("/hf_dist/engine.py", "evaluate", "evaluation"),
+    ("/hf_dist/engine.py", "clip_grad_norm", "gradient norm"),
+    ("/hf_dist/engine.py", "apply_gradients", "optimizer step"),
+    ("/torch/_tensor.py", "backward", "backward"),
+    ("/torch/nn/modules/module.py", "_call_impl", "forward"),
+)
+MAY_TAKE_LONG = {"evaluation", "saving", "loading the model", "loading a checkpoint", "torch.compile", "generation"}
+MAY_TAKE_LONG |= {"mapping a dataset", "callbacks", "preparing the model"}
+"""Activities of one rank that may rightly last for minutes."""
+
+_COMMUNICATION = ("/hf_dist/collectives.py", "/hf_dist/mesh.py", "/hf_dist/pipeline/p2p.py", "/torch/distributed/")
+_WAITED_FOR = (
+    ("/hf_dist/sharding/", "wait_unshard", "the gather of weights"),
+    ("/hf_dist/sharding/reducer.py", "", "the reduction of gradients"),
+    ("/hf_dist/optim/clip.py", "", "the norm of all ranks' gradients"),
+    ("/hf_dist/hf/stop_signal.py", "", "the question whether a rank was told to stop"),
+    ("/hf_dist/pipeline/p2p.py", "", "its neighbour in the pipeline"),
+)
+_WRAPPERS = (
+    "/torch/nn/modules/module.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/utils/_contextlib.py",
+    "<frozen",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process is."""
+
+    activity: str = ""
+    """Such as `training step > backward`."""
+    block: str = ""
+    """Full name of the innermost module or unit under way."""
+    waits_for: str = ""
+    """What the other ranks have to give; empty while it works itself."""
+    stack: tuple[str, ...] = ()
+    """`file:line in function`, innermost last."""
+
+    def __str__(self) -> str:
+        parts = [self.activity or "Python code of the script", self.block]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; `Place(**...)` takes it back."""
+        return asdict(self)
+
+
+def find_place(names: Mapping[int, str], in_backward: str = "") -> Place:
+    """Where the main thread of this process is. Any thread may call it; about a tenth of a millisecond.
+
+    `names`: id of a module -> its full name. `in_backward`: the unit whose backward began last, for a backward that is in
+    torch's own code at the moment.
+    """
+    frames = _frames()
+    activities = list(dict.fromkeys(filter(None, map(_activity, frames))))
+    block = next(filter(None, (_block(frame, names) for frame in reversed(frames))), "")
+    if not block and "backward" in activities:
+        block = in_backward
+    stack = [_line(frame) for frame in frames if not _is_in(frame, _WRAPPERS)]
+    return Place(" > ".join(activities), block, _waits_for(frames), tuple(stack[-MAX_FRAMES:]))
+
+
+def _frames() -> list[FrameType]:
+    """Of what the main thread does, outermost first: also where autograd or the writer of checkpoints does it for it."""
+    stacks = sys._current_frames()
+    main = list(_outermost_first(stacks.get(threading.main_thread().ident or 0)))
+    if any(_is_in(frame, ("/hf_dist/checkpoint/save.py",)) and frame.f_code.co_name == "join" for frame in main):
+        writers = [t.ident for t in threading.enumerate() if t.name == "hf_dist checkpoint" and t.ident]
+        return main + [f for ident in writers for f in _outermost_first(stacks.get(ident))]
+    if main and main[-1].f_code.co_name == "_engine_run_backward":
+        # On GPUs the hooks run in autograd's own threads.
+        for ident, innermost in stacks.items():
+            frames = list(_outermost_first(innermost))
+            if ident != threading.main_thread().ident and any(_is_in(f, ("/hf_dist/sharding/",)) for f in frames):
+                return main + frames
+    return main
+
+
+def _outermost_first(innermost: FrameType | None) -> Iterator[FrameType]:
+    frames = []
+    while innermost is not None:
+        frames.append(innermost)
+        innermost = innermost.f_back
+    return reversed(frames)
+
+
+def _is_in(frame: FrameType, files: Iterable[str]) -> bool:
+    return any(part in frame.f_code.co_filename for part in files)
+
+
+def _activity(frame: FrameType) -> str:
+    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    if file.endswith("/_utils/fetch.py") and "collate_fn" in linecache.getline(file, frame.f_lineno):
+        return "collate"
+    return next((words for part, name, words in _ACTIVITIES if part in file and name in ("", function)), "")
+
+
+def _block(frame: FrameType, names: Mapping[int, str]) -> str:
+    """The module or unit that this frame runs. Locals of torch's and our own frames only: reading a frame's locals keeps
+    them alive as long as the frame, which must not happen to a user's activations."""
+    code = frame.f_code
+    if code.co_name == "_call_impl" and code.co_filename.endswith("/torch/nn/modules/module.py"):
+        module = frame.f_locals.get("self")
+        return names.get(id(module), type(module).__name__) or type(module).__name__
+    if code.co_filename.endswith("/hf_dist/sharding/runtime.py") and "unit" in code.co_varnames:
+        unit = frame.f_locals.get("unit")
+        return "" if unit is None else getattr(unit, "name", "") or "the rest of the model"
+    return ""
+
+
+def _waits_for(frames: list[FrameType]) -> str:
+    if not frames or not _is_in(frames[-1], _COMMUNICATION):
+        return ""
+    for frame in reversed(frames):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        found = next((words for part, name, words in _WAITED_FOR if part in file and name in ("", function)), "")
+        if found:
+            return found
+    outer = [i for i, frame in enumerate(frames) if not _is_in(frame, (*_COMMUNICATION, *_WRAPPERS))]
+    first = frames[outer[-1] + 1 :] if outer else frames
+    inside = [frame for frame in first if not _is_in(frame, _WRAPPERS)]
+    return f"{inside[0].f_code.co_name}()" if inside else "other ranks"
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,162 @@
+"""Who is late, from what all ranks said about themselves. Pure: statuses in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hf_dist.watchdog.place import MAY_TAKE_LONG, Place
+
+__all__ = ["Status", "describe_stall", "late_words", "lost_rank", "numbers"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """One rank at one moment; seconds are ages, since clocks differ between machines."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    step: int = -1
+    """Optimizer steps done; -1 before there is an engine."""
+    still: float = 0.0
+    """Seconds for which it has been at the same place, and no collective has begun."""
+    place: Place = field(default_factory=Place)
+    rss: int = 0
+    """Bytes of host memory of the process."""
+    silent: float = 0.0
+    """Seconds since this was said."""
+    ended: bool = False
+    """Whether its connection closed after that."""
+    last_words: str | None = None
+    """Why it left, in its own words."""
+    state: str = ""
+    """Letter of the kernel for the process, such as T for stopped; empty if it is on another machine."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it needs something from other ranks."""
+        return bool(self.place.waits_for)
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {k: v for k, v in asdict(self).items() if k not in ("rank", "silent", "ended", "last_words", "state")}
+
+    @property
+    def who(self) -> str:
+        """For messages."""
+        return f"rank {self.rank} (pid {self.pid} on {self.host})" if self.pid else f"rank {self.rank}"
+
+
+def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, world: int) -> str | None:
+    """The report, or None when nobody has waited for `limit` seconds.
+
+    `silence`: seconds after which a rank that says nothing counts as not answering; `world`: ranks of the job.
+    """
+    answers = [s for s in statuses if not s.ended and s.silent < silence]
+    waiting = [s for s in answers if s.waits and s.still >= limit]
+    if not waiting:
+        return None
+    missing = [Status(rank) for rank in sorted(set(range(world)) - {s.rank for s in statuses})]
+    absent = [s for s in statuses if s not in answers] + missing
+    late = absent + [s for s in answers if not s.waits]
+    step = max(s.step for s in waiting)
+    longest = max(s.still for s in waiting)
+    head = f"hf_dist watchdog: no progress for {longest:.0f} s" + (f" at step {step + 1}" if step >= 0 else "")
+    others = [s for s in answers if s.waits]
+    if late:
+        lines = [line for s in late[:4] for line in _late(s, s in absent)]
+        lines += [f"and {len(late) - 4} more ranks"] if len(late) > 4 else []
+    else:
+        # Everybody waits: the ranks took different paths. What few wait for is probably the wrong turn.
+        few = min(_grouped(others).values(), key=len)
+        lines = ["every rank waits, and not all for the same: they took different paths, or a message was lost"]
+        lines += _stack(few[0])
+    lines += [f"{numbers(s.rank for s in group)}: {words}" for words, group in _grouped(others).items()]
+    if late and not absent:
+        lines.append(f"Nothing is known to be wrong with the network: the others wait for {_ranks(late)}.")
+    lines.append("The job is not ended by this report; it ends when a process group's timeout (ddp_timeout) is over.")
+    return "\n  ".join([head, *lines])
+
+
+def _ranks(statuses: Sequence[Status]) -> str:
+    return numbers(s.rank for s in statuses)
+
+
+def late_words(status: Status, absent: bool | None = None) -> str:
+    """One line about a rank that the others wait for. `absent`: it does not answer."""
+    before = f"; {status.silent:.0f} s ago it was in: {status.place}" if status.pid else "; it has never been heard of"
+    if status.ended:
+        return f"{status.who} has ended: {_why_ended(status)}{before}"
+    if absent or (absent is None and status.silent > 1 and not status.waits):
+        return f"{status.who} does not answer: {_why_silent(status)}{before}"
+    often = sorted(set(status.place.activity.split(" > ")) & MAY_TAKE_LONG)
+    rightly = f" ({often[0]} may rightly take this long)" if often else ""
+    still = f", at the same line for {status.still:.0f} s" if status.still >= 1 else ", and moves"
+    return f"{status.who} is late, in: {status.place}{still}{rightly}"
+
+
+def _late(status: Status, absent: bool) -> list[str]:
+    return [late_words(status, absent), *([] if status.ended else _stack(status))]
+
+
+def _why_silent(status: Status) -> str:
+    if status.state == "T":
+        return f"it is stopped (SIGSTOP, Ctrl-Z); `kill -CONT {status.pid}` lets it go on"
+    if status.state == "t":
+        return "a debugger holds it"
+    if status.state == "Z":
+        return "it has ended, and its parent has not noticed"
+    if status.state in ("R", "S"):
+        return "native code holds the Python interpreter, or the machine is overloaded"
+    if status.state == "D":
+        return "it waits for a disk or a network file system"
+    return "it is stopped, swapping, or its machine cannot be reached"
+
+
+def _why_ended(status: Status) -> str:
+    if status.last_words:
+        return status.last_words.rstrip().splitlines()[-1].removeprefix(f"[rank {status.rank}] ")
+    if status.last_words == "":
+        return "it left without an error"
+    return "it said nothing, so it was killed (SIGKILL, a scheduler, no host memory left) or crashed in native code"
+
+
+def lost_rank(statuses: Sequence[Status], memory: str) -> str | None:
+    """Of ranks that ended, the one that was first, and why; None if all are there. `memory`: what the kernel says."""
+    ended = [s for s in statuses if s.ended]
+    if not ended:
+        return None
+    first = max(ended, key=lambda s: s.silent)
+    held = f", held {first.rss / 1e9:.2f} GB of host memory" if first.rss else ""
+    cause = f"; {memory}" if memory and first.last_words is None else ""
+    return f"{first.who} ended: {_why_ended(first)}. Before that it was in: {first.place}{held}{cause}"
+
+
+def _stack(status: Status) -> list[str]:
+    if not status.place.stack:
+        return []
+    name = "Python stack" if not status.silent or status.silent < 1 else f"Python stack {status.silent:.0f} s ago"
+    return [f"{name} of rank {status.rank}, innermost last:", *(f"  {line}" for line in status.place.stack)]
+
+
+def _grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
+    groups: dict[str, list[Status]] = {}
+    for status in statuses:
+        words = f"waits for {status.place.waits_for} in: {status.place}"
+        groups.setdefault(words, []).append(status)
+    return groups
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {text}"

@@ -1,0 +1,226 @@
+"""The watchdog's thread: says now and then where this rank is, and on two ranks judges what all of them said."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from typing import Any
+
+from hf_dist import collectives, failure, mesh
+from hf_dist.launch import detect_launch
+from hf_dist.watchdog import host
+from hf_dist.watchdog.place import Place, find_place
+from hf_dist.watchdog.report import Status, describe_stall, late_words, lost_rank
+from hf_dist.watchdog.wire import Collector, Sender
+
+__all__ = ["start", "watch"]
+
+_KEY = "hf_dist/watchdog"
+_SILENT_TICKS = 3
+_watchdog: Watchdog | None = None
+
+
+def start(seconds: float) -> None:
+    """Report when a rank has waited for the others for `seconds`; 0: never. Local, and may be called again.
+
+    After torch.distributed was started. Does nothing in a job of one process.
+    """
+    global _watchdog
+    launch = detect_launch()
+    store = mesh.job_store()
+    if _watchdog is not None:
+        _watchdog.limit = seconds
+    elif seconds > 0 and launch.world_size > 1 and store is not None:
+        _watchdog = Watchdog(seconds, launch.rank, launch.world_size, store)
+        _watchdog.start()
+
+
+def watch(engine: Any) -> None:
+    """Have reports name the modules of `engine.model` and its step; held weakly. Local."""
+    if _watchdog is not None:
+        _watchdog.engines.add(engine)
+
+
+class Watchdog(threading.Thread):
+    """One per process. Ranks 0 and the last one listen; the other speaks where rank 0 has gone silent."""
+
+    def __init__(self, limit: float, rank: int, world: int, store: Any) -> None:
+        super().__init__(name="hf_dist watchdog", daemon=True)
+        self.limit = limit
+        """Seconds of waiting after which there is a report."""
+        self.rank = rank
+        self.world = world
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._store = store
+        self._listeners = (0, world - 1)
+        self._collector: Collector | None = None
+        self._senders: dict[int, Sender] = {}
+        self._names: dict[int, str] = {}
+        self._named: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: tuple[Any, ...] = ()
+        self._since = time.monotonic()
+        self._next_report = 0.0
+        self._stalled_at: float | None = None
+        self._kills = host.memory_kills()
+        self._stop = threading.Event()
+        self._sending = threading.Lock()
+        if rank in self._listeners:
+            token = uuid.uuid4().hex
+            self._collector = Collector(token)
+            self._store.set(self._key(rank), json.dumps([mesh.own_address(), self._collector.port, token]))
+        failure.on_leave(self.leave)
+        failure.explain_with(self.explain_loss)
+        atexit.register(self.leave, "")
+        os.register_at_fork(after_in_child=self._close)  # a data loader's worker would keep the connections open
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two statuses."""
+        return min(5.0, max(0.2, self.limit / 12))
+
+    def run(self) -> None:
+        """Until the process ends. An error of ours must not disturb training: the watchdog then falls silent."""
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            while not self._stop.is_set():
+                self._tell({"status": self._status().as_dict})
+                if self._collector is None:
+                    self._stop.wait(self.tick)
+                    continue
+                self._collector.poll(self.tick)
+                if self.limit > 0:
+                    self._judge()
+
+    # ------------------------------------------------------------------ speaking
+
+    def _status(self) -> Status:
+        place = self._place()
+        seen = (collectives.num_started(), mesh.sequence_number(), place)
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        step = max((e.global_steps for e in self.engines), default=-1)
+        still = time.monotonic() - self._since
+        return Status(
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            step=step,
+            still=still,
+            place=place,
+            rss=host.resident_nbytes(),
+        )
+
+    def _place(self) -> Place:
+        engines = list(self.engines)
+        for engine in engines:
+            if engine not in self._named:
+                self._named.add(engine)
+                self._names |= {id(module): name for name, module in engine.model.named_modules() if name}
+        reached = [name for name in (e.sharded.unit_in_backward for e in engines) if name is not None]
+        place = find_place(self._names, reached[0] if reached else "")
+        if not place.waits_for and mesh.device_is_busy(self._seconds_at(place) > self.limit / 2):
+            # The host is in some line that reads a number from the GPU; what that waits for is a collective.
+            place = Place(place.activity, place.block, "a collective on the GPU", place.stack)
+        return place
+
+    def _seconds_at(self, place: Place) -> float:
+        before = self._seen[2] if self._seen else None
+        return time.monotonic() - self._since if before is not None and before.stack == place.stack else 0.0
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for rank in self._listeners:
+            if rank not in self._senders and self._store.check([self._key(rank)]):
+                address, port, token = json.loads(self._store.get(self._key(rank)))
+                self._senders[rank] = Sender((address, port), token, self.rank)
+        with self._sending:
+            for sender in list(self._senders.values()):
+                if not self._stop.is_set():
+                    sender.send(message)
+
+    def _key(self, rank: int) -> str:
+        return f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+
+    def leave(self, last_words: str) -> None:
+        """Tell the others why this process ends; no more reports."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._sending.acquire(timeout=2.0)  # the thread may be in the middle of a line
+        for sender in list(self._senders.values()):
+            sender.send({"last_words": last_words})
+            sender.close()
+
+    def _close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        if self._collector is not None:
+            self._collector.close()
+
+    # ------------------------------------------------------------------- judging
+
+    def _statuses(self) -> list[Status]:
+        assert self._collector is not None
+        now, here = time.monotonic(), socket.gethostname()
+        statuses = []
+        for rank, heard in sorted(self._collector.heard.items()):
+            said = dict(heard.status.get("status", {}))
+            place = dict(said.pop("place", {}))
+            place["stack"] = tuple(place.get("stack", ()))
+            local = said.get("host") == here and not heard.ended
+            statuses.append(
+                Status(
+                    rank,
+                    **said,
+                    place=Place(**place),
+                    silent=now - heard.at,
+                    ended=heard.ended is not None,
+                    last_words=heard.last_words,
+                    state=host.process_state(said["pid"]) if local else "",
+                )
+            )
+        return statuses
+
+    def _judge(self) -> None:
+        now, statuses = time.monotonic(), self._statuses()
+        silence = _SILENT_TICKS * self.tick + 1
+        first = next((s for s in statuses if s.rank == 0), None)
+        if self.rank != 0 and first is not None and not first.ended and first.silent < silence:
+            return  # rank 0 speaks
+        report = describe_stall(statuses, limit=self.limit, silence=silence, world=self.world)
+        if report is None:
+            if self._stalled_at is not None:
+                failure.print_error(
+                    f"hf_dist watchdog: the job goes on, {now - self._stalled_at:.0f} s after the report"
+                )
+            self._stalled_at, self._next_report = None, 0.0
+        elif now >= self._next_report:
+            failure.print_error(report)
+            began = self._stalled_at if self._stalled_at is not None else now
+            self._stalled_at = began
+            self._next_report = now + 2 * max(self.limit, now - began)  # ever rarer
+
+    def explain_loss(self) -> tuple[str, str]:
+        """(which rank ended first and why, or who does not come, and its traceback), as far as this rank hears of it within
+        two seconds; else empty. For a process that has lost its peers. One listener only gets the traceback.
+        """
+        if self._collector is None:
+            return "", ""
+        self.limit = 0.0  # it does not wait any more: no report, and nothing goes on
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            statuses = [s for s in self._statuses() if s.rank != self.rank]
+            found = lost_rank(statuses, host.memory_report(self._kills))
+            if found is not None:
+                first = max((s for s in statuses if s.ended), key=lambda s: s.silent)
+                speaks = self.rank == min(set(self._listeners) - {first.rank})
+                return found, (first.last_words or "") if speaks else ""
+            time.sleep(0.05)
+        # Its own place is in the handler of an error by now; what it reported when it waited is in the log.
+        late = [s for s in statuses if s.silent > _SILENT_TICKS * self.tick + 1 or not s.waits]
+        return "; ".join(late_words(s) for s in late), ""

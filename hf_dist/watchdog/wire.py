@@ -1,0 +1,138 @@
+"""How ranks tell where they are: TCP connections of the watchdog's own, one JSON object per line.
+
+Not a process group of training, which may be what hangs; not the launcher's store, which ends with rank 0. Two ranks
+listen, the first and the last, so that one of them may be the one that is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Collector", "Heard", "Sender"]
+
+_MAX_LINE = 1 << 16
+_SEND_SECONDS = 1.0
+
+
+@dataclass
+class Heard:
+    """What is known of one rank."""
+
+    status: dict[str, Any]
+    """The last one it sent."""
+    at: float
+    """When, in seconds of this process's monotonic clock."""
+    ended: float | None = None
+    """When its connection closed."""
+    last_words: str | None = None
+    """Why it left, as it said itself; None where it was ended from outside."""
+
+
+class Collector:
+    """Listens to all ranks. Not for several threads, but `heard` may be read from any."""
+
+    def __init__(self, token: str) -> None:
+        """`token`: lines of those that do not know it are not read."""
+        self.token = token
+        self.heard: dict[int, Heard] = {}
+        self._server = socket.create_server(("", 0), backlog=1024)
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._unread: dict[socket.socket, bytes] = {}
+        self._ranks: dict[socket.socket, int] = {}
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.getsockname()[1])
+
+    def poll(self, seconds: float) -> None:
+        """Take in what arrives within that time."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                connection: Any = key.fileobj
+                if connection is self._server:
+                    with contextlib.suppress(OSError):
+                        accepted, _ = self._server.accept()
+                        accepted.setblocking(False)
+                        self._unread[accepted] = b""
+                        self._selector.register(accepted, selectors.EVENT_READ)
+                else:
+                    self._read(connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        *lines, rest = (self._unread[connection] + data).split(b"\n")
+        self._unread[connection] = rest
+        known = all(self._take(connection, line) for line in lines)
+        if not data or not known or len(rest) > _MAX_LINE:
+            self._hang_up(connection)
+
+    def _take(self, connection: socket.socket, line: bytes) -> bool:
+        try:
+            message = json.loads(line)
+            if message["token"] != self.token:
+                return False
+            rank = int(message["rank"])
+        except (ValueError, KeyError, TypeError):
+            return False
+        self._ranks[connection] = rank
+        if "last_words" in message:
+            heard = self.heard.setdefault(rank, Heard({}, time.monotonic()))
+            heard.last_words = str(message["last_words"])
+        else:
+            self.heard[rank] = Heard(message, time.monotonic())
+        return True
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        del self._unread[connection]
+        rank = self._ranks.pop(connection, None)
+        if rank is not None and rank not in self._ranks.values():
+            self.heard[rank].ended = time.monotonic()
+
+    def close(self) -> None:
+        """Free the port and all connections."""
+        for connection in self._unread:
+            connection.close()
+        self._selector.close()
+        self._server.close()
+
+
+class Sender:
+    """Tells one collector; what cannot be sent is dropped, the next message tries again."""
+
+    def __init__(self, address: tuple[str, int], token: str, rank: int) -> None:
+        self.address = address
+        self._head = {"token": token, "rank": rank}
+        self._socket: socket.socket | None = None
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Give up after a second: a stopped process does not read."""
+        line = json.dumps({**self._head, **message}).encode() + b"\n"
+        try:
+            if self._socket is None:
+                self._socket = socket.create_connection(self.address, timeout=_SEND_SECONDS)
+            self._socket.sendall(line)
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

@@ -1,0 +1,191 @@
+"""`hf-dist check`: equal layouts are found equal, others are not, and the first tensor that differs is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import Result
+from typer.testing import CliRunner
+
+from hf_dist.cli import app
+from hf_dist.errors import ConfigError, TopologyError
+from hf_dist.hf.proof import Asked, prepare, prove
+from hf_dist.hf.proof.compare import FP32, compare
+from hf_dist.hf.proof.data import microbatches
+from hf_dist.hf.proof.job import Job, _shrink
+from tests.harness import run_ranks
+from tests.parity.families import make_model
+
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero3": ("llama", {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}),
+    "pipeline": ("qwen3", {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}),
+    "offload": ("bert", {"zero_optimization": OFFLOAD, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
+    "bf16": ("t5", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": "auto"}),
+    "moe": ("qwen3_moe", {"zero_optimization": {"stage": 3}, "train_batch_size": 8}),
+    "images": ("vit", {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}),
+}
+
+
+def asked_for(folder: Path, family: str, config: dict[str, Any], **options: Any) -> Asked:
+    """A model of that family and a config in `folder`."""
+    make_model(family).save_pretrained(folder / "tiny")  # type: ignore[operator]
+    (folder / "ds.json").write_text(json.dumps(config))
+    return Asked(str(folder / "tiny"), folder / "ds.json", world=2, **{"steps": 2, "seq": 12, **options})
+
+
+def _nothing(rank: int, world: int) -> None:
+    """Has the fork server started, with everything loaded."""
+
+
+def command(asked: Asked, *options: str) -> Result:
+    """`hf-dist check` with two short steps, in this process."""
+    run_ranks(_nothing, 1)
+    given = ["check", "--model", asked.model, "--config", str(asked.config), "--steps", "2", "--seq", "12"]
+    return CliRunner().invoke(app, [*given, *options])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_equal_layout_is_found_equal(name: str, tmp_path: Path) -> None:
+    run_ranks(_nothing, 1)
+    asked = asked_for(tmp_path, *LAYOUTS[name])
+    proof = prove(prepare(asked, tmp_path), asked.world)
+    assert proof.equal, proof
+    assert not proof.differs
+    assert proof.precision == ("bf16" if name == "bf16" else "fp32")
+    assert len(proof.rows) == 7
+    for row in proof.rows:
+        # bf16 is allowed what bf16 costs one process, no more
+        assert FP32 <= row.allowed < 0.05
+        assert row.allowed == FP32 or proof.precision == "bf16"
+
+
+def test_a_layout_that_differs_is_found_and_the_command_fails(tmp_path: Path) -> None:
+    asked = asked_for(tmp_path, "llama", {"zero_optimization": {"stage": 3}})
+    result = command(asked, "--class", "tests.workers.skewed:Skewed", "--num-layers", "2", "--json")
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert found["equal"] is False
+    assert found["differs_at"] == 1
+    names = [name for name, _ in make_model("llama").named_parameters()]
+    assert found["differs"] == [name for name in names if name in found["differs"]], "in the model's order"
+    assert not any("layers.2" in name for name in found["differs"]), "--num-layers 2"
+    rows = {row["what"]: row for row in found["rows"]}
+    assert not rows["loss, 2 steps"]["equal"]
+    assert rows["loss, 2 steps"]["difference"] == pytest.approx(5e-4, rel=0.1)
+    assert rows["resumed, loss and norm"]["equal"], "the layout is equal to itself"
+
+
+def test_the_table_says_what_was_compared(tmp_path: Path) -> None:
+    asked = asked_for(tmp_path, "llama", {"zero_optimization": {"stage": 1}})
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [8, 9]}\n')
+    result = command(asked, "--data", str(tmp_path / "rows.jsonl"))
+    assert result.exit_code == 0, result.output
+    for words in (
+        "on 2 ranks, fp32, against one process",
+        "gradient norm",
+        "saved, read by from_pretrained",
+        "resumed",
+    ):
+        assert words in result.stdout
+    assert result.stdout.rstrip().endswith("\nequal")
+    assert "AdamW, learning rate 0.001; dropout is 0" in result.stdout
+
+
+# ---- without processes
+
+
+def job(**changes: Any) -> Job:
+    """Of two steps."""
+    plain = Job("", "X", {"bf16": {"enabled": False}}, {}, "AdamW", {"lr": 1e-3}, 1.0, 2, 2, 1)
+    return replace(plain, **changes)
+
+
+def ranks(**changes: Any) -> list[dict[str, Any]]:
+    """What two equal ranks return."""
+    one = {
+        "losses": [4.0, 3.0],
+        "norms": [1.0, 0.5],
+        "differences": [{"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 1e-7}],
+        "next": {"going on": (2.0, 0.1), "resumed": (2.0, 0.1)},
+        "reloaded": {"a": 0.0, "b": 0.0},
+        "skipped": 0,
+    }
+    return [one | changes, one]
+
+
+ALONE = {"plain": {"losses": [4.0, 3.0, 2.0], "norms": [1.0, 0.5, 0.1]}}
+
+
+def test_the_verdict_is_equal_only_if_every_row_is() -> None:
+    assert compare(job(), ALONE, ranks()).equal
+    for change in (
+        {"losses": [4.0, 3.001]},
+        {"norms": [1.0, math.nan]},
+        {"differences": [{"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 1e-4}]},
+        {"reloaded": {"a": 0.0, "b": math.nan}},
+        {"next": {"going on": (2.0, 0.1), "resumed": (2.1, 0.1)}},
+        {"next": {"going on": (2.1, 0.1), "resumed": (2.1, 0.1)}},
+    ):
+        assert not compare(job(), ALONE, ranks(**change)).equal, change
+
+
+def test_the_first_step_and_the_first_tensor_that_differ_are_named() -> None:
+    proof = compare(job(), ALONE, ranks(differences=[{"a": 0.0, "b": 2e-5, "c": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}]))
+    assert proof.differs == ["b", "c"]
+    assert proof.differs_at == 1
+
+
+def test_a_half_precision_is_allowed_what_it_costs_one_process() -> None:
+    same = {"losses": [4.04, 3.0, 2.0], "norms": [1.0, 0.5, 0.1], "differences": [{"a": 2e-3}, {"a": 3e-3}]}
+    half = job(layout={"bf16": {"enabled": True}})
+    proof = compare(half, {**ALONE, "same": same}, ranks(losses=[4.04, 3.0]))
+    assert proof.equal
+    assert proof.rows[0].allowed == pytest.approx(0.01)
+    assert proof.rows[2].allowed == 2e-3
+    assert any("allowed is how far it is from fp32" in note for note in proof.notes)
+
+
+def test_fewer_layers_in_every_part_and_in_lists_per_layer() -> None:
+    config = transformers.Qwen3Config(num_hidden_layers=6)
+    assert len(config.layer_types) == 6
+    assert _shrink(config, 2)
+    assert config.num_hidden_layers == len(config.layer_types) == 2
+    t5 = transformers.T5Config(num_layers=4, num_decoder_layers=5)
+    assert _shrink(t5, 2)
+    assert (t5.num_layers, t5.num_decoder_layers) == (2, 2)
+    assert not _shrink(t5, 2)
+
+
+def test_rows_of_a_file_are_cut_padded_and_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3, 4, 5, 6]}\n\n{"input_ids": [7], "labels": [9]}\n')
+    batches = microbatches(torch.nn.Linear(1, 1), rows=3, count=2, seq=4, path=path)
+    assert batches[0]["input_ids"].tolist() == [[1, 2, 3, 4], [7, 0, 0, 0], [1, 2, 3, 4]]
+    assert batches[0]["labels"].tolist() == [[1, 2, 3, 4], [9, -100, -100, -100], [1, 2, 3, 4]]
+    assert batches[0]["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
+    assert batches[1]["input_ids"][0].tolist() == [7, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "kind"),
+    [
+        ({"class_name": "nowhere:Model"}, "--class", ConfigError),
+        ({"data": Path("missing.jsonl")}, "--data", ConfigError),
+        ({"model": "a folder without a config"}, "--model", ConfigError),
+        ({"world": 3}, "pipeline.stages: 2 does not divide --ranks 3", TopologyError),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], words: str, kind: Any, tmp_path: Path) -> None:
+    asked = asked_for(tmp_path, "llama", {"pipeline": {"stages": 2}})
+    if "model" in options:
+        options = {"model": str(tmp_path)}
+    with pytest.raises(kind, match=words):
+        prepare(replace(asked, **options), tmp_path)

@@ -1,0 +1,257 @@
+"""A job never just hangs: it says who is late, where, and what the others wait for; and it says nothing when all is well."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_dist.watchdog import host, thread
+from hf_dist.watchdog.place import Place, find_place
+from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers
+from hf_dist.watchdog.wire import Collector, Sender
+from tests.workers.launcher import launch
+
+WORKER = "tests.workers.stalling"
+WAITS = Place("training step > forward", "model.layers.3", "the gather of weights", ("a.py:1 in wait",))
+WORKS = Place("data loader > collate", "", "", ("train.py:88 in pad",))
+
+
+def stall(*statuses: Status, world: int = 4) -> str | None:
+    """The report with a limit of 60 s; a rank that said nothing for 16 s does not answer."""
+    return describe_stall(statuses, limit=60, silence=16, world=world)
+
+
+# ---- the verdict
+
+
+def test_the_rank_that_works_is_late_and_its_stack_is_shown() -> None:
+    waiting = [Status(rank, "gpu-1", 10 + rank, 7, 61, WAITS) for rank in (0, 1, 3)]
+    text = stall(*waiting, Status(2, "gpu-2", 99, 7, 64, WORKS))
+    assert text is not None
+    assert "no progress for 61 s at step 8" in text
+    assert "rank 2 (pid 99 on gpu-2) is late, in: data loader > collate, at the same line for 64 s" in text
+    assert "train.py:88 in pad" in text
+    assert "a.py:1" not in text, "stacks of those that only wait are noise"
+    assert "ranks 0-1, 3: waits for the gather of weights in: training step > forward, model.layers.3" in text
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        [Status(rank, still=500, place=WORKS) for rank in range(4)],
+        [Status(rank, still=59, place=WAITS) for rank in range(4)],
+        [Status(0, still=0, place=WORKS)],
+    ],
+    ids=["all_compute_for_long", "all_wait_briefly", "others_not_there_yet"],
+)
+def test_nothing_is_said_while_nobody_has_waited_for_long(statuses: list[Status]) -> None:
+    assert stall(*statuses) is None
+
+
+def test_a_rank_that_saves_is_named_with_what_it_does() -> None:
+    saving = Place("callbacks > saving", stack=("save.py:3 in write",))
+    text = stall(Status(0, still=90, place=WAITS), Status(1, pid=5, host="a", still=0.4, place=saving), world=2)
+    assert text is not None
+    assert "callbacks > saving, and moves (callbacks may rightly take this long)" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [("T", "kill -CONT 5"), ("R", "native code"), ("D", "disk"), ("", "cannot be reached")]
+)
+def test_a_silent_rank_is_told_from_a_late_one(state: str, words: str) -> None:
+    silent = Status(1, "a", 5, 3, 0, WORKS, silent=70, state=state)
+    text = stall(Status(0, still=61, place=WAITS), silent, world=2)
+    assert text is not None
+    assert "rank 1 (pid 5 on a) does not answer" in text
+    assert words in text
+    assert "70 s ago it was in: data loader > collate" in text
+
+
+def test_a_rank_that_was_never_heard_of_is_named() -> None:
+    text = stall(Status(0, still=61, place=WAITS), Status(1, still=61, place=WAITS), world=4)
+    assert text is not None
+    assert "rank 2 does not answer" in text
+    assert "rank 3 does not answer" in text
+
+
+def test_when_all_wait_the_few_that_wait_for_something_else_are_shown() -> None:
+    other = Place("evaluation > forward", "vision", "all_gather_object()", ("b.py:2 in gather",))
+    text = stall(*[Status(r, still=61, place=WAITS) for r in (0, 1, 2)], Status(3, still=61, place=other))
+    assert text is not None
+    assert "took different paths" in text
+    assert "Python stack of rank 3" in text
+    assert "rank 3: waits for all_gather_object() in: evaluation > forward, vision" in text
+
+
+def test_a_rank_that_ended_without_a_word_was_killed() -> None:
+    dead = Status(1, "a", 5, 3, 0, WORKS, rss=118_400_000_000, silent=1, ended=True)
+    text = lost_rank([Status(0), dead], "the kernel has killed 1 process for host memory since the start")
+    assert text is not None
+    for part in ("rank 1 (pid 5 on a)", "was killed", "collate", "118.40 GB", "for host memory since"):
+        assert part in text
+    said = Status(1, silent=1, ended=True, last_words="[rank 1] Traceback\n[rank 1] ValueError: no rows")
+    assert "ended: ValueError: no rows" in str(lost_rank([said], "the kernel has killed 1 process"))
+    assert "kernel" not in str(lost_rank([said], "the kernel has killed 1 process"))
+
+
+def test_ranks_are_counted_in_runs() -> None:
+    assert numbers([0, 1, 2, 5, 7, 6]) == "ranks 0-2, 5-7"
+    assert numbers([4]) == "rank 4"
+
+
+# ---- what it is made from
+
+
+def test_a_place_is_read_from_another_thread() -> None:
+    from torch import nn
+
+    class Slow(nn.Module):
+        """Waits to be looked at."""
+
+        def forward(self) -> None:
+            """Until the other thread has looked."""
+            ready.set()
+            seen.wait(10)
+
+    ready, seen, places = threading.Event(), threading.Event(), []
+    model = nn.ModuleDict({"block": Slow()})
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def look() -> None:
+        ready.wait(10)
+        places.append(find_place(names))
+        seen.set()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    model["block"]()
+    looker.join()
+    assert places[0].block == "block"
+    assert places[0].activity == "forward"
+    assert places[0].waits_for == ""
+    assert any("test_watchdog.py" in line and "in forward" in line for line in places[0].stack)
+    assert not any("module.py" in line for line in places[0].stack)
+
+
+def test_a_collector_hears_who_spoke_who_left_and_why() -> None:
+    collector = Collector("secret")
+    address = ("127.0.0.1", collector.port)
+    one, two, stranger = Sender(address, "secret", 1), Sender(address, "secret", 2), Sender(address, "guess", 3)
+    for sender in (one, two, stranger):
+        sender.send({"status": {"still": 1}})
+    collector.poll(0.2)
+    assert sorted(collector.heard) == [1, 2]
+    one.send({"last_words": "ValueError"})
+    one.close()
+    two.close()
+    collector.poll(0.2)
+    assert collector.heard[1].last_words == "ValueError"
+    assert collector.heard[2].last_words is None
+    assert collector.heard[2].ended is not None
+    collector.close()
+    one.send({"status": {}})  # nobody listens: dropped, without an error
+
+
+def test_a_kill_for_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
+    (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
+    (tmp_path / "memory.max").write_text("120000000000\n")
+    assert host.memory_kills(tmp_path) == 2
+    assert host.memory_report(2, tmp_path) == ""
+    assert "killed 1 process for host memory" in host.memory_report(1, tmp_path)
+    assert "120.00 GB" in host.memory_report(1, tmp_path)
+    assert host.memory_kills(tmp_path / "none") == 0
+    assert host.resident_nbytes() > 1_000_000
+    assert host.process_state(os.getpid()) in "RS"
+
+
+def test_one_process_has_no_watchdog(tmp_path: Path) -> None:
+    program = (
+        "import torch, hf_dist, threading; m = torch.nn.Linear(4, 4)\n"
+        "hf_dist.initialize(m, config={'train_micro_batch_size_per_gpu': 1, 'hf_dist': {'stall_report_seconds': 1}})\n"
+        "print([t.name for t in threading.enumerate()])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=100)
+    assert done.stdout.strip().endswith("['MainThread']"), done.stdout + done.stderr
+
+
+# ---- whole jobs
+
+
+def test_late_ranks_are_named_with_block_and_stack_and_the_job_goes_on(tmp_path: Path) -> None:
+    codes, output, _ = launch("naps", tmp_path, worker=WORKER, timeout=100)
+    assert codes == [0, 0], output
+    reports = output.split("hf_dist watchdog: no progress for ")[1:]
+    # Once where the late rank naps; not where both nap equally long; in the order of training.
+    assert len(reports) == 3, output
+    for report, place in zip(reports, ("forward, model.layers.1", "data loader > collate", "saving"), strict=True):
+        assert re.search(rf"rank 1 \(pid \d+ on \S+\) is late, in: .*{place}", report), report
+        assert "in nap" in report
+        assert re.search(r"^  rank 0: waits for .+ in: ", report, re.MULTILINE), report
+    assert output.count("the job goes on") >= 2  # the job may be over before it is said again
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stopped_rank_is_reported_and_the_job_ends_with_the_timeout(number: int, tmp_path: Path) -> None:
+    codes, output, _ = launch(f"stops_rank_{number}", tmp_path, worker=WORKER, timeout=100)
+    assert codes[1 - number] == 1, output
+    assert codes[number] == -9, "only SIGKILL ends a stopped process, as the launcher sends it\n" + output
+    assert re.search(rf"rank {number} \(pid \d+ on \S+\) does not answer: it is stopped \(SIGSTOP", output), output
+    assert f"rank {1 - number}: waits for the gather of weights in: training step" in output
+    assert "the job goes on" not in output
+    assert "waited for another rank until the timeout of a process group was over (ddp_timeout); rank" in output
+    assert "Traceback" not in output
+
+
+def test_a_killed_rank_is_named_by_those_that_lost_it(tmp_path: Path) -> None:
+    codes, output, _ = launch("killed", tmp_path, worker=WORKER)
+    assert codes[1] == -9, output
+    assert codes[0] not in (0, None), output
+    assert re.search(r"\[rank 0\] lost the connection .* rank 1 \(pid \d+ on \S+\) ended: .* it was killed", output), (
+        output
+    )
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "collate", "save"])
+def test_a_rank_that_raises_ends_the_job_and_its_traceback_comes_last(where: str, tmp_path: Path) -> None:
+    codes, output, seconds = launch(where, tmp_path, worker=WORKER)
+    assert None not in codes, output
+    assert 0 not in codes, output
+    last = "[rank 1] RuntimeError: this rank has had enough"
+    if where != "save":
+        for log in ("rank_0.log", "rank_1.log"):  # also where no launcher has a summary: whoever ends last repeats it
+            assert (tmp_path / log).read_text().rstrip().endswith(last), output
+    else:  # all ranks agree that there is no checkpoint, and one says so
+        assert output.count(last) == 1
+        assert output.count("hf_dist: CheckpointError") == 1
+        assert "could not be written (rank 1: RuntimeError: this rank has had enough)" in output
+    assert "[rank 0] Traceback" not in output, output
+    assert seconds < 40
+
+
+def test_a_status_costs_next_to_nothing() -> None:
+    find_place({})
+    start = time.perf_counter()
+    for _ in range(100):
+        find_place({})
+    assert (time.perf_counter() - start) / 100 < 0.01, "once in five seconds: a fifth of a percent at the very most"
+
+
+def test_starting_twice_changes_the_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        """A running one."""
+
+        limit = 60.0
+
+    monkeypatch.setattr(thread, "_watchdog", Fake())
+    thread.start(5)
+    assert thread._watchdog is not None
+    assert thread._watchdog.limit == 5

@@ -1,0 +1,120 @@
+"""Trainings in which one rank is late, stopped, killed or raises, at the place that the case's name says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.workers.failing import rank
+
+LIMIT = 1.5
+"""Seconds after which the watchdog reports."""
+NAP = 4.0
+
+
+def train(folder: str, *, in_collate: Any = None, in_save: Any = None, hook: Any = None, **changes: Any) -> None:
+    """Six steps with the HF Trainer; each of the functions is called with the number of the call, on every rank."""
+    from hf_dist.hf import DistTrainer, DistTrainingArguments
+    from tests.hf.recipes import make_model, pad, plain_arguments, texts
+
+    counts = {"collate": 0}
+
+    def collate_rows(rows: Any) -> Any:
+        counts["collate"] += 1
+        if in_collate is not None:
+            in_collate(counts["collate"])
+        return pad(rows)
+
+    class Trainer(DistTrainer):
+        """With a save that can be disturbed."""
+
+        def save_model(self, *args: Any, **kwargs: Any) -> None:
+            """HF calls it on every rank for a checkpoint."""
+            if in_save is not None:
+                in_save()
+            super().save_model(*args, **kwargs)
+
+    config = {"zero_optimization": {"stage": 3}, "hf_dist": {"stall_report_seconds": LIMIT}}
+    values = dict(max_steps=6, gradient_accumulation_steps=1, dist_config=config)
+    arguments = DistTrainingArguments(**plain_arguments(folder, 2, **values) | changes)
+    model = make_model()
+    if hook is not None:
+        hook(model)
+    Trainer(model, arguments, train_dataset=texts(), data_collator=collate_rows).train()
+
+
+def _only(number: int, act: Callable[[], None]) -> Callable[..., None]:
+    def disturb(*_: Any) -> None:
+        if rank() == number:
+            act()
+
+    return disturb
+
+
+def _once(act: Callable[..., None], at: int = 2) -> Callable[..., None]:
+    calls: list[int] = []
+
+    def count(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == at:
+            act()
+
+    return count
+
+
+def nap() -> None:
+    """The function that a stack must show."""
+    time.sleep(NAP)
+
+
+def _forward(act: Callable[..., None]) -> Callable[[Any], None]:
+    return lambda model: model.model.layers[1].register_forward_pre_hook(_once(act, at=3))
+
+
+def _backward(act: Callable[..., None]) -> Callable[[Any], None]:
+    """In the backward of the first block, from a hook on its output."""
+    disturb = _once(act, at=3)
+
+    def watch(module: Any, args: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if tensor.requires_grad:  # not while the Trainer asks the model about its loss
+            tensor.register_hook(disturb)
+
+    return lambda model: model.model.layers[0].register_forward_hook(watch)
+
+
+def _fail() -> None:
+    raise RuntimeError("this rank has had enough")
+
+
+def _naps(folder: str) -> None:
+    """One training, three places where rank 1 is late, one where both are equally slow."""
+    late = _only(1, nap)
+
+    def in_collate(call: int) -> None:
+        if call == 4:
+            late()
+        if call == 6:
+            nap()
+
+    train(folder, hook=_forward(late), in_collate=in_collate, in_save=late, save_strategy="steps", save_steps=6)
+
+
+def _stop(number: int) -> Callable[..., None]:
+    return _only(number, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+SAVES = dict(save_strategy="steps", save_steps=2)
+CASES: dict[str, Callable[[str], None]] = {
+    "naps": _naps,
+    "stops_rank_1": lambda folder: train(folder, hook=_forward(_stop(1)), ddp_timeout=8),
+    "stops_rank_0": lambda folder: train(folder, hook=_forward(_stop(0)), ddp_timeout=8),
+    "killed": lambda folder: train(folder, hook=_forward(_only(1, lambda: os.kill(os.getpid(), signal.SIGKILL)))),
+    "forward": lambda folder: train(folder, hook=_forward(_only(1, _fail))),
+    "backward": lambda folder: train(folder, hook=_backward(_only(1, _fail))),
+    "collate": lambda folder: train(folder, in_collate=lambda call: _only(1, _fail)() if call == 4 else None),
+    "save": lambda folder: train(folder, in_save=_only(1, _fail), **SAVES),
+}
