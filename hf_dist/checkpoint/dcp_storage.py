@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -154,6 +155,15 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         plain = (module, name) in self._NAMES or module.startswith("pathlib")
         dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.memory_format))
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module in self._MODULES and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or plain or dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as `getattr(its class, its name)`."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"an attribute {name} of {kind} has no place in the metadata of a checkpoint")
+    return kind[name]

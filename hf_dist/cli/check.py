@@ -66,8 +66,7 @@ def check(
     )
     if "" not in sys.path:
         sys.path.insert(0, "")  # --class may be a file of the folder where this is run
-    quiet()
-    with tempfile.TemporaryDirectory(prefix="hf_dist_check_") as folder:
+    with quiet(), tempfile.TemporaryDirectory(prefix="hf_dist_check_") as folder:
         job = prepare(asked, Path(folder))
         try:
             proof = prove(job, ranks)

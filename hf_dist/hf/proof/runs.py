@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,43 @@ Differences = dict[str, float]
 """Parameter, in the model's order -> norm of the difference to one process, relative to the norm there."""
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The table is what is to be read: inside, nothing but errors is logged."""
+    import transformers
+
+    logger, theirs, handler = logging.getLogger("hf_dist"), transformers.utils.logging, logging.StreamHandler()
+    level, verbosity, shows_progress = logger.level, theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        theirs.set_verbosity(verbosity)
+        if shows_progress:
+            theirs.enable_progress_bar()
+
+
+@quiet()
 def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Losses and norms of `steps` + 1 steps; the weights after each of `steps` are left in the job's folder.
 
     `plain`: torch without an engine, in fp32. `same`: the precision of the config in one process, with how far that is from
     `plain`; only where it is not fp32.
     """
-    quiet()
     result = {"plain": _plain(job)}
     if job.precision != "fp32":
         result["same"] = _engine_steps(job, job.alone, 0, reference="plain", keep="same")
     return result
 
 
+@quiet()
 def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     """The layout: as `same` above, then saved, read back by plain `from_pretrained`, and resumed on the ranks."""
-    quiet()
     reference = "plain" if job.precision == "fp32" else "same"
     result = _engine_steps(job, job.layout, rank, reference, then_save=True)
     engine = result.pop("engine")
@@ -60,17 +82,6 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
         result["reloaded"] = _differences(_named(reread), _weights_file(job, reference, job.steps))
         shutil.rmtree(_checkpoint(job), ignore_errors=True)
     return result
-
-
-def quiet() -> None:
-    """The table is what is to be read; warnings still come."""
-    import transformers
-
-    logger = logging.getLogger("hf_dist")
-    logger.addHandler(logging.StreamHandler())
-    logger.setLevel(logging.ERROR)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def _plain(job: Job) -> dict[str, Any]:
