@@ -18,7 +18,7 @@ from hf_dist.optim.fragment import Fragment
 from hf_dist.sharding.group import FlatGroup
 
 _HOST_NUMEL = 1 << 24
-"""Elements at which a batch on the host ends: a call of the optimizer costs as much as stepping 300,000 of them."""
+"""Elements at which a batch on the host ends: a call of the optimizer has a price of its own, whatever it steps."""
 
 
 class StepBatch:

@@ -40,7 +40,7 @@ def flat(numel: int, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def ours(numel: int) -> Callable[[], None]:
-    """An engine at stage 2 with the state on the host: the whole path of a step, 12 units of 4 matrices."""
+    """An engine at stage 2 with the state on the host: the whole path of a step, one group of 48 matrices."""
     side = int((numel / BLOCKS / 4) ** 0.5)
     block = lambda: nn.ModuleDict({"inner": nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4)))})  # noqa: E731
     model = nn.ModuleList(block() for _ in range(BLOCKS))
