@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from hf_dist import failure
+from hf_dist import DistTrainingArguments, failure
 from hf_dist.errors import ConfigError
-from hf_dist.hf import DistTrainingArguments
 from tests.workers.failing import ROOT
 from tests.workers.launcher import launch
 

@@ -63,7 +63,7 @@ def nothing_asked(rank: int, world: int, folder: str) -> dict[str, bool]:
     import transformers
 
     stock = accelerate.Accelerator
-    from hf_dist.hf import DistAccelerator, DistTrainerMixin
+    from hf_dist import DistAccelerator, DistTrainerMixin
     from hf_dist.hf.substitute import substitute
 
     substitute()

@@ -58,7 +58,7 @@ def arguments(folder: Path, stage: int | None, checkpointing: bool, base: Any, *
     }
     if stage is None:
         return base(**given)
-    from hf_dist.hf import DistArgsMixin
+    from hf_dist import DistArgsMixin
 
     ours: Any = dataclass(type("Dist" + base.__name__, (DistArgsMixin, base), {}))
     return ours(**given, dist_config=OVER_STAGES if stage == 4 else {"zero_optimization": {"stage": stage}})
@@ -66,7 +66,7 @@ def arguments(folder: Path, stage: int | None, checkpointing: bool, base: Any, *
 
 def over(stage: int | None, base: Any) -> Any:
     """The class as a user would write it."""
-    from hf_dist.hf import DistTrainerMixin
+    from hf_dist import DistTrainerMixin
 
     return base if stage is None else type("Dist" + base.__name__, (DistTrainerMixin, base), {})
 

@@ -263,7 +263,7 @@ def generated(folder: Path, stage: int) -> list[list[int]]:
     """Train a step, then predict with generation; ranks finish their sequences at different times."""
     from dataclasses import dataclass
 
-    from hf_dist.hf import DistArgsMixin, DistTrainerMixin
+    from hf_dist import DistArgsMixin, DistTrainerMixin
 
     @dataclass
     class Arguments(DistArgsMixin, Seq2SeqTrainingArguments):
@@ -292,7 +292,7 @@ def generate(cls: Any, arguments: Any) -> list[list[int]]:
 
 def raw_loop(folder: Path, stage: int) -> dict[str, Any]:
     """A loop of accelerate's documentation."""
-    from hf_dist.hf import DistAccelerator
+    from hf_dist import DistAccelerator
 
     config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
     accelerator = DistAccelerator(dist_config=config)

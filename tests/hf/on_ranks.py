@@ -46,7 +46,7 @@ def record_of(trainer: Trainer) -> dict[str, Any]:
 
 def dist_trainer(recipe: str, stage: int, folder: Path, config: Any = None, **changes: Any) -> Any:
     """A DistTrainer with micro batches of two rows."""
-    from hf_dist.hf import DistTrainer, DistTrainingArguments
+    from hf_dist import DistTrainer, DistTrainingArguments
 
     config = {"zero_optimization": {"stage": stage}, **(config or {})}
     return RECIPES[recipe].build(DistTrainer, DistTrainingArguments, folder, 2, dist_config=config, **changes)

@@ -94,7 +94,7 @@ def seq2seq(folder: Path, pp: int) -> dict[str, Any]:
     """A tiny T5 with `predict_with_generate`."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
-    from hf_dist.hf import DistTrainerMixin
+    from hf_dist import DistTrainerMixin
     from hf_dist.hf.args import DistArgsMixin
     from tests.hf.recipes import plain_arguments
 

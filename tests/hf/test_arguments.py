@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
+from hf_dist import DistAccelerator, DistArgsMixin, DistTrainingArguments
 from hf_dist.errors import ConfigError
-from hf_dist.hf import DistAccelerator, DistArgsMixin, DistTrainingArguments
 from tests.hf.recipes import RECIPES
 
 CONFIG: dict[str, Any] = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.25}

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_dist import collectives, log
-from hf_dist.hf import DistTrainer, DistTrainingArguments
+from hf_dist import DistTrainer, DistTrainingArguments, collectives, log
 from hf_dist.hf.callbacks.communication import CommunicationCallback, communication_table
 from hf_dist.mesh import MeshAxis
 

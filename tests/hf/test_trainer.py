@@ -124,7 +124,7 @@ def test_warmup_decay_from_the_json_takes_its_numbers_from_the_arguments(outcome
 
 
 def test_a_trainer_without_a_config_is_the_stock_trainer(tmp_path: Path) -> None:
-    from hf_dist.hf import DistAccelerator, DistTrainer, DistTrainingArguments
+    from hf_dist import DistAccelerator, DistTrainer, DistTrainingArguments
 
     recipe = RECIPES["plain"]
     ours = recipe.build(DistTrainer, DistTrainingArguments, tmp_path, 4, max_steps=3)

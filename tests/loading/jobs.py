@@ -157,7 +157,7 @@ def poisoned_memory(rank: int, world: int, path: Path) -> list[Any]:
 
 def trainer(rank: int, world: int, path: Path) -> list[Any]:
     """The stock call while the arguments live, through the Trainer: nothing is read before prepare, same training."""
-    from hf_dist.hf import DistTrainer, DistTrainingArguments
+    from hf_dist import DistTrainer, DistTrainingArguments
 
     rows = [{"input_ids": torch.arange(i + 1, i + 9), "labels": torch.arange(i + 1, i + 9)} for i in range(24)]
     results, problems = [], []

@@ -18,9 +18,10 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 import hf_dist
+from hf_dist import DistTrainingArguments
 from hf_dist.checkpoint.safetensors_source import bytes_read
 from hf_dist.errors import CheckpointError, ModelError
-from hf_dist.hf import DistTrainingArguments, loading
+from hf_dist.hf import loading
 from hf_dist.sharding.lazy import lazy_source, lazy_sources
 from tests.loading.checkpoints import CASES, inputs_for, write
 from tests.loading.on_ranks import compare, logits, prepare

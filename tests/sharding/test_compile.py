@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_dist
+from hf_dist import DistTrainer, DistTrainingArguments
 from hf_dist.errors import ConfigError
-from hf_dist.hf import DistTrainer, DistTrainingArguments
 from tests.harness import run_ranks
 from tests.hf.recipes import make_model as small_model
 from tests.hf.recipes import pad, plain_arguments, texts

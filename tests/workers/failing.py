@@ -32,7 +32,7 @@ def train(
     """Fifty short steps with the HF Trainer; `act` is called on rank 1 after the second."""
     from transformers import TrainerCallback
 
-    from hf_dist.hf import DistTrainer, DistTrainingArguments
+    from hf_dist import DistTrainer, DistTrainingArguments
     from tests.hf.recipes import make_model, pad, plain_arguments, texts
 
     class Act(TrainerCallback):
@@ -81,7 +81,7 @@ def _raw_loop_alone(folder: str) -> None:
     """The same with one's own loop."""
     from accelerate import PartialState
 
-    from hf_dist.hf import DistAccelerator
+    from hf_dist import DistAccelerator
 
     os.environ.pop("ACCELERATE_USE_CPU", None)
     PartialState()

@@ -17,7 +17,7 @@ NAP = 4.0
 
 def train(folder: str, *, in_collate: Any = None, in_save: Any = None, hook: Any = None, **changes: Any) -> None:
     """Six steps with the HF Trainer; each of the functions is called with the number of the call, on every rank."""
-    from hf_dist.hf import DistTrainer, DistTrainingArguments
+    from hf_dist import DistTrainer, DistTrainingArguments
     from tests.hf.recipes import make_model, pad, plain_arguments, texts
 
     counts = {"collate": 0}
