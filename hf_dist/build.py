@@ -28,6 +28,7 @@ from hf_dist.log import say
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
 from hf_dist.offload.storage import open_storage
 from hf_dist.optim.build import build_optimizer
+from hf_dist.optim.in_backward import steps_in_backward
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.pipelined import Example, Pipeline, cut_model, example_of
@@ -146,10 +147,10 @@ def build_engine(
     if not trainable:
         model.requires_grad_(False)
     else:
-        # Before sharding, whose hooks must stay outside of what is recomputed; and a split model asks who recomputes.
+        steps_in_backward(config)  # refuses what cannot be, before weights are read
+        # Before sharding: its hooks stay outside of what is recomputed, and a split model asks who recomputes.
         set_up_checkpointing(model, config)
-    # Before anything is sent: ranks that disagree about the model would hang, or mix each other's weights.
-    check_same_model(model, mesh)
+    check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)
     tell_full_build(model, mesh)

@@ -28,6 +28,8 @@ from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.clip import GradientSummary, clip_coefficient, scale_gradients, summarize_gradients
 from hf_dist.optim.elementwise import check_elementwise
 from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.in_backward import KEY as IN_BACKWARD
+from hf_dist.optim.in_backward import StepInBackward, steps_in_backward
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
@@ -60,6 +62,7 @@ class Engine:
         """The stages of this rank, None where the model is whole."""
         self.optimizer: torch.optim.Optimizer | None = None
         self.fragments: FragmentedOptimizer | None = None
+        self._in_backward: StepInBackward | None = None
         if optimizer is not None:
             self.attach_optimizer(optimizer)
         self.lr_scheduler = lr_scheduler
@@ -121,7 +124,10 @@ class Engine:
         """Let `optimizer`, made over the model's parameters, step this rank's fragments of them. Local."""
         check_elementwise(optimizer)
         self.optimizer = optimizer
-        self.fragments = FragmentedOptimizer(self.sharded, optimizer)
+        early = steps_in_backward(self.config)
+        self.fragments = FragmentedOptimizer(self.sharded, optimizer, one_by_one=early)
+        self._in_backward = StepInBackward(self.fragments) if early else None
+        self.sharded.reducer.when_final = self._in_backward.gradient_final if self._in_backward else None
 
     # --------------------------------------------------------------------- a step
 
@@ -261,10 +267,12 @@ class Engine:
         Collective over dp the first time in a window; after that it only returns the norm.
         """
         if self._summary is None:
-            self._summary = summarize_gradients(self.sharded, 1.0 / self.loss_scale)
+            stepped = self._in_backward.norms if self._in_backward else {}
+            self._summary = summarize_gradients(self.sharded, 1.0 / self.loss_scale, stepped)
             self._norm = self._summary.norm
             self._max_norm = None
         if 0 < max_norm < float("inf"):
+            self._refuse_clipping("max_norm", max_norm)
             self._max_norm = max_norm
         return self._summary.norm
 
@@ -275,6 +283,7 @@ class Engine:
 
     def clip_grad_value(self, max_value: float) -> None:
         """Clamp every element of the window's mean gradient to +-max_value. Local; before `clip_grad_norm`."""
+        self._refuse_clipping("max_value", max_value)
         self.sharded.finish_gradients()
         limit = max_value * self.loss_scale
         for group in self.sharded.trainable_groups:
@@ -286,13 +295,14 @@ class Engine:
         """Step the optimizer with the window's gradient and start the gathers of replicated weights.
 
         Every rank calls it. A step with a gradient that is not finite is skipped (fp16 always; bf16 unless
-        `bf16.check_grad_overflow` is false): the optimizer and the schedule do not see it.
+        `bf16.check_grad_overflow` is false, or the optimizer steps in backward): the optimizer and the schedule do not see it.
         """
         self.writer.raise_failure()
         norm = self.clip_grad_norm()
         assert self._summary is not None and self.fragments is not None
         self.global_steps += 1
-        watches = self.scaler is not None or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
+        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self._in_backward is None
+        watches = self.scaler is not None or checks
         overflow = watches and not bool(torch.isfinite(norm))
         self.step_was_skipped = overflow
         if self.scaler is not None:
@@ -316,6 +326,13 @@ class Engine:
         self.sharded.weights_changed()
         self.zero_grad()
 
+    def _refuse_clipping(self, name: str, value: float) -> None:
+        if self._in_backward is not None:
+            raise ModelError(
+                f"{name}={value:g}: gradients cannot be clipped when {IN_BACKWARD} steps them before all are there. Do not "
+                "clip (max_grad_norm=0 in the Trainer), or remove the key."
+            )
+
     def _look_at_unused(self, used: dict[tuple[int, int], bool]) -> None:
         """The first step that is not skipped tells which trainable parameters got no gradient; or none may be without."""
         if not self._told_unused:
@@ -335,6 +352,8 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop the window's gradients. `step()` does this; call it to abandon a window."""
         self.sharded.drop_gradients()
+        if self._in_backward is not None:
+            self._in_backward.end_window()
         self._summary = self._max_norm = None
 
     def get_global_grad_norm(self) -> float | None:

@@ -1,6 +1,6 @@
 """The planned peak of a training step beside the measured one, in bytes of tensors.
 
-    python -m tests.estimate_peak [--models small medium large] [--stages 0 1 2 3] [--only SUBSTRING]
+    python -m tests.estimate_peak [--models small medium large] [--stages 0 1 2 3] [--only SUBSTRING] [--in-backward]
 
 Two ranks over gloo (one for the large model at stage 0), bf16, HF Llamas of 26M, 124M and 498M parameters. Every operation of
 the second step is followed by a sum over all storages that are alive: temporary tensors count, and the memory that kernels
@@ -48,7 +48,7 @@ def cases(models: list[str], stages: list[int]) -> list[Case]:
     ]
 
 
-def config_of(case: Case) -> dict[str, Any]:
+def config_of(case: Case, in_backward: bool = False) -> dict[str, Any]:
     """Its JSON."""
     model, stage, offload, checkpointing, microbatches = case
     return {
@@ -58,6 +58,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, **OFFLOADS[offload]},
         "bf16": {"enabled": True},
         **({"activation_checkpointing": {"every_n_layers": 1}} if checkpointing else {}),
+        **({"hf_dist": {"optimizer_in_backward": True}, "gradient_clipping": 0} if in_backward else {}),
     }
 
 
@@ -121,7 +122,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def measure(rank: int, world: int, chosen: list[Case]) -> list[tuple[int, int]]:
+def measure(rank: int, world: int, chosen: list[Case], in_backward: bool) -> list[tuple[int, int]]:
     """By case: (measured, planned) peak of this rank, device and host together."""
     import hf_dist
     from hf_dist.config import load_config, resolve_without_trainer
@@ -132,12 +133,12 @@ def measure(rank: int, world: int, chosen: list[Case]) -> list[tuple[int, int]]:
         width, *_, vocabulary, seq, rows = MODELS[case[0]]
         with torch.device("meta"):
             meta = llama(case[0])
-        config = resolve_without_trainer(load_config(config_of(case)), hidden_size=width)
+        config = resolve_without_trainer(load_config(config_of(case, in_backward)), hidden_size=width)
         plan = Planner(meta, world, Workload(rows, seq)).plan(config)
         gc.collect()
         before = Peak().now()
         model = llama(case[0])
-        engine = hf_dist.initialize(model, config=config_of(case), device="cpu")
+        engine = hf_dist.initialize(model, config=config_of(case, in_backward), device="cpu")
         peak = 0
         for step in range(2):
             tracked = Peak() if step else None
@@ -163,12 +164,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--only", default="")
+    parser.add_argument("--in-backward", action="store_true", help="the optimizer steps inside of backward")
     arguments = parser.parse_args()
     chosen = [case for case in cases(arguments.models, arguments.stages) if arguments.only in name_of(case)]
     worst = 0.0
     for kind in sorted({case[:2] for case in chosen}):
         some = [case for case in chosen if case[:2] == kind]
-        by_rank = run_ranks(measure, 1 if kind == ("large", 0) else RANKS, (some,), timeout=3000)
+        by_rank = run_ranks(measure, 1 if kind == ("large", 0) else RANKS, (some, arguments.in_backward), timeout=3000)
         for case, *ranks in zip(some, *by_rank, strict=False):
             peak, planned = max(ranks)
             worst = max(worst, abs(peak / planned - 1))

@@ -299,6 +299,8 @@ class HfDistSection(Frozen):
     """`hf_dist.tiled_loss`: whether head and loss run in tiles, without the full logits; the Trainer's default is true."""
     lazy_load: Flag = True
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
+    optimizer_in_backward: Flag = False
+    """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; without clipping."""
     stall_report_seconds: Real = 60.0
     """`hf_dist.stall_report_seconds`: how long a rank may wait for the others before all are reported on; 0 for never."""
 

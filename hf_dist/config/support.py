@@ -282,7 +282,11 @@ SUPPORT: Mapping[str, Support] = {
     **_PARALLEL,
     **_SERVICES,
     **_OUT_OF_SCOPE,
-    **rows("hf_dist", "strict save_on_signal check_load lazy_load tiled_loss stall_report_seconds", USED),
+    **rows(
+        "hf_dist",
+        "strict save_on_signal check_load lazy_load tiled_loss stall_report_seconds optimizer_in_backward",
+        USED,
+    ),
 }
 
 SECTION_ALIASES: Mapping[str, str] = {"bfloat16": "bf16", "tensor_parallel.tp": "tensor_parallel.tensor_parallel"}

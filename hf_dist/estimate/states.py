@@ -220,6 +220,8 @@ class States:
             if group.trainable:
                 found.gradients[places.gradient.tier] += places.gradient.nbytes
                 self._add_optimizer(group, found.optimizer)
+        if self._frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:
+            found.gradients[Tier.DEVICE] = max(self._reduced(u) for u in self.units)
         found.buffers[Tier.HOST] = self._buffer_nbytes()
         return found
 
@@ -312,10 +314,17 @@ class States:
         for k in range(len(blocks) + 1):
             on_the_way = self._learning(root) * wire + sum(sent[max(0, k - count) : k + 1])
             reduced = whole if accumulated else sum(kept[:k])
+            if self._frees_gradients:
+                reduced -= sum(kept[: max(0, k - 1)])
             left = activations * (len(blocks) - k) // max(1, len(blocks))
             newest = self._newest(blocks[k : k + 1] or [root])
             most = max(most, self._gathered(blocks, k) + on_the_way + reduced + left + newest)
         return most
+
+    @property
+    def _frees_gradients(self) -> bool:
+        """Whether a unit's reduced gradient goes when it has been stepped, inside of backward."""
+        return self.config.hf_dist.optimizer_in_backward
 
     def _learning(self, unit: PlannedUnit) -> int:
         return sum(g.layout.numel for g in unit.groups if g.trainable)

@@ -75,8 +75,11 @@ class HostLink:
             yield arrival
             arrival.append(self._stream.record_event())
 
-    def collect(self, into: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
-        """Copy (or add) `values` to `into` (host, 1-D). The sum is made on the device; `wait_host` before reading it."""
+    def collect(self, into: torch.Tensor, values: torch.Tensor, *, add: bool) -> list[Any]:
+        """Copy (or add) `values` to `into` (host, 1-D). The sum is made on the device.
+
+        Returns the events after which it can be read; `wait_host` waits for everything.
+        """
         with self.beside(into) as arrival:
             if not add:
                 into.copy_(values, non_blocking=True)
@@ -89,6 +92,7 @@ class HostLink:
             self._in_use.append((event, values))
         while self._in_use and self._in_use[0][0].query():
             self._in_use.popleft()
+        return arrival
 
     def deliver(self, into: torch.Tensor, values: torch.Tensor) -> None:
         """Cast `values` (host, 1-D) into `into`, which may be on the device; `wait_device` before it is read there."""
@@ -150,6 +154,9 @@ class Gradient:
         """New values, from `on_device`."""
         self.values = values
 
+    def wait(self) -> None:
+        """Block until `values` can be read by who steps them."""
+
     def drop(self) -> None:
         """The window is over."""
         self.values = None
@@ -162,11 +169,17 @@ class HostGradient(Gradient):
         super().__init__(dtype)
         self._home = host_zeros(numel, dtype, pin=pin)
         self._link = link
+        self._arrival: list[Any] = []
         self.host_nbytes = numel * dtype.itemsize
+
+    def wait(self) -> None:
+        """Until the last copy has arrived."""
+        for event in self._arrival:
+            event.synchronize()
 
     def add(self, reduced: torch.Tensor) -> None:
         """Copy `reduced` to the host, or add it there."""
-        self._link.collect(self._home, reduced, add=self.values is not None)
+        self._arrival = self._link.collect(self._home, reduced, add=self.values is not None)
         self.values = self._home
 
     def on_device(self) -> torch.Tensor:
@@ -177,7 +190,7 @@ class HostGradient(Gradient):
     def replace(self, values: torch.Tensor) -> None:
         """Copy them to the host."""
         if values is not self._home:
-            self._link.collect(self._home, values, add=False)
+            self._arrival = self._link.collect(self._home, values, add=False)
 
 
 def step_threads(ranks_on_machine: int) -> int:

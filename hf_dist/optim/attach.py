@@ -8,6 +8,7 @@ unused parameters too; torch's fused AdamW runs a hundred tensors as fast as one
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,14 +22,17 @@ from hf_dist.offload.store import Sliceable, Tier
 from hf_dist.optim.fragment import Fragment, make_fragments
 from hf_dist.optim.pieces import handed_on
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused
+from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
 
 class FragmentedOptimizer:
     """Binds an optimizer to a sharded model: parameters become fragments, gradients are lent for the step."""
 
-    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, *, one_by_one: bool = False) -> None:
         """Replace the parameters in `optimizer.param_groups` in place; the optimizer object stays the user's own.
+
+        `one_by_one`: every group may be stepped on its own (`step_group`).
 
         State that the optimizer already has (Adagrad makes its sums at construction) is cut like its parameters.
         Raises `ModelError` when the optimizer has parameters of another model.
@@ -66,7 +70,10 @@ class FragmentedOptimizer:
             group["params"] = own
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.fragments = [f for f in self.fragments if id(f.tensor) in stepped]
-        self.batches = make_batches(sharded.trainable_groups, self.fragments)
+        self.batches = make_batches(sharded.trainable_groups, self.fragments, one_by_one=one_by_one)
+        self._stepped: set[int] = set()  # ids of batches that `step_group` has stepped in this window
+        self._narrowed: Narrowed | None = None  # of this window; options of param groups as they were at its first step
+        self._open: deque[StepBatch] = deque()  # fetched, perhaps still on their way to disk
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
         if sharded.mesh.device.type != "cpu" and not all(batch.on_device for batch in self.batches):
             prefer_fused(optimizer)
@@ -81,37 +88,66 @@ class FragmentedOptimizer:
         One call of the optimizer's step if all states stay on the device, else one per batch, while states on disk are
         read ahead and written behind: see [Note: stepping in batches].
         """
-        if len(self.batches) == 1 and self.batches[0].on_device:
+        if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
             with self._lent(self.batches[0], used), handed_on(self.batches[0], self.optimizer):
                 return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        storage, narrowed = self.sharded.storage, Narrowed(self.optimizer)
-        for k, batch in enumerate(self.batches):
-            if storage.reads_beside and k + 1 < len(self.batches):
-                self._make_room(k + 1)
-                self.batches[k + 1].fetch()
-            self._make_room(k)
-            batch.swap_in(self.optimizer)
-            count = torch.get_num_threads() if batch.on_device else storage.num_threads
-            with (
-                self._lent(batch, used),
-                narrowed.to(batch.fragments),
-                threads(count),
-                handed_on(batch, self.optimizer),
-            ):
-                self.optimizer.step()
-            if not storage.writes_beside:
-                batch.settle()
+        left = [batch for batch in self.batches if id(batch) not in self._stepped]
+        for k, batch in enumerate(left):
+            if k + 1 < len(left):
+                self._read_ahead(left[k + 1])
+            self._step_batch(batch, used)
+        self.end_window()
         return loss
 
-    def _make_room(self, number: int) -> None:
-        """At most so many batches are in memory: the one before those may not be on its way to disk any more."""
-        before = number - self.sharded.storage.optim_depth
-        if before >= 0:
-            self.batches[before].settle()
+    def will_step(self, group: FlatGroup) -> None:
+        """`step_group` comes next for `group`: begin to read what rests on disk. Local."""
+        for batch in self._batches_of(group):
+            self._read_ahead(batch)
+
+    def step_group(self, group: FlatGroup) -> None:
+        """Step `group`, all of whose parameters have a gradient, now; `step` leaves it out then. Local."""
+        for batch in self._batches_of(group):
+            self._stepped.add(id(batch))
+            self._step_batch(batch, lambda fragment: True)
+
+    def end_window(self) -> None:
+        """The next `step` steps everything again."""
+        self._stepped.clear()
+        self._narrowed = None
+
+    def _batches_of(self, group: FlatGroup) -> list[StepBatch]:
+        """One, or none where this rank holds nothing of `group` that the optimizer has."""
+        return [batch for batch in self.batches if batch.groups == [group]]
+
+    def _read_ahead(self, batch: StepBatch) -> None:
+        if self.sharded.storage.reads_beside:
+            self._make_room()
+            self._open.append(batch)
+            batch.fetch()
+
+    def _step_batch(self, batch: StepBatch, used: Callable[[Fragment], bool]) -> None:
+        storage = self.sharded.storage
+        if batch not in self._open:
+            self._make_room()
+            self._open.append(batch)
+        batch.swap_in(self.optimizer)
+        if self._narrowed is None:
+            self._narrowed = Narrowed(self.optimizer)
+        narrowed = self._narrowed.to(batch.fragments)
+        count = torch.get_num_threads() if batch.on_device else storage.num_threads
+        with self._lent(batch, used), narrowed, threads(count), handed_on(batch, self.optimizer):
+            self.optimizer.step()
+        if not storage.writes_beside:
+            batch.settle()
+
+    def _make_room(self) -> None:
+        """At most `optim_depth` batches are in memory: one more may come when the first of them is on disk again."""
+        while len(self._open) >= self.sharded.storage.optim_depth:
+            self._open.popleft().settle()
 
     @contextmanager
     def _lent(self, batch: StepBatch, used: Callable[[Fragment], bool]) -> Iterator[None]:

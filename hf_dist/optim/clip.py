@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from hf_dist import collectives
+from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -20,12 +22,15 @@ class GradientSummary:
     """(id of group, index) of parameters without a gradient on this rank: whether another rank had one."""
 
 
-def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSummary:
+def summarize_gradients(
+    sharded: ShardedModel, scale: float = 1.0, stepped: Mapping[int, torch.Tensor] | None = None
+) -> GradientSummary:
     """Norm of `scale` times the reduced gradients, and which parameters had a gradient anywhere.
 
     Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats; then over pp, of one float. Every
     rank counts the interval it owns, so shared and replicated elements count once. The flags are read on the host only by a
-    rank that has a parameter without a gradient; on the others nothing waits.
+    rank that has a parameter without a gradient; on the others nothing waits. `stepped`: id of a group whose gradient is gone
+    already -> its `owned_norm`.
     """
     sharded.finish_gradients()
     mesh = sharded.mesh
@@ -34,11 +39,12 @@ def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSu
     vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
     norms = []
     for g in groups:
-        if g.grad is not None and g.counts:
-            first, last = g.owned
-            start = first - g.resting[0]
-            own = g.grad[start : start + last - first]
-            norms.append(torch.linalg.vector_norm(own, dtype=torch.float32).to(mesh.device))
+        if not g.counts:
+            continue
+        if stepped and id(g) in stepped:
+            norms.append(stepped[id(g)].to(mesh.device))
+        elif g.grad is not None:
+            norms.append(owned_norm(g).to(mesh.device))
     if norms:
         vector[0] = torch.stack(norms).square().sum()
     if flags:
@@ -53,6 +59,14 @@ def summarize_gradients(sharded: ShardedModel, scale: float = 1.0) -> GradientSu
         return GradientSummary(norm, {})
     anywhere = vector[1:].tolist()
     return GradientSummary(norm, {places[k]: anywhere[k] > 0 for k in missing})
+
+
+def owned_norm(group: FlatGroup) -> torch.Tensor:
+    """L2 norm of the part of the reduced gradient that this rank answers for, 0D fp32, where the gradient is. Local."""
+    assert group.grad is not None
+    first, last = group.owned
+    start = first - group.resting[0]
+    return torch.linalg.vector_norm(group.grad[start : start + last - first], dtype=torch.float32)
 
 
 def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float) -> None:

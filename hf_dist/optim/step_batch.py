@@ -128,12 +128,20 @@ class SwappedBatch(StepBatch):
         return held
 
 
-def make_batches(groups: Sequence[FlatGroup], fragments: Sequence[Fragment]) -> list[StepBatch]:
-    """All fragments that stay on the device as one batch, those on the host in a few, and one for every group on disk."""
+def make_batches(
+    groups: Sequence[FlatGroup], fragments: Sequence[Fragment], *, one_by_one: bool = False
+) -> list[StepBatch]:
+    """All fragments that stay on the device as one batch, those on the host in a few, and one for every group on disk.
+
+    `one_by_one`: one for every group, wherever it rests.
+    """
     of_group: dict[int, list[Fragment]] = {}
     for f in fragments:
         of_group.setdefault(id(f.group), []).append(f)
     groups = [g for g in groups if id(g) in of_group]
+    if one_by_one:
+        of = [(g, of_group[id(g)]) for g in groups]
+        return [SwappedBatch(g, own) if g.master.tier is Tier.DISK else StepBatch([g], own) for g, own in of]
     here = [g for g in groups if g.master.tier is Tier.DEVICE]
     batches = [StepBatch(here, [f for g in here for f in of_group[id(g)]])] if here or not groups else []
     on_host: list[FlatGroup] = []

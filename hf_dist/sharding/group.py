@@ -382,6 +382,11 @@ class FlatGroup:
         held[Tier.HOST] += self.gradient.host_nbytes
         return held
 
+    def release_gradient(self) -> None:
+        """The optimizer has read the reduced gradient: its memory goes, who had one is still known. Local."""
+        self.gradient.drop()
+        self._reduced = None
+
     def drop_gradients(self) -> None:
         """Forget the gradients of the window. Its reductions are complete."""
         self.partial = None

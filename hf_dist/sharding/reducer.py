@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from hf_dist.collectives import Handle
 from hf_dist.mesh import ParallelMesh
@@ -28,6 +28,8 @@ class Reducer:
         self.finishing: Container[int] = range(len(units))
         """Units whose gradients of the window are complete after the backward under way."""
         self.order = IssueOrder([u.index for u in reversed(units) if u.trainable])
+        self.when_final: Callable[[FlatGroup], None] | None = None
+        """Called when the gradient of a group is complete for the window, with nothing left to add over the ranks."""
         self._in_flight: deque[tuple[int, Handle]] = deque()  # (elements, handle)
         self._replicating: list[Handle] = []
         self._held_elsewhere: list[FlatGroup] = []
@@ -68,6 +70,8 @@ class Reducer:
             if unit.index in self.finishing:
                 if self.mesh.dp_replicate.size > 1:
                     handle = Handle([handle], functools.partial(self._replicate, group))
+                elif group.holders is None and self.when_final is not None:
+                    handle = Handle([handle], functools.partial(self.when_final, group))
                 if group.holders is not None:
                     self._held_elsewhere.append(group)
             self._in_flight.append((group.layout.numel, handle))

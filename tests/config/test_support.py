@@ -53,7 +53,15 @@ ABBREVIATED = {
 OURS = {
     *(
         f"hf_dist.{key}"
-        for key in ("strict", "save_on_signal", "check_load", "lazy_load", "tiled_loss", "stall_report_seconds")
+        for key in (
+            "strict",
+            "save_on_signal",
+            "check_load",
+            "lazy_load",
+            "tiled_loss",
+            "stall_report_seconds",
+            "optimizer_in_backward",
+        )
     ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
     *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective")),
