@@ -53,6 +53,8 @@ class FlatGroup:
         self.partial: torch.Tensor | None = None  # 1D, whole layout: this rank's contribution, not yet reduced
         self.filled: list[bool] = [False] * len(self.params)  # slots of `partial` that hold a gradient
         self.used: list[bool] = [False] * len(self.params)  # had a gradient on this rank in this window
+        self.reduces_now = True
+        """Whether the gradient of the backward under way is reduced after it: at stages 0 and 1 the last of a window."""
         self._accumulates = False  # microbatches were added up in `partial`, so it is there in most of every window
         self._reduced: torch.Tensor | None = None  # the last `partial` of this window, when it is worth keeping
         self._spare: torch.Tensor | None = None  # that of the window before
@@ -323,10 +325,11 @@ class FlatGroup:
 
     def _new_partial(self) -> torch.Tensor:
         # What is reduced right away has the dtype of the wire; what is accumulated first has the wider one.
-        keeps = self.placements.grads is Placement.PARTIAL
-        dtype = self.precision.grads if keeps else self.precision.reduce
+        dtype = self.precision.reduce if self.reduces_now else self.precision.grads
         spare, self._spare = self._spare, None
-        partial = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device) if spare is None else spare
+        fits = spare is not None and spare.dtype == dtype
+        partial = spare if fits else torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
+        assert partial is not None
         if self._gaps is not None:
             partial.index_fill_(0, self._gaps, 0)
         return partial

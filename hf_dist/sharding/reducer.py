@@ -34,28 +34,29 @@ class Reducer:
         self._replicating: list[Handle] = []
         self._held_elsewhere: list[FlatGroup] = []
 
-    def _reduces(self, index: int) -> bool:
+    def reduces(self, index: int) -> bool:
+        """Whether unit `index` is reduced after the backward under way."""
         return self.placements.grads is Placement.SHARD or index in self.finishing
 
     def unit_complete(self, unit: ShardUnit) -> None:
         """All gradients of `unit` are there: reduce what is next in the order, as far as it is complete."""
-        if not self._reduces(unit.index):
+        if not self.reduces(unit.index):
             return
         if unit.index not in self.order.seen:
             self.order.seen.append(unit.index)
-        while (index := self.order.peek()) is not None and (self.units[index].complete or not self._reduces(index)):
+        while (index := self.order.peek()) is not None and (self.units[index].complete or not self.reduces(index)):
             self.order.advance()
-            if self._reduces(index):
+            if self.reduces(index):
                 self._reduce(self.units[index])
 
     def finish_backward(self) -> None:
         """The units that did not complete on this rank take part all the same, with zeros for what is missing."""
         for index in self.order.rest():
-            if self._reduces(index):
+            if self.reduces(index):
                 self._reduce(self.units[index])
         # Reentrant checkpointing runs a backward of its own per call of a unit: what came after the first reduction.
         for unit in self.units:
-            if self._reduces(unit.index) and any(g.partial is not None for g in unit.trainable):
+            if self.reduces(unit.index) and any(g.partial is not None for g in unit.trainable):
                 self._reduce(unit)
 
     def _reduce(self, unit: ShardUnit) -> None:

@@ -339,7 +339,7 @@ class ShardedModel:
         self.orders.backward.restart()
         self.reducer.order.restart()
         for unit in self.units:
-            unit.begin_backward()
+            unit.begin_backward(reduces=self.reducer.reduces(unit.index))
 
     def begin_backward(self, finishing: Container[int]) -> None:
         """Of a pipeline stage and microbatch, before autograd runs: a stage may take several runs for one backward.

@@ -53,8 +53,10 @@ class ShardUnit:
         self.frees_early = not self.is_root or all(g.trainable for g in self.groups)
         self.begin_backward()
 
-    def begin_backward(self) -> None:
-        """Expect a gradient from every trainable parameter."""
+    def begin_backward(self, *, reduces: bool = True) -> None:
+        """Expect a gradient from every trainable parameter; `reduces`: they are reduced after this backward."""
+        for group in self.trainable:
+            group.reduces_now = reduces
         self.waiting = set(self._trainable_slots)
         self.open_calls = 0
         self.complete = False
