@@ -24,9 +24,10 @@ from hf_dist.config import (
 )
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.estimate.states import OptimizerStates
 from hf_dist.log import say
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
-from hf_dist.offload.storage import open_storage
+from hf_dist.offload.storage import Storage, open_storage
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.in_backward import steps_in_backward
 from hf_dist.optim.loss_scale import DynamicLossScaler
@@ -159,12 +160,7 @@ def build_engine(
     if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
         example = example or Example(lambda: example_of(model))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
-    storage = open_storage(
-        config,
-        mesh,
-        trained_numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        total_numel=sum(p.numel() for p in model.parameters()),
-    )
+    storage = _storage_for(model, config, mesh, optimizer)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
     sharded = ShardedModel(
@@ -205,6 +201,24 @@ def build_engine(
     if trainable:
         say(start_up_report(sharded, config, batch, pipeline))
     return engine
+
+
+def _storage_for(
+    model: nn.Module, config: DistConfig, mesh: ParallelMesh, optimizer: torch.optim.Optimizer | None
+) -> Storage:
+    """Where states rest, with room for what the optimizer will keep, as far as somebody has named one."""
+    states = OptimizerStates(())
+    if optimizer is not None:
+        states = OptimizerStates.of(optimizer)
+    elif config.optimizer is not None:
+        states = OptimizerStates.of_config(config)
+    return open_storage(
+        config,
+        mesh,
+        trained_numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        total_numel=sum(p.numel() for p in model.parameters()),
+        state_nbytes=sum(states.elements),
+    )
 
 
 def _scheduler(given: LrScheduler | None, config: DistConfig, optimizer: torch.optim.Optimizer | None) -> LrScheduler:

@@ -107,11 +107,14 @@ class Storage:
         return Tier.DISK in (self.optim.tier, self.params.tier)
 
 
-def open_storage(config: DistConfig, mesh: ParallelMesh, *, trained_numel: int, total_numel: int) -> Storage:
+def open_storage(
+    config: DistConfig, mesh: ParallelMesh, *, trained_numel: int, total_numel: int, state_nbytes: int = 0
+) -> Storage:
     """The storage that `config` asks for. Collective: every rank, before anything is sharded.
 
     Opens the files on disk, checks that the machine's ranks fit there together, and measures how fast they are.
-    `trained_numel`, `total_numel`: elements of the model. Raises `ConfigError` on every rank.
+    `trained_numel`, `total_numel`: elements of the model; `state_nbytes`: bytes that the optimizer keeps for each trained one,
+    as far as that is known before it is made. Raises `ConfigError` on every rank.
     """
     zero = config.zero_optimization
     storage = Storage(mesh.device, zero)
@@ -121,7 +124,8 @@ def open_storage(config: DistConfig, mesh: ParallelMesh, *, trained_numel: int, 
     needs: dict[tuple[int, str], int] = {}  # (device number, JSON path) -> bytes
     try:
         _open_files(storage, zero, config.aio, mesh.launch.rank)
-        needs = _needs(storage, config, trained_numel // mesh.dp_shard.size, total_numel // mesh.dp_shard.size)
+        trained = int(trained_numel // mesh.dp_shard.size * storage.ratio) * (MASTER_NBYTES + state_nbytes)
+        needs = _needs(storage, config, trained, total_numel // mesh.dp_shard.size)
     except ConfigError as error:
         problem = error.problems[0]
     everyone = collectives.all_gather_object(mesh.dp, (socket.gethostname(), problem, needs))
@@ -156,12 +160,12 @@ def _open_files(storage: Storage, zero: ZeroConfig, aio: AioConfig, rank: int) -
             )
 
 
-def _needs(storage: Storage, config: DistConfig, trained: int, total: int) -> dict[tuple[int, str], int]:
-    """Bytes of this rank's states on each disk, but for the optimizer's own, whose number is known once it is there."""
+def _needs(storage: Storage, config: DistConfig, optim_nbytes: int, total: int) -> dict[tuple[int, str], int]:
+    """Bytes of this rank's states on each disk: masters and optimizer state, and `total` elements of weights."""
     element = 4 if config.dtype == "fp32" else 2
     on_host = settled(config.zero_optimization.offload_param.max_in_cpu)
     sizes = (
-        (storage.optim, int(trained * storage.ratio) * MASTER_NBYTES),
+        (storage.optim, optim_nbytes),
         (storage.params, max(0, total - on_host) * element),
     )
     return {

@@ -81,6 +81,17 @@ def without_room(rank: int, world: int, folder: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def without_room_for_states(rank: int, world: int, folder: str) -> str:
+    """There is room for the master weights, 55 kB on both ranks together, and not for AdamW's states as well."""
+    from hf_dist.offload import storage
+
+    storage.free_nbytes = lambda _: 100_000
+    with pytest.raises(Exception) as caught:
+        make_engine(offload("nvme", folder), stage=2)
+    make_engine(offload("nvme", folder), stage=2, optimizer="plain_sgd")  # which keeps nothing
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def without_folder(rank: int, world: int, folder: str) -> str:
     """One rank may not write its folder."""
     from hf_dist.offload import nvme
@@ -95,7 +106,14 @@ def without_folder(rank: int, world: int, folder: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(("job", "words"), [(without_room, "has room for"), (without_folder, "cannot be written")])
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (without_room, "has room for"),
+        (without_room_for_states, "has room for"),
+        (without_folder, "cannot be written"),
+    ],
+)
 def test_every_rank_is_told_before_anything_is_sharded(job: Any, words: str, tmp_path: Path) -> None:
     told = run_ranks(job, 2, (str(tmp_path),), timeout=120)
     assert told[0] == told[1]
