@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hf_dist.cli import check, checkpoint, config, doctor, env, plan, schedule
+from hf_dist.cli import bench, check, checkpoint, config, doctor, env, plan, schedule
 from hf_dist.errors import HfDistError
 
 __all__ = ["app", "main"]
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(env.env)
 app.command()(doctor.doctor)
 app.command()(check.check)
+app.command()(bench.bench)
 app.command()(checkpoint.export)
 app.command()(checkpoint.inspect)
 app.command()(schedule.schedule)

@@ -1,4 +1,4 @@
-"""A model named on the command line: its config, and the class that the config or the user names."""
+"""A model named on the command line: its config, made smaller or without chance, and the class that is named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from transformers import AutoConfig
 
 from hf_dist.errors import ConfigError, Problem
 
-__all__ = ["architecture_of", "model_class", "model_config"]
+__all__ = ["architecture_of", "keep_layers", "model_class", "model_config", "without_dropout"]
+
+_LAYER_KEYS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 
 
 def model_config(model: str) -> Any:
@@ -34,3 +44,31 @@ def model_class(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         fix = 'Write --class "module:Class" with a module that can be imported from here.'
         raise ConfigError(Problem("--class", name, f"cannot be imported: {error}", fix)) from None
+
+
+def keep_layers(config: Any, count: int) -> bool:
+    """Fewer layers, in every part of the model that has them; what is listed per layer is cut, too. Whether any went."""
+    changed = False
+    for part in _parts(config):
+        for key in _LAYER_KEYS:
+            before = getattr(part, key, None)
+            if isinstance(before, int) and before > count:
+                setattr(part, key, count)
+                changed = True
+                for name, value in list(vars(part).items()):
+                    if isinstance(value, list) and len(value) == before:
+                        setattr(part, name, value[:count])
+    return changed
+
+
+def without_dropout(config: Any) -> None:
+    """Ranks draw other random numbers than one process, and engines than each other: nothing random can be compared."""
+    for part in _parts(config):
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def _parts(config: Any) -> list[Any]:
+    inner = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
+    return [config, *(part for value in inner for part in _parts(value))]

@@ -1,6 +1,6 @@
 """Where the time of a training step goes at each ZeRO stage, in milliseconds of one rank.
 
-    python -m tests.sharding.profile_step [--stages 0 1 2 3] [--steps 8] [--dtype bf16] [--ranks 2] [--accumulation 1] [--overlap]
+    python -m tests.sharding.profile_step [--stages 0 1 2 3] [--steps 8] [--dtype bf16] [--ranks 2] [--accumulation 1]
 
 Ranks over gloo, an HF Llama of 26M parameters, 4 x 256 tokens, fused AdamW, clipping. The engine's own functions are timed
 by a stack of clocks: each row is what a function took without the functions below it. "The model" is all the rest: its

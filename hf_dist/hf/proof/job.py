@@ -15,7 +15,7 @@ from torch import nn
 from hf_dist.config import DistConfig, load_config, read_config
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ModelError, TopologyError
-from hf_dist.hf.model_class import architecture_of, model_class, model_config
+from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, without_dropout
 from hf_dist.hf.proof.data import microbatches
 
 __all__ = ["Asked", "Job", "prepare"]
@@ -23,15 +23,6 @@ __all__ = ["Asked", "Job", "prepare"]
 LEARNING_RATE = 1e-3
 EPS = 1e-3
 """Of Adam and its kin, at least: where a gradient is zero in theory, a smaller one turns rounding into full steps."""
-_LAYER_KEYS = (
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
 _SAME_PRECISION = (
     "bf16",
     "fp16",
@@ -159,8 +150,8 @@ def _model(asked: Asked) -> tuple[nn.Module, str]:
     config = model_config(asked.model)
     name = asked.class_name or architecture_of(config) or "AutoModelForCausalLM"
     cls: Any = model_class(name)
-    shrunk = asked.num_layers is not None and _shrink(config, asked.num_layers)
-    _without_dropout(config)
+    shrunk = asked.num_layers is not None and keep_layers(config, asked.num_layers)
+    without_dropout(config)
     has_weights = any(Path(asked.model).glob("*.safetensors")) or not Path(asked.model).is_dir()
     torch.manual_seed(0)
     try:
@@ -174,34 +165,6 @@ def _model(asked: Asked) -> tuple[nn.Module, str]:
             if not p.any():
                 p.normal_(std=0.02)
     return model.float(), name if not name.startswith("Auto") else type(model).__name__
-
-
-def _shrink(config: Any, count: int) -> bool:
-    """Fewer layers, in every part of the model that has them; what is listed per layer is cut, too."""
-    changed = False
-    for part in _parts(config):
-        for key in _LAYER_KEYS:
-            before = getattr(part, key, None)
-            if isinstance(before, int) and before > count:
-                setattr(part, key, count)
-                changed = True
-                for name, value in list(vars(part).items()):
-                    if isinstance(value, list) and len(value) == before:
-                        setattr(part, name, value[:count])
-    return changed
-
-
-def _without_dropout(config: Any) -> None:
-    """Ranks draw other random numbers than one process: nothing random can be compared."""
-    for part in _parts(config):
-        for name, value in list(vars(part).items()):
-            if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
-                setattr(part, name, 0.0)
-
-
-def _parts(config: Any) -> list[Any]:
-    inner = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
-    return [config, *(part for value in inner for part in _parts(value))]
 
 
 def _plain(read: DistConfig, data: Mapping[str, Any], micro: int, accumulation: int) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""torch's DistributedDataParallel: fp32 weights, under autocast in bf16."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dist.bench.engines.loop import Engine, Loop, device_of, join
+from hf_dist.bench.work import Batch, Contender, Work
+
+__all__ = ["make"]
+
+
+def make(work: Work, contender: Contender, rank: int) -> Engine:
+    """Collective: every rank."""
+    join(work)
+    device = device_of(work)
+    model = DistributedDataParallel(work.make_model().to(device), gradient_as_bucket_view=True)
+    if work.reduce_dtype == "bf16":
+        model.register_comm_hook(None, bf16_compress_hook)
+    optimizer = work.make_optimizer(model)
+
+    def forward(batch: Batch, is_last: bool) -> torch.Tensor:
+        model.require_backward_grad_sync = is_last  # what `no_sync` sets
+        with torch.autocast(device.type, torch.bfloat16, enabled=work.bf16):
+            loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    def backward(loss: torch.Tensor, is_last: bool) -> None:
+        (loss / work.accumulation).backward()
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(work, rank, forward, backward, update)

@@ -1,0 +1,19 @@
+"""hf_dist through `DistTrainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_dist.bench.engines.loop import Engine
+from hf_dist.bench.engines.trainer import TrainerRun, arguments
+from hf_dist.bench.work import Contender, Work
+from hf_dist.hf.args import DistTrainingArguments
+from hf_dist.hf.trainer import DistTrainer
+
+__all__ = ["make"]
+
+
+def make(work: Work, contender: Contender, rank: int) -> Engine:
+    """Collective: every rank."""
+    given: dict[str, Any] = {**arguments(work), "dist_config": contender.config}
+    return TrainerRun(work, DistTrainer, DistTrainingArguments(**given))

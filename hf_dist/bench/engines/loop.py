@@ -1,0 +1,77 @@
+"""The raw training loop, the same for every engine that has no loop of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_dist.bench.meter import Meter
+from hf_dist.bench.work import Batch, Work
+
+__all__ = ["Engine", "Loop", "blocks_of", "device_of", "join", "reduce_dtype"]
+
+
+class Engine(Protocol):
+    """The protocol of all engines."""
+
+    def run(self, meter: Meter) -> None:
+        """All steps of the work, with `meter.mark` after each phase and `meter.end_step` after each step."""
+
+
+@dataclass
+class Loop:
+    """An engine as three functions."""
+
+    work: Work
+    rank: int
+    forward: Callable[[Batch, bool], torch.Tensor]
+    """(microbatch, whether it is the step's last) -> its mean loss, 0D."""
+    backward: Callable[[torch.Tensor, bool], Any]
+    """Of that loss; divides by the microbatches of a step."""
+    update: Callable[[], Any]
+    """Clip, step, clear."""
+
+    def run(self, meter: Meter) -> None:
+        """All steps of the work."""
+        device = device_of(self.work)
+        for window in self.work.windows(self.rank):
+            losses = []
+            for i, microbatch in enumerate(window):
+                batch = {key: value.to(device) for key, value in microbatch.items()}
+                is_last = i + 1 == len(window)
+                meter.mark("data")
+                loss = self.forward(batch, is_last)
+                meter.mark("forward")
+                self.backward(loss, is_last)
+                meter.mark("backward")
+                losses.append(loss.detach())
+                del loss
+            self.update()
+            meter.mark("optimizer")
+            meter.end_step(torch.stack(losses).float().mean())
+
+
+def device_of(work: Work) -> torch.device:
+    """Where this rank trains."""
+    return torch.device("cuda", torch.cuda.current_device()) if work.device == "cuda" else torch.device("cpu")
+
+
+def join(work: Work) -> None:
+    """The ranks find each other, as a script under torchrun does it. Collective."""
+    dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
+
+
+def reduce_dtype(work: Work) -> torch.dtype:
+    """Of gradients on the wire."""
+    return torch.bfloat16 if work.reduce_dtype == "bf16" else torch.float32
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that HF itself keeps in one piece; empty if it names none."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

@@ -1,0 +1,73 @@
+"""The figure: speed, memory, bytes sent, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dist.bench.rounds import Row
+from hf_dist.bench.work import Work
+from hf_dist.errors import HfDistError
+
+__all__ = ["NoMatplotlibError", "draw"]
+
+_COLORS = {"data": "#bbbbbb", "forward": "#4477aa", "backward": "#66ccee", "optimizer": "#228833", "other": "#ccbb44"}
+
+
+class NoMatplotlibError(HfDistError):
+    """The plot needs a package that is not installed."""
+
+
+def draw(rows: Sequence[Row], work: Work, title: str, folder: Path) -> list[Path]:
+    """Write `bench.png` and `bench.svg`; their paths. Raises `NoMatplotlibError`."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise NoMatplotlibError('the plot needs matplotlib: pip install "hf-dist[bench]"') from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    good = [row for row in rows if not row.error][::-1]  # drawn from below
+    names = [row.name if row.agrees else f"{row.name} (losses differ)" for row in good]
+    figure, panels = pyplot.subplots(2, 2, figsize=(13, 2.5 + 0.9 * len(good)), layout="constrained")
+    speed, memory, sent, split = panels.flat
+    middles = [row.speed[1] for row in good]
+    spread = [[row.speed[1] - row.speed[0] for row in good], [row.speed[2] - row.speed[1] for row in good]]
+    bars = speed.barh(names, middles, xerr=spread, color="#4477aa", ecolor="black", capsize=3)
+    speed.bar_label(bars, [f"{value:,.0f}" for value in middles], label_type="center", color="white")
+    speed.set_title(f"{work.unit} per second (median, quartiles)")
+    _bars(memory, names, [row.peak_nbytes / 1e9 for row in good], "peak memory of a rank, GB")
+    counted = [None if row.sent_nbytes is None else row.sent_nbytes / 1e6 for row in good]
+    _bars(sent, names, counted, "sent per rank and step, MB")
+    _split(split, names, good)
+    figure.suptitle(title)
+    files = [folder / "bench.png", folder / "bench.svg"]
+    for file in files:
+        figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+    return files
+
+
+def _bars(panel: Any, names: Sequence[str], values: Sequence[float | None], title: str) -> None:
+    bars = panel.barh(names, [value or 0.0 for value in values], color="#66ccee")
+    panel.bar_label(bars, ["not counted" if value is None else f"{value:.3g}" for value in values], padding=3)
+    panel.margins(x=0.15)
+    panel.set_title(title)
+
+
+def _split(panel: Any, names: Sequence[str], rows: Sequence[Row]) -> None:
+    """Phases side by side, and below them, thin, the part that was waiting."""
+    left = [0.0] * len(rows)
+    for phase, color in _COLORS.items():
+        if phase == "other":
+            values = [max(0.0, row.step_seconds - sum(row.phases.values())) for row in rows]
+        else:
+            values = [row.phases.get(phase, 0.0) for row in rows]
+        panel.barh(names, values, left=left, color=color, label=phase, height=0.5)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    waits = [row.waiting_seconds or 0.0 for row in rows]
+    places = [index - 0.34 for index in range(len(rows))]
+    panel.barh(places, waits, color="#ee6677", label="of it waiting", height=0.14)
+    panel.set_title("seconds of a step")
+    panel.legend(fontsize="small", ncols=2)

@@ -1,0 +1,148 @@
+"""Rounds of all contenders, one after the other (A B C A B C), so that a machine that drifts does so for all alike."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dist.bench.prepare import Prepared
+from hf_dist.bench.processes import RunFailedError, run
+from hf_dist.bench.work import Contender, Work
+
+__all__ = ["Row", "Run", "run_rounds", "summarize"]
+
+ALLOWED = {"fp32": 1e-4, "bf16": 2e-3}
+"""Relative difference of losses below which two engines did the same; in bf16 each rounds in its own places."""
+
+
+@dataclass
+class Run:
+    """One contender in one round."""
+
+    contender: int
+    number: int
+    load: float
+    """Processes that wanted a core when it began (one-minute average)."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """What each rank measured; empty if it failed."""
+    error: str = ""
+
+
+@dataclass
+class Row:
+    """One contender over all rounds."""
+
+    name: str
+    engine: str
+    error: str = ""
+    speed: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Lower quartile, median, upper quartile of the timed steps: tokens (or samples) per second, all ranks together."""
+    ratio: float | None = None
+    """Of the median to the first row's."""
+    step_seconds: float = 0.0
+    """Median; of a step the slowest rank counts."""
+    peak_nbytes: int = 0
+    """Highest of a rank during the timed steps, above what the process had before the model was made."""
+    sent_nbytes: int | None = None
+    """Per step, most of a rank; None: not counted."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Parts of the median step in seconds; the median of ranks and rounds, waits included."""
+    waiting_seconds: float | None = None
+    """Part of the step in which a rank only waited; None: not measured."""
+    first_step_seconds: float = 0.0
+    """From the start of the process to the end of the first step."""
+    import_seconds: float = 0.0
+    """Of these, until all libraries were imported."""
+    losses: list[float] = field(default_factory=list)
+    """Of every step, mean over ranks."""
+    difference: float | None = None
+    """Largest relative difference of a loss to the first row's."""
+    agrees: bool = True
+    """Whether that is what the precision allows."""
+
+
+def run_rounds(prepared: Prepared, rounds: int, tell: Callable[[str], None]) -> list[Run]:
+    """Every contender once per round; one that fails is left out of the rounds that follow."""
+    runs: list[Run] = []
+    failed: set[int] = set()
+    for number in range(rounds):
+        for index, contender in enumerate(prepared.contenders):
+            if index in failed:
+                continue
+            tell(f"round {number + 1} of {rounds}: {contender.name}")
+            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+            try:
+                runs.append(Run(index, number, load, run(prepared.work, contender)))
+            except RunFailedError as error:
+                failed.add(index)
+                runs.append(Run(index, number, load, error=str(error).strip()))
+    return runs
+
+
+def summarize(work: Work, contenders: Sequence[Contender], runs: Sequence[Run]) -> list[Row]:
+    """A row per contender, in their order."""
+    rows = []
+    for index, contender in enumerate(contenders):
+        own = [each for each in runs if each.contender == index]
+        errors = [each.error for each in own if each.error]
+        rows.append(Row(contender.name, contender.engine, error=errors[0]) if errors else _row(work, contender, own))
+    first = next((row for row in rows if not row.error), None)
+    for row in rows:
+        if first is not None and not row.error:
+            row.ratio = row.speed[1] / first.speed[1]
+            row.difference = max(
+                abs(ours - theirs) / max(abs(theirs), 1e-12)
+                for ours, theirs in zip(row.losses, first.losses, strict=True)
+            )
+            row.agrees = row.difference <= ALLOWED[work.dtype]
+    return rows
+
+
+def _row(work: Work, contender: Contender, runs: Sequence[Run]) -> Row:
+    every = [rank for each in runs for rank in each.ranks]
+    steps = [max(step) for each in runs for step in zip(*(rank["step_seconds"] for rank in each.ranks), strict=True)]
+    low, middle, high = _quartiles([work.tokens_per_step / seconds for seconds in steps])
+    typical = statistics.median(steps)
+    first = runs[0].ranks
+    shares = [_shares(rank) for rank in every]
+    sent = [rank["sent_nbytes"] for rank in first]
+    waits = [share["waiting"] for share in shares if "waiting" in share]
+    rest: dict[str, Any] = {
+        "waiting_seconds": typical * statistics.median(waits) if waits else None,
+        "first_step_seconds": _median_of_slowest(runs, "first_step_seconds"),
+        "import_seconds": _median_of_slowest(runs, "import_seconds"),
+        "losses": [statistics.fmean(step) for step in zip(*(rank["losses"] for rank in first), strict=True)],
+    }
+    return Row(
+        contender.name,
+        contender.engine,
+        speed=(low, middle, high),
+        step_seconds=typical,
+        peak_nbytes=max(rank["peak_nbytes"] for rank in every),
+        sent_nbytes=None if None in sent else max(sent),
+        phases={name: typical * statistics.median(share[name] for share in shares) for name in first[0]["phases"]},
+        **rest,
+    )
+
+
+def _shares(rank: dict[str, Any]) -> dict[str, float]:
+    """Parts of the mean step: the phases, and `waiting` where it was measured."""
+    mean = statistics.fmean(rank["step_seconds"])
+    parts = dict(rank["phases"])
+    if rank["waiting_seconds"] is not None:
+        parts["waiting"] = rank["waiting_seconds"]
+    return {name: seconds / mean for name, seconds in parts.items()}
+
+
+def _median_of_slowest(runs: Sequence[Run], key: str) -> float:
+    return statistics.median(max(rank[key] for rank in each.ranks) for each in runs)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
