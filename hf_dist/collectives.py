@@ -21,6 +21,10 @@ import torch.distributed as dist
 
 from hf_dist.mesh import GroupLease, MeshAxis
 
+# Their names since torch 2.13; the old ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -145,7 +149,7 @@ def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
     _count("all_gather", axis, (axis.size - 1) * part * full.element_size())
     own = full.narrow(0, axis.rank * part, part)
     if not _is_gloo(axis.group):
-        return Handle([dist.all_gather_into_tensor(full, own, group=axis.group, async_op=True)])
+        return Handle([_all_gather(full, own, group=axis.group, async_op=True)])
     if full.is_cuda:
         return _through_host(full, lambda host: _exchange_gather(axis, host).wait())
     return _exchange_gather(axis, full)
@@ -174,7 +178,7 @@ def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Han
     _count("reduce_scatter", axis, (axis.size - 1) * part * full.element_size())
     if not _is_gloo(axis.reduce_group):
         same = out if out.dtype == full.dtype else torch.empty(part, dtype=full.dtype, device=full.device)
-        work = dist.reduce_scatter_tensor(same, full, op=dist.ReduceOp.AVG, group=axis.reduce_group, async_op=True)
+        work = _reduce_scatter(same, full, op=dist.ReduceOp.AVG, group=axis.reduce_group, async_op=True)
         return Handle([work], None if same is out else lambda: _copy(out, same))
     if full.is_cuda:
         host = torch.empty(part, dtype=out.dtype)

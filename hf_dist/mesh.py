@@ -24,6 +24,8 @@ from hf_dist.launch import Launch, detect_launch
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 BACKGROUND_TIMEOUT = timedelta(days=1)
+_FAKE = "fake"
+"""torch's backend without other processes: what one rank of a job of any size does and holds."""
 
 
 class GroupLease:
@@ -85,7 +87,7 @@ class ParallelMesh:
     launch: Launch
     device: torch.device
     backend: str
-    """nccl, gloo, or none in a single process without a process group."""
+    """nccl, gloo, fake, or none in a single process without a process group."""
     world: MeshAxis
     """All ranks: what concerns the whole job, such as checkpoints and the agreement on the model."""
     pp: MeshAxis
@@ -177,7 +179,7 @@ def build_mesh(
         )
     backend = _backend(chosen) if ready else "none"
     groups = _Groups(rank, backend, timeout, GroupLease(backend))
-    on_host = replace(groups, backend="gloo")
+    on_host = replace(groups, backend=_FAKE if backend == _FAKE else "gloo")
     everyone = [list(range(world))]
     rows, pipelines = _rows(world, size)
     dp = groups.axis("dp", rows)
@@ -307,6 +309,8 @@ def device_is_busy(ask: bool) -> bool:
 
 def _backend(device: torch.device) -> str:
     """Named for every group: a default group made elsewhere may have one backend per device, or call it undefined."""
+    if dist.get_backend() == _FAKE:
+        return _FAKE
     return "gloo" if device.type == "cpu" or dist.get_backend() == "gloo" else "nccl"
 
 

@@ -22,6 +22,7 @@ from hf_dist.sharding.places import GroupPlaces, plan_places
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.unit import reads_weights_in_backward
 from hf_dist.sharding.wrap import find_unit_modules, travel_together, unit_members
 
 _PROBE_NUMEL = 64
@@ -94,6 +95,8 @@ class PlannedUnit:
 
     path: str
     groups: tuple[PlannedGroup, ...]
+    needed_in_backward: bool = True
+    """Whether its backward reads the weights."""
 
     @property
     def numel(self) -> int:
@@ -145,7 +148,11 @@ class States:
     def of_engine(cls, sharded: ShardedModel, config: DistConfig, optimizer: OptimizerStates | None = None) -> States:
         """Those of a model that is sharded already."""
         units = tuple(
-            PlannedUnit(u.name, tuple(PlannedGroup(g.layout, g.dtype, g.trainable, g.places) for g in u.groups))
+            PlannedUnit(
+                u.name,
+                tuple(PlannedGroup(g.layout, g.dtype, g.trainable, g.places) for g in u.groups),
+                u.needed_in_backward,
+            )
             for u in sharded.units
         )
         return cls(
@@ -177,7 +184,8 @@ class States:
         storage = Storage(torch.device("meta"), zero)
         leaf = (zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes)
         units = []
-        for path, members in unit_members(model, find_unit_modules(model, leaf)).items():
+        modules = find_unit_modules(model, leaf)
+        for path, members in unit_members(model, modules).items():
             named = [(n, p) for n, p in members if names is None or n in names]
             groups = []
             for together in travel_together(named, precision, holders or {}):
@@ -195,7 +203,8 @@ class States:
                 )
                 groups.append(PlannedGroup(layout, dtype, first.requires_grad, places))
             if named or not path:
-                units.append(PlannedUnit(path, tuple(groups)))
+                needed = not path or reads_weights_in_backward([modules[path]])
+                units.append(PlannedUnit(path, tuple(groups), needed))
         ordered = _in_module_order(model, units)
         return cls(ordered, placements, precision, config, storage, OptimizerStates.of_config(config))
 

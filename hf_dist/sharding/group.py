@@ -63,6 +63,8 @@ class FlatGroup:
         self._guarded = False
         self._gather: collectives.Handle | None = None
         self._gaps = self._gap_index()
+        # After it there is only padding.
+        self._end = max((slot.stop for slot in self.layout.slots if slot.numel), default=0)
         self._stale_shard = False  # `master` was written and `shard` was not
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
@@ -71,7 +73,8 @@ class FlatGroup:
     # ------------------------------------------------------------------ storage
 
     def _gap_index(self) -> torch.Tensor | None:
-        gaps = [torch.arange(a, b) for a, b in self.layout.gaps()]
+        # Without the padding at the end: 64 elements per rank, and an index takes 8 bytes for each.
+        gaps = [torch.arange(a, b) for a, b in self.layout.gaps() if b < self.layout.numel]
         return torch.cat(gaps).to(self.mesh.device) if gaps else None
 
     def _build_storage(self) -> None:
@@ -332,6 +335,8 @@ class FlatGroup:
         assert partial is not None
         if self._gaps is not None:
             partial.index_fill_(0, self._gaps, 0)
+        if self._end < partial.numel():
+            partial[self._end :].zero_()
         return partial
 
     def reduce(self) -> collectives.Handle:

@@ -103,7 +103,7 @@ def merge(orders: Sequence[Sequence[int]]) -> list[int]:
     """One order out of every rank's, the same on every rank: the first rank's, and what only later ranks met after the
     unit that came before it there. At the end instead, a rank would gather everything else before its first tower."""
     merged: list[int] = []
-    for order in orders:
+    for order in dict.fromkeys(map(tuple, orders)):  # thousands of ranks have a few orders between them
         place = 0
         for unit in order:
             if unit not in merged:

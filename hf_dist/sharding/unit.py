@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +46,7 @@ class ShardUnit:
         self._trainable_slots = {
             (g, i) for g, group in enumerate(self.groups) if group.trainable for i in range(len(group.params))
         }
-        # An embedding's backward scatters gradients by index and never reads the weight.
-        self.needed_in_backward = not all(isinstance(m, nn.Embedding) for m in self.modules) or self.is_root
+        self.needed_in_backward = self.is_root or reads_weights_in_backward(self.modules)
         # Backward nodes of a closed unit lead to its inputs or to its parameters, so both being there means that its
         # weights are done with. The root's lead into other units: a frozen norm is needed after the head's gradient.
         self.frees_early = not self.is_root or all(g.trainable for g in self.groups)
@@ -85,6 +84,11 @@ class ShardUnit:
         """Free what rests sharded."""
         for group in self.groups:
             group.reshard()
+
+
+def reads_weights_in_backward(modules: Sequence[nn.Module]) -> bool:
+    """Whether the weights of a unit are gathered for its backward: an embedding's only scatters gradients by index."""
+    return not all(isinstance(m, nn.Embedding) for m in modules)
 
 
 class _PostBackward(torch.autograd.Function):
