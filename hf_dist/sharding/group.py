@@ -295,13 +295,17 @@ class FlatGroup:
         self._guard()
 
     def make_readable(self, name: str) -> None:
-        """Called by the guard. Weights that are on their way are waited for; freed ones raise."""
-        if self.fresh:
+        """Called by the guard. Replicated weights that are on their way are waited for; freed ones raise.
+
+        So do weights that were fetched ahead for hooks which never ran: nobody would wait for them in backward.
+        """
+        if self.fresh and (self._gather is None or self.placements.params is not Placement.SHARD):
             self.wait_unshard()
             return
         raise FreedParameterError(
             f"parameter {name} was read while only a shard of it is in memory (ZeRO stage 3 frees full weights outside "
-            "a module's forward and backward). Read it inside `with hf_dist.gathered(model):`, which every rank enters."
+            "a module's forward and backward). Read it inside `with hf_dist.gathered(model):`, which every rank enters; "
+            "where a block is run by `block.forward(x)`, call `block(x)`."
         )
 
     # ---------------------------------------------------------------- gradients

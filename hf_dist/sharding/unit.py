@@ -97,6 +97,7 @@ class _PostBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, notify: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pass `inputs` through."""
+        ctx.set_materialize_grads(False)  # nothing, not zeros, for an input that the loss does not depend on: no decay
         ctx.notify = notify
         return inputs
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.ecosystem.launching import launch
 from tests.ecosystem.on_ranks import nothing_asked, run_scripts
 from tests.ecosystem.tiny import save_models, words
 from tests.harness import run_ranks
@@ -92,3 +93,44 @@ def test_an_unmodified_script_gives_the_numbers_of_ddp(name: str, outcomes: Any)
 def test_a_script_that_names_no_config_gets_the_stock_behaviour(tmp_path: Path) -> None:
     found = run_ranks(nothing_asked, 1, (str(tmp_path),))[0]
     assert [name for name, holds in found.items() if not holds] == []
+
+
+MODULE = """
+import json, sys
+import torch
+from transformers import Trainer, TrainingArguments, HfArgumentParser
+from tests.hf.recipes import make_model, pad, texts
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[1:])
+trainer = Trainer(make_model("llama"), args, train_dataset=texts(24), data_collator=pad)
+trainer.train()
+stage = trainer.accelerator.engine.sharded.placements.params.name
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+print(json.dumps({"name": __name__, "argv": sys.argv[1][:12], "world": args.world_size, "stage": stage, "losses": losses}))
+"""
+"""A script of somebody else: what it prints tells how it was run."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("launcher", "named", "by"),
+    [
+        ("torchrun", ["-m", "package.module"], "argument"),
+        ("accelerate", ["package/module.py"], "argument"),
+        ("accelerate", ["-m", "package.module"], "--config"),
+    ],
+)
+def test_a_script_or_module_under_a_real_launcher(launcher: str, named: list[str], by: str, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(MODULE)
+    (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    given = ["--output_dir", "out", "--report_to", "none", "--max_steps", "2", "--use_cpu", "--save_strategy", "no",
+             "--logging_steps", "1"]  # fmt: skip
+    config = ["--config", "zero3.json"] if by == "--config" else []
+    given += ["--deepspeed", "zero3.json"] if by == "argument" else []
+    printed = launch(launcher, ["-m", "hf_dist.run", *config, *named, *given], tmp_path)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith('{"name"')]
+    assert len(found) == 2
+    for rank in found:
+        assert len(set(rank.pop("losses"))) == 2
+        assert rank == {"name": "__main__", "argv": "--output_dir", "world": 2, "stage": "SHARD"}

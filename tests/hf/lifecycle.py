@@ -230,14 +230,30 @@ def json_optimizer(folder: Path, stage: int) -> dict[str, Any]:
     return record_of(trainer)
 
 
-def json_optimizer_by_hand(trainer: Any, warmup: int, total: int) -> dict[str, Any]:
+def json_section(folder: Path, stage: int, section: str) -> dict[str, Any]:
+    """Only the optimizer, or only the schedule, is in the JSON; the Trainer makes the other."""
+    other = {"optimizer": "scheduler", "scheduler": "optimizer"}[section]
+    config = {key: value for key, value in JSON_OPTIMIZER.items() if key != other}
+    trainer = dist_trainer("plain", stage, folder, config, warmup_steps=3)
+    trainer.train()
+    return record_of(trainer)
+
+
+def json_optimizer_by_hand(
+    trainer: Any, warmup: int, total: int, sections: tuple[str, ...] = ("optimizer", "scheduler")
+) -> dict[str, Any]:
     """The same in one process with torch's classes; `trainer` is fresh."""
     a = trainer.args
-    optimizer = torch.optim.AdamW(
-        trainer.model.parameters(), a.learning_rate, (a.adam_beta1, a.adam_beta2), a.adam_epsilon, a.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_decay(step, warmup, total))
-    trainer.optimizer, trainer.lr_scheduler = optimizer, schedule
+    if "optimizer" in sections:
+        trainer.optimizer = torch.optim.AdamW(
+            trainer.model.parameters(), a.learning_rate, (a.adam_beta1, a.adam_beta2), a.adam_epsilon, a.weight_decay
+        )
+    else:
+        trainer.create_optimizer()
+    if "scheduler" in sections:
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            trainer.optimizer, lambda step: warmup_decay(step, warmup, total)
+        )
     trainer.train()
     return record_of(trainer)
 

@@ -145,3 +145,11 @@ def poison(metadata: Path, manifest: Path) -> None:
     content = json.loads(manifest.read_text())
     content["files"]["hf_dist_state/.metadata"] = metadata.stat().st_size
     manifest.write_text(json.dumps(content))
+
+
+def test_nothing_to_resume_from_is_said(tmp_path: Path) -> None:
+    where = ((True, "No valid checkpoint found in output directory"), (str(tmp_path / "gone"), "gone"))
+    jobs = [(LIFE + "resume_only", {"checkpoint": checkpoint, "stage": 3}) for checkpoint, _ in where]
+    for rank in run_ranks(run_jobs, 2, (jobs, str(tmp_path)), timeout=240):
+        for message, (_, part) in zip(rank, where, strict=True):
+            assert message != "resumed" and part in message

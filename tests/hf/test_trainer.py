@@ -31,6 +31,7 @@ CASES: list[tuple[Job, int]] = [
     *((("train", {"recipe": name, "stage": stage}), 2) for name in STAGES for stage in STAGES[name]),
     *((("train", {"recipe": name, "stage": stage}), 1) for name in ("plain", "classifier") for stage in (0, 3)),
     *(((LIFE + "json_optimizer", {"stage": stage}), 2) for stage in (0, 1, 2, 3)),
+    *(((LIFE + "json_section", {"stage": 2, "section": section}), 2) for section in ("optimizer", "scheduler")),
     *(((LIFE + "twice", {"recipe": "plain", "stage": stage}), 2) for stage in (1, 3)),
     *(((LIFE + "evaluated", {"recipe": name, "stage": stage}), 2) for name in ("metrics", "plain") for stage in (0, 3)),
     *(((LIFE + "raw_loop", {"stage": stage}), 2) for stage in (0, 1, 2, 3)),
@@ -56,7 +57,11 @@ def expected(job: str, recipe: str, world: int, folder: Path) -> dict[str, Any]:
     if job == "raw_loop":
         return one_process_loop()
     changes: dict[str, Any] = {"max_steps": 4} if job == "twice" else {}
-    trainer: Any = RECIPES[recipe].in_one_process(folder, world, **changes)
+    if job == "json_section":
+        trainer: Any = RECIPES["plain"].in_one_process(folder, world)
+        trainer.args.warmup_steps = 3
+        return json_optimizer_by_hand(trainer, warmup=3, total=8, sections=(recipe,))
+    trainer = RECIPES[recipe].in_one_process(folder, world, **changes)
     if job == "json_optimizer":
         trainer.args.warmup_steps = 3
         return json_optimizer_by_hand(trainer, warmup=3, total=8)
@@ -108,7 +113,8 @@ def test_equals_the_stock_trainer_on_the_joined_batch(
     outcome = outcomes(world)[str(job)]
     assert not isinstance(outcome, str), outcome
     name, arguments = job[0].rpartition(":")[2], job[1]
-    reference = expected(name, arguments.get("recipe", "plain"), world, tmp_path_factory.getbasetemp())
+    recipe = arguments.get("recipe") or arguments.get("section", "plain")
+    reference = expected(name, recipe, world, tmp_path_factory.getbasetemp())
     check_equal(outcome, reference)
     for key in ("before", "after"):
         assert outcome.get(key, {}) == pytest.approx(reference.get(key, {}), rel=TOLERANCE)

@@ -186,6 +186,35 @@ class PassingNet(Net):
         return self.head(h * side)
 
 
+class IgnoringBlock(Block):
+    """Takes a second input and makes nothing of it, as a decoder without cross attention does with the encoder's."""
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """`memory` gets no gradient."""
+        return super().forward(x)
+
+
+class IgnoredNet(Net):
+    """Its first layer reaches every block and no loss."""
+
+    block = IgnoringBlock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`memory` needs a gradient as far as the blocks can see."""
+        memory = self.first(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return self.head(x)
+
+
+class UnhookedNet(Net):
+    """Goes around the hooks of its blocks."""
+
+    def run_block(self, block: nn.Module, x: Any) -> Any:
+        """The method, not the module."""
+        return block.forward(x)
+
+
 class Outside(Net):
     """Activation checkpointing around blocks, from outside."""
 

@@ -249,6 +249,7 @@ SCENARIOS: dict[str, Scenario] = {
     "called-twice": Scenario(models.TwiceNet, plain),
     "called-twice-frozen": Scenario(frozen(models.TwiceNet, bias_only), plain),
     "passes-input-through": Scenario(models.PassingNet, plain),
+    "input-ignored": Scenario(models.IgnoredNet, plain),
     "shared-between-containers": Scenario(models.SiblingPaths, plain),
     "dataclass-outputs": Scenario(models.DataclassNet, plain),
     "unknown-outputs": Scenario(models.HolderNet, plain),

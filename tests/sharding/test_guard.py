@@ -25,7 +25,7 @@ import hf_dist
 from hf_dist.errors import FreedParameterError
 from tests.harness import run_ranks
 from tests.sharding.loop import adamw, attempt
-from tests.sharding.models import Net, batch
+from tests.sharding.models import Net, UnhookedNet, batch
 
 NAME = "blocks.1.up.weight"
 P = nn.Parameter
@@ -184,6 +184,7 @@ def probe(rank: int, world: int) -> dict[str, Any]:
     found["constructors"] = {c.__name__: attempt(lambda c=c: bool(c(model.parameters(), lr=0.1))) for c in OPTIMIZERS}
     step(engine)
     found["after a step"] = outcome(lambda: p.norm())
+    found["unhooked"] = outcome(lambda: engine_at(3, model=UnhookedNet())(batch(0)[0]))
     found["adagrad"] = attempt(lambda: step(engine_at_3_with_late_adagrad()))
     found["stage 1"] = attempt(read_after_step_at_stage_1)
     found["leaks"] = {stage: attempt(lambda stage=stage: left_over(stage)) for stage in range(4)}
@@ -289,6 +290,12 @@ def test_gathered_parameters_are_plain_and_freed_ones_raise_again(rank: int) -> 
     assert found["copy moves"] is True
     assert found["after"] == ["refused", "refused"]
     assert found["after a step"] == "refused"
+
+
+@both_ranks
+def test_weights_fetched_ahead_are_for_the_hooks_alone(rank: int) -> None:
+    assert probed()[rank]["unhooked"].startswith("refused")
+    assert "call `block(x)`" in probed()[rank]["unhooked"]
 
 
 @both_ranks

@@ -13,7 +13,7 @@ import multiprocessing as mp
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def examine(task: str, name: str, stages: int, built: Callable[[], None]) -> tup
             again = [loss_of(model, batch).item() for batch in batches]
             break
         except Exception as error:
-            problem = problem or _short(error)
+            problem = problem or short(error)
     else:
         return "not built", problem
     built()
@@ -79,18 +79,18 @@ def examine(task: str, name: str, stages: int, built: Callable[[], None]) -> tup
     try:
         plan = plan_stages(model, batches[0], stages).plan
     except HfDistError as error:
-        return "refused", _short(error)
+        return "refused", short(error)
     except Exception as error:
-        return "failed", f"planning: {_short(error)}"
+        return "failed", f"planning: {short(error)}"
     try:
         schedule = make_schedule("1f1b", stages, len(batches))
         staged = [StagedModel(build(), plan, schedule.stages_of(rank)) for rank in range(stages)]
         results = run_local(staged, schedule, batches, loss_of)
         return compare(again, results, expected, summed_gradients(staged))
     except HfDistError as error:
-        return "refused", f"when running: {_short(error)}"
+        return "refused", f"when running: {short(error)}"
     except Exception as error:
-        return "failed", f"running: {_short(error)}"
+        return "failed", f"running: {short(error)}"
 
 
 def compare(losses: list[float], results: Any, expected: dict[str, Any], gradients: dict[str, Any]) -> tuple[str, str]:
@@ -109,7 +109,8 @@ def compare(losses: list[float], results: Any, expected: dict[str, Any], gradien
     return "equal", f"{worst:.0e}"
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """Kind and message of an error, in a line that fits into a table."""
     text = re.sub(r"\s+", " ", str(error)).replace("|", "/")
     return f"{type(error).__name__}: {text}"[:230]
 
@@ -159,12 +160,18 @@ def table(rows: list[tuple[str, str, str, str]], stages: int) -> str:
         f"{counts['refused']} refused, {counts['failed']} failed, **{counts['WRONG']} wrong**.",
         "",
     ]
-    for outcome in ("WRONG", "failed", "refused", "equal", "not built"):
+    return "\n".join([*lines, *sections(rows, ("WRONG", "failed", "refused", "equal", "not built"))])
+
+
+def sections(rows: list[tuple[str, str, str, str]], order: Sequence[str]) -> list[str]:
+    """A table for each outcome that occurs, of rows (task, class, outcome, detail)."""
+    lines = []
+    for outcome in order:
         chosen = [row for row in rows if row[2] == outcome]
         if chosen:
             lines += [f"## {outcome}: {len(chosen)}", "", "| class | mapping | |", "|---|---|---|"]
             lines += [f"| {name} | {task} | {detail} |" for task, name, _, detail in chosen] + [""]
-    return "\n".join(lines)
+    return lines
 
 
 def main(arguments: list[str]) -> None:

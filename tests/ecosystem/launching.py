@@ -1,0 +1,32 @@
+"""Two ranks of a script under the real launchers, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.harness import ROOT, free_port
+
+LAUNCHERS: dict[str, list[str]] = {
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "{port}"],
+    "accelerate": [
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
+    ],
+}
+
+
+def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 250) -> str:
+    """What the ranks printed; the test fails with the end of their errors when the launcher does."""
+    port = str(free_port())
+    command = [sys.executable, *(word.format(port=port) for word in LAUNCHERS[launcher]), *words]
+    env = {
+        **os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+    }  # fmt: skip
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
