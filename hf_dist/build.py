@@ -24,6 +24,7 @@ from hf_dist.config import (
 )
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.estimate.budget import keep_by_budget
 from hf_dist.estimate.states import OptimizerStates
 from hf_dist.log import say
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
@@ -199,6 +200,7 @@ def build_engine(
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     watchdog.watch(engine)
     if trainable:
+        keep_by_budget(engine)
         say(start_up_report(sharded, config, batch, pipeline))
     return engine
 

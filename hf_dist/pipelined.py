@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,8 +196,9 @@ class Pipeline:
             self.transport,
             _ZeroHooks(self.sharded, schedule, self.mesh.pp.rank),
         )
-        held = nullcontext() if self.config.reshard_per_microbatch else self.sharded.held()
-        with self._random_numbers(step), held:
+        first = microbatches[0]
+        self.sharded.begin_training(*(((), first) if isinstance(first, Mapping) else ((first,), {})))
+        with self._random_numbers(step), self.sharded.held():
             run.run(microbatches, function)
         self._windows += 1
 

@@ -82,6 +82,11 @@ def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
     return [
         f"{_scaled(total)} parameters, {_scaled(learning)} of them trained; per rank:",
         *(_aligned(rows) if rows else []),
+        *(
+            ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]
+            if sharded.before_training
+            else []
+        ),
     ]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_dist.config import DistConfig, hidden_size_of, load_config, read_config, resolve_without_trainer
-from hf_dist.config.values import is_auto
+from hf_dist.config.values import BadValue, is_auto, memory_nbytes
 from hf_dist.errors import ConfigError, ModelError, Problem, TopologyError
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ __all__ = ["plan"]
 
 RANKS_PER_MACHINE = 8
 """At most, unless the host memory says otherwise."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _MICRO, _STEPS, _TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 Model = Annotated[str, typer.Option(help="A model folder, or an ID of the hub; only its config.json is read.")]
@@ -68,7 +66,7 @@ def plan(
     resolved = _resolved(load_config(config), world_size, micro_batch, meta)
     micro = resolved.train_micro_batch_size_per_gpu
     assert isinstance(micro, int)
-    planner = Planner(meta, world_size, Workload(micro, seq))
+    planner = Planner(meta, world_size, Workload(micro, seq), limits.device)
     now = planner.plan(resolved)
     tried = try_each(planner, resolved, limits)
     found = cheapest(planner, resolved, limits) if suggest is not None else []
@@ -125,13 +123,10 @@ def _limits(device: str | None, host: str | None, world_size: int) -> Limits:
 
 def _nbytes(option: str, text: str | None) -> int | None:
     """`80GB` in units of 1000, `80GiB` in units of 1024; a plain number is bytes."""
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(Problem(option, repr(text), "is not a size", 'Write "80GB" or "80GiB".'))
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    try:
+        return None if text is None else memory_nbytes(text)
+    except BadValue as bad:
+        raise ConfigError(Problem(option, repr(text), bad.clause, bad.fix)) from None
 
 
 def _meta_model(model: str) -> Any:
@@ -165,7 +160,7 @@ def _resolved(read: DistConfig, world_size: int, micro: int | None, model: Any) 
     micro = micro or own[_MICRO] or 1
     from_train = own[_TRAIN] // (micro * ranks) if own[_TRAIN] else 0
     steps = own[_STEPS] or from_train or 1
-    changes |= {_MICRO: (micro, "plan"), _STEPS: (steps, "plan"), _TRAIN: (None, "plan")}
+    changes |= {_MICRO: (micro, "file"), _STEPS: (steps, "file"), _TRAIN: (None, "plan")}
     for path in ("bf16.enabled", "fp16.enabled"):
         if is_auto(read.value_at(path)):
             changes[path] = (False, "plan")

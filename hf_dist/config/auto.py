@@ -94,6 +94,9 @@ _DEFAULTED = (
 )
 """Keys that cannot change a result: "auto" without a source is the default."""
 
+_FOUND_LATER = frozenset({"hf_dist.memory_budget"})
+"""Keys whose "auto" is measured where it is used."""
+
 _DEFAULTS = DistConfig()
 
 
@@ -286,7 +289,7 @@ def _settle(work: _Resolution, fix: str) -> None:
         source = work.changes[overlap][1] if overlap in work.changes else "default"
         work.changes[overlap] = (zero.stage == 3, source)
     for path, source in work.config.sources.items():
-        if source == "auto" and is_auto(work.value(path)):
+        if source == "auto" and is_auto(work.value(path)) and path not in _FOUND_LATER:
             work.problem(path, "has no source to be filled from", fix)
     wanted = work.config.data_types.param_dtype
     on = [name for name in ("fp16", "bf16") if work.value(f"{name}.enabled") is True]

@@ -24,6 +24,7 @@ Count = Annotated[int, PlainValidator(values.whole(1))]
 CountOrAuto = Annotated[int | Auto, PlainValidator(values.or_auto(values.whole(1)))]
 NumelOrAuto = Annotated[int | Auto, PlainValidator(values.or_auto(values.whole(floor=True)))]
 FileSize = Annotated[str | int, PlainValidator(values.file_size)]
+MemoryBudget = Annotated[str | int, PlainValidator(values.memory_budget)]
 Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(values.device)]
 Share = Annotated[float, PlainValidator(values.real(most=1.0))]
 Stages = Annotated[int, PlainValidator(lambda value: 1 if values.is_auto(value) else values.whole(1)(value))]
@@ -297,6 +298,8 @@ class HfDistSection(Frozen):
     """`hf_dist.check_load`: whether weights are compared with their files before the first step."""
     tiled_loss: FlagOrAuto = False
     """`hf_dist.tiled_loss`: whether head and loss run in tiles, without the full logits; the Trainer's default is true."""
+    memory_budget: MemoryBudget | None = None
+    """`hf_dist.memory_budget`: "auto", "20GB" or bytes of a rank's device; at stage 3 what is left of it saves gathers."""
     lazy_load: Flag = True
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
     optimizer_in_backward: Flag = False

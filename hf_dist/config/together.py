@@ -43,6 +43,12 @@ _NEEDS = (
         lambda config: config.zero_optimization.stage == 3,
         "read at stage 3 only",
     ),
+    Needs(("hf_dist.memory_budget",), lambda config: config.zero_optimization.stage == 3, "read at stage 3 only"),
+    Needs(
+        ("hf_dist.memory_budget",),
+        lambda config: config.pipeline.stages == 1 or config.pipeline.schedule != "zb_h1",
+        'the schedule "zb_h1" needs all weights over the window',
+    ),
     Needs((_PARAM,), lambda config: config.zero_optimization.offload_param.device != "none", "weights stay here"),
     Needs(
         (_OPTIMIZER,),

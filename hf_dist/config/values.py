@@ -15,6 +15,7 @@ Auto = Literal["auto"]
 AUTO: Auto = "auto"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]B)")
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Coerce = Callable[[Any], Any]
 _T = TypeVar("_T")
@@ -186,6 +187,24 @@ def file_size(value: Any) -> str | int:
         if bad.fix:
             raise
         raise BadValue('is not a size such as "5GB" (KB, MB, GB, TB) or a number of bytes') from None
+
+
+def memory_nbytes(text: str | int) -> int:
+    """`80GB` in units of 1000, `80GiB` in units of 1024; a plain number is bytes. Raises `BadValue`."""
+    match = _MEMORY.fullmatch(str(text).strip())
+    if match is None:
+        raise BadValue("is not a size", 'Write "80GB" or "80GiB".')
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def memory_budget(value: Any) -> str | int:
+    """ "auto", or a size of memory as it was written."""
+    if is_auto(value):
+        return AUTO
+    if isinstance(value, str) and memory_nbytes(value):
+        return value.strip()
+    return int(whole(1)(value))
 
 
 def names(value: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ With checkpointing a block keeps its input, and in backward one block at a time 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep
 from hf_dist.activation.host_copies import NUM_KEPT
 from hf_dist.activation.tiles import BYTES_PER_LOGIT, TILE_BYTES, saves_memory
 from hf_dist.config import DistConfig, settled
-from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta
+from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.sharding.precision import precision_for
 
 _ALL = -2
@@ -106,8 +106,10 @@ class Activations:
         return TILE_BYTES + 4 * self.width * (self.rows + (self.vocabulary if self.learns else 0))
 
 
-def measure_activations(model: nn.Module, config: DistConfig, batch: Mapping[str, Any]) -> Activations:
-    """Run `model(**batch)` on meta in the dtype of `config`. Local; `model` (real or on meta) stays as it was.
+def measure_activations(
+    model: nn.Module, config: DistConfig, batch: Mapping[str, Any], args: Sequence[Any] = ()
+) -> Activations:
+    """Run `model(*args, **batch)` on meta in the dtype of `config`. Local; `model` (real or on meta) stays as it was.
 
     `batch`: arguments without labels; only the shapes of its tensors matter. Raises what the model raises on meta.
     """
@@ -131,10 +133,10 @@ def measure_activations(model: nn.Module, config: DistConfig, batch: Mapping[str
     trace = _Unpadded(
         list(model.parameters()), read=lambda p: frozenset(), decide=lambda s: None, drawn=lambda: frozenset()
     )
-    arguments = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-    recorder.ignore(arguments)
+    arguments, named = to_meta((tuple(args), dict(batch)))
+    recorder.ignore((arguments, named))
     with on_meta(trace), _fused_attention(recorder), recorder, saved_tensors_hooks(recorder.pack, lambda t: t):
-        model(**arguments)
+        model(*arguments, **named)
     return recorder.found
 
 

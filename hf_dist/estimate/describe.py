@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hf_dist.estimate.advice import Tried
 from hf_dist.estimate.memory import Limits, MemoryPlan
 from hf_dist.offload.store import Tier
+from hf_dist.sharding.placement import Stay
 
 _TIGHT = 0.9
 """Share of a memory above which a fit is called tight: the CUDA context and fragments take some."""
@@ -20,6 +21,15 @@ def gigabytes(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+def kept_units(plan: MemoryPlan) -> str:
+    """How many units stay gathered, and for how long."""
+    to_backward, window = (len(plan.states.kept(stay)) for stay in (Stay.BACKWARD, Stay.WINDOW))
+    return (
+        f"{to_backward} of {len(plan.states.units)} units stay gathered from forward to backward, {window} over the window "
+        f"({gigabytes(plan.states.kept_nbytes)})"
+    )
+
+
 def plan_table(plan: MemoryPlan) -> list[str]:
     """The rows of a plan and its sums, one line each."""
     rows = [(what, gigabytes(nbytes), kind) for what, nbytes, kind in plan.rows()]
@@ -29,6 +39,8 @@ def plan_table(plan: MemoryPlan) -> list[str]:
     rows.append(("one checkpoint", gigabytes(plan.checkpoint), "of the job"))
     width, numbers = max(len(r[0]) for r in rows), max(len(r[1]) for r in rows)
     lines = [f"{what:<{width}}  {number:>{numbers}}  {kind}".rstrip() for what, number, kind in rows]
+    if plan.states.stays:
+        lines.append(kept_units(plan))
     if plan.problem:
         lines.append(f"activations and logits are not counted: the model does not run on meta ({plan.problem})")
     return lines

@@ -11,6 +11,7 @@ Not counted: the CUDA context, the allocator's fragments, memory of other progra
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from hf_dist.config import DistConfig, settled
 from hf_dist.errors import HfDistError, TopologyError
 from hf_dist.estimate.activations import Activations, Kept, measure_activations, text_batch
+from hf_dist.estimate.residency import budget_nbytes, keep_within
 from hf_dist.estimate.states import States
 from hf_dist.offload.store import Tier
 from hf_dist.pipeline import make_schedule, plan_stages, simulate
@@ -37,6 +39,8 @@ class Workload:
     """Tokens per sample."""
     checkpointing: bool = False
     """Whether `gradient_checkpointing` of the TrainingArguments is on."""
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    """Of one call of the model with a microbatch, without labels, instead of token numbers of that size."""
 
 
 @dataclass(frozen=True)
@@ -151,23 +155,28 @@ class MemoryPlan:
 class Planner:
     """Plans for one model on a number of ranks, under one config or many; what does not change is measured once."""
 
-    def __init__(self, model: nn.Module, world_size: int, workload: Workload) -> None:
-        """`model` may be on meta; `world_size` counts all ranks."""
+    def __init__(self, model: nn.Module, world_size: int, workload: Workload, device: int | None = None) -> None:
+        """`model` may be on meta; `world_size` counts all ranks; `device`: bytes that a rank has there, if known."""
         self.model = model
         self.world_size = world_size
         self.workload = workload
+        self.device = device
         self._measured: dict[tuple[int, str], Activations | str] = {}
         self._splits: dict[tuple[int, Any], PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
-        """The fullest rank under a resolved `config`. Raises `TopologyError`, `ModelError`."""
+        """The fullest rank under a resolved `config`, its `memory_budget` spent. Raises `TopologyError`, `ModelError`."""
         stages = config.pipeline.stages
         if self.world_size % stages:
             raise TopologyError(f"pipeline.stages: {stages} does not divide {self.world_size} ranks")
-        plans = [self._plan_rank(config, rank) for rank in range(stages)]
+        plans = [self.plan_rank(config, rank) for rank in range(stages)]
+        budget = budget_nbytes(config, self.device)
+        if budget is not None:
+            plans = [p if p.problem else keep_within(p, budget) for p in plans]
         return max(plans, key=lambda p: (p.device_peak, p.host))
 
-    def _plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
+    def plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
+        """One rank of a pipeline (0 without one) as it is without a `memory_budget`."""
         stages, size = config.pipeline.stages, self.world_size // config.pipeline.stages
         shards = config.zero_optimization.shard_group_size or size
         if size % shards:
@@ -205,8 +214,8 @@ class Planner:
         key = (micro, config.dtype)
         if key not in self._measured:
             try:
-                batch = text_batch(self.model, micro, self.workload.seq)
-                self._measured[key] = measure_activations(self.model, config, batch)
+                args, batch = self.workload.arguments or ((), text_batch(self.model, micro, self.workload.seq))
+                self._measured[key] = measure_activations(self.model, config, batch, args)
             except HfDistError:
                 raise
             except Exception as error:  # whatever a model's own code does on meta

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_dist.estimate.advice import try_each
+from hf_dist.estimate.budget import planned_config, planner_for
 from hf_dist.estimate.describe import gigabytes, plan_table, settings
-from hf_dist.estimate.memory import Limits, Planner, Workload
-from hf_dist.pipeline.meta import meta_twin
+from hf_dist.estimate.memory import Limits
 
 if TYPE_CHECKING:
     from hf_dist.engine import Engine
@@ -73,16 +73,8 @@ def _measured(engine: Engine) -> list[str]:
 
 def _planned(engine: Engine, shape: Sequence[int] | None) -> list[str]:
     micro, seq = (engine.batch.micro or 1, DEFAULT_SEQ) if shape is None else shape[:2]
-    config = engine.config.replaced(
-        {
-            "train_micro_batch_size_per_gpu": (micro, "plan"),
-            "gradient_accumulation_steps": (engine.batch.accumulation, "plan"),
-            "hf_dist.tiled_loss": (engine.tiled_loss is not None and engine.tiled_loss.enabled, "plan"),
-        }
-    )
-    whole = meta_twin(engine.sharded.whole)
-    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
-    planner = Planner(whole, engine.mesh.world.size, Workload(micro, seq, checkpointing))
+    config = planned_config(engine, micro)
+    planner = planner_for(engine, micro, seq)
     plan = planner.plan(config)
     limits = Limits()
     if engine.device.type == "cuda":

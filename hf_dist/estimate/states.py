@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_dist.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
 from hf_dist.offload.store import Tier
 from hf_dist.optim.build import build_optimizer
 from hf_dist.sharding.layout import FlatLayout
-from hf_dist.sharding.placement import Placement, StatePlacements, placements_for
+from hf_dist.sharding.placement import Placement, StatePlacements, Stay, placements_for
 from hf_dist.sharding.places import GroupPlaces, plan_places
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
@@ -98,15 +98,32 @@ class PlannedUnit:
     needed_in_backward: bool = True
     """Whether its backward reads the weights."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements, padding included."""
         return sum(g.layout.numel for g in self.groups)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of the gathered weights."""
         return sum(g.nbytes for g in self.groups)
+
+    @cached_property
+    def learning(self) -> int:
+        """Elements that have gradients, padding included."""
+        return sum(g.layout.numel for g in self.groups if g.trainable)
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes of reduced gradients on the device."""
+        places = [g.places.gradient for g in self.groups if g.trainable]
+        return sum(place.nbytes for place in places if place.tier is Tier.DEVICE)
+
+    @cached_property
+    def newest(self) -> int:
+        """Bytes of the largest gradient of one parameter, as autograd makes it."""
+        learning = [g for g in self.groups if g.trainable]
+        return max((math.prod(s.shape) * g.dtype.itemsize for g in learning for s in g.layout.slots), default=0)
 
 
 def _none() -> dict[Tier, int]:
@@ -143,6 +160,8 @@ class States:
     config: DistConfig
     storage: Storage
     optimizer: OptimizerStates
+    stays: Mapping[str, Stay] = field(default_factory=dict)
+    """By path: units whose gathered weights are kept longer or shorter than `placements` says."""
 
     @classmethod
     def of_engine(cls, sharded: ShardedModel, config: DistConfig, optimizer: OptimizerStates | None = None) -> States:
@@ -162,6 +181,7 @@ class States:
             config,
             sharded.storage,
             optimizer or OptimizerStates(),
+            {u.name: u.stay for u in sharded.units},
         )
 
     @classmethod
@@ -230,7 +250,7 @@ class States:
                 found.gradients[places.gradient.tier] += places.gradient.nbytes
                 self._add_optimizer(group, found.optimizer)
         if self._frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:
-            found.gradients[Tier.DEVICE] = max(self._reduced(u) for u in self.units)
+            found.gradients[Tier.DEVICE] = max(u.reduced for u in self.units)
         found.buffers[Tier.HOST] = self._buffer_nbytes()
         return found
 
@@ -245,7 +265,8 @@ class States:
                 (f"gradients{where}", held.gradients[tier], "exact" if where else "after backward"),
                 (f"buffers of transfers{where}", held.buffers[tier], "at most"),
             ]
-        rows.append(("weights gathered for use", self.gathered_nbytes, "estimate"))
+        rows.append(("weights gathered for use", self.gathered_nbytes - self.kept_nbytes, "estimate"))
+        rows.append(("weights kept gathered", self.kept_nbytes, "at most"))
         return [row for row in rows if row[1]]
 
     def _add_optimizer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
@@ -273,31 +294,50 @@ class States:
 
     # ------------------------------------------------------- what comes and goes
 
+    def keeping(self, stays: Mapping[str, Stay]) -> States:
+        """These states with other units kept; what rests is the same, and is not computed again."""
+        other = replace(self, stays=stays)
+        other.__dict__["nbytes"] = self.nbytes
+        return other
+
+    def stay(self, unit: PlannedUnit) -> Stay:
+        """How long its gathered weights are kept."""
+        return self.stays.get(unit.path, self.placements.stay)
+
+    def kept(self, stay: Stay) -> list[PlannedUnit]:
+        """Units that are kept so long; none where weights rest replicated."""
+        gathers = self.placements.params is Placement.SHARD
+        return [u for u in self.units if self.stay(u) is stay] if gathers else []
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Of units that stay gathered for longer than their use, all of which are here at the end of a forward."""
+        return sum(u.nbytes for stay in (Stay.BACKWARD, Stay.WINDOW) for u in self.kept(stay))
+
     @property
     def gathered_nbytes(self) -> int:
         """Full weights that are here at a time besides what rests, at most."""
         others = self.units[1:]
-        return max(self._gathered(o, k) for o in (others, others[::-1]) for k in range(max(1, len(others))))
+        used = max(self._used(o, k) for o in (others, others[::-1]) for k in range(max(1, len(others))))
+        return self.kept_nbytes + used
 
     @property
     def gathered_at_loss_nbytes(self) -> int:
-        """Of them at the end of the forward: the root and the last unit, which backward begins with."""
-        return self._gathered(self.units[: 0 if len(self.units) == 1 else -2 : -1][:1], 0)
+        """Of them at the end of the forward: those that stay, the root and the last unit, which backward begins with."""
+        return self.kept_nbytes + self._used(self.units[: 0 if len(self.units) == 1 else -2 : -1][:1], 0)
 
-    def _gathered(self, order: Sequence[PlannedUnit], k: int) -> int:
-        """Root, unit k of a pass in this `order`, and what is prefetched while it computes."""
+    def _used(self, order: Sequence[PlannedUnit], k: int) -> int:
+        """Root, unit k of a pass in this `order`, and what is prefetched while it computes, but for what stays anyway."""
         if self.placements.params is not Placement.SHARD:
             return 0
-        if self.config.pipeline.stages > 1 and not self.config.pipeline.reshard_per_microbatch:
-            return sum(u.nbytes for u in self.units)
         budget = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
-        nbytes, ahead = self.units[0].nbytes + sum(u.nbytes for u in order[k : k + 1]), 0
+        here, ahead = [self.units[0], *order[k : k + 1]], 0
         for following in order[k + 1 :] if budget else ():
             if ahead and ahead + following.numel > budget:
                 break
             ahead += following.numel
-            nbytes += following.nbytes
-        return nbytes
+            here.append(following)
+        return sum(u.nbytes for u in here if self.stay(u) is Stay.USE)
 
     @property
     def collects_window(self) -> bool:
@@ -306,7 +346,7 @@ class States:
 
     def window_nbytes(self) -> int:
         """Those gradients, and one parameter's that autograd has just made."""
-        return sum(self._learning(u) for u in self.units) * self.precision.grads.itemsize + self._newest(self.units)
+        return sum(u.learning for u in self.units) * self.precision.grads.itemsize + max(u.newest for u in self.units)
 
     def backward_nbytes(self, activations: int, *, accumulated: bool) -> int:
         """The most of gathered weights, activations, and gradients on their way and reduced, as units follow each other.
@@ -317,34 +357,23 @@ class States:
         wire = self.precision.reduce.itemsize
         root, blocks = self.units[0], self.units[:0:-1]
         count = MAX_REDUCTIONS_IN_FLIGHT if self.config.zero_optimization.overlap_comm is not False else 0
-        sent = [self._learning(u) * wire for u in blocks]
-        kept = [self._reduced(u) for u in blocks]
-        whole, most = sum(kept) + self._reduced(root), 0
-        for k in range(len(blocks) + 1):
-            on_the_way = self._learning(root) * wire + sum(sent[max(0, k - count) : k + 1])
-            reduced = whole if accumulated else sum(kept[:k])
-            if self._frees_gradients:
-                reduced -= sum(kept[: max(0, k - 1)])
+        sent = [u.learning * wire for u in blocks]
+        whole = sum(u.reduced for u in self.units)
+        kept, reduced, most = self.kept_nbytes, 0, 0
+        for k, unit in enumerate([*blocks, root]):
+            on_the_way = root.learning * wire + sum(sent[max(0, k - count) : k + 1])
+            stepped = sum(u.reduced for u in blocks[: max(0, k - 1)]) if self._frees_gradients else 0
             left = activations * (len(blocks) - k) // max(1, len(blocks))
-            newest = self._newest(blocks[k : k + 1] or [root])
-            most = max(most, self._gathered(blocks, k) + on_the_way + reduced + left + newest)
+            here = kept + self._used(blocks, k) + (whole if accumulated else reduced) - stepped
+            most = max(most, here + on_the_way + left + unit.newest)
+            reduced += unit.reduced
+            kept -= unit.nbytes if self.stay(unit) is Stay.BACKWARD else 0
         return most
 
     @property
     def _frees_gradients(self) -> bool:
         """Whether a unit's reduced gradient goes when it has been stepped, inside of backward."""
         return self.config.hf_dist.optimizer_in_backward
-
-    def _learning(self, unit: PlannedUnit) -> int:
-        return sum(g.layout.numel for g in unit.groups if g.trainable)
-
-    def _reduced(self, unit: PlannedUnit) -> int:
-        places = [g.places.gradient for g in unit.groups if g.trainable]
-        return sum(place.nbytes for place in places if place.tier is Tier.DEVICE)
-
-    def _newest(self, units: Sequence[PlannedUnit]) -> int:
-        learning = [g for u in units for g in u.groups if g.trainable]
-        return max((math.prod(s.shape) * g.dtype.itemsize for g in learning for s in g.layout.slots), default=0)
 
 
 def _in_module_order(model: nn.Module, units: Sequence[PlannedUnit]) -> tuple[PlannedUnit, ...]:

@@ -34,8 +34,10 @@ def substitute() -> None:
     `accelerate.Accelerator` only where HF_DIST_CONFIG or `accelerate launch` names a config: a script without a Trainer
     has no other place to name one. The Trainer keeps the stock one, and turns it into ours.
     """
+    # Not the name above: transformers puts another module into its place when the first of its classes is loaded.
+    package = sys.modules["transformers"]
     for stock, ours in _STOCK.items():
-        for module in (transformers, sys.modules[stock.__module__]):
+        for module in (package, sys.modules[stock.__module__]):
             setattr(module, stock.__name__, ours)
     if config_from_environment(LauncherSettings.from_environment(os.environ)) is not None:
         accelerate.Accelerator = DistAccelerator

@@ -12,7 +12,7 @@ Source: ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054). Everything else in the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, IntEnum
 
 from hf_dist.config import DistConfig
 
@@ -28,6 +28,17 @@ class Placement(Enum):
     """One of `dp_shard` equal intervals."""
 
 
+class Stay(IntEnum):
+    """How long weights that rest sharded are kept once they were gathered: the longer, the fewer gathers."""
+
+    USE = 0
+    """Until the forward, or the backward, that reads them is over."""
+    BACKWARD = 1
+    """From a forward to the end of its backward."""
+    WINDOW = 2
+    """Until the last backward of the accumulation window is over: one gather for all microbatches."""
+
+
 @dataclass(frozen=True)
 class StatePlacements:
     """How each kind of model state rests between uses."""
@@ -38,6 +49,8 @@ class StatePlacements:
     """Gradients between the microbatches of one accumulation window."""
     optim: Placement
     """Master weights, optimizer state, and the gradients that the optimizer reads."""
+    stay: Stay = Stay.USE
+    """How long gathered weights are kept, of units for which no memory budget has chosen."""
 
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
@@ -51,12 +64,12 @@ ZERO_STAGES: dict[int, StatePlacements] = {
 
 
 def placements_for(config: DistConfig) -> StatePlacements:
-    """The row of the table, but for a pipeline: there gradients are accumulated locally and reduced once per window.
+    """The row of the table, but for a pipeline: weights are gathered and gradients reduced once per window.
 
-    Reducing every microbatch would send M times as much inside the schedule's critical path; `reshard_per_microbatch` says
-    that memory is worth more.
+    Doing both every microbatch would send M times as much inside the schedule's critical path; `reshard_per_microbatch`
+    says that memory is worth more.
     """
     placements = ZERO_STAGES[config.zero_optimization.stage]
     if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
-        return replace(placements, grads=Placement.PARTIAL)
+        return replace(placements, grads=Placement.PARTIAL, stay=Stay.WINDOW)
     return placements

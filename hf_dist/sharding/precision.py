@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.config import DistConfig
+from hf_dist.sharding.leaves import map_plain
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_DTYPE = torch.float32
@@ -32,6 +34,16 @@ class Precision:
         if not loaded.is_floating_point:
             return loaded
         return torch.float32 if name in self.keep_fp32 else self.compute
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Floating point inputs (images, embeddings) follow the compute dtype, as there is no autocast; None for no change."""
+        if self.compute == torch.float32:
+            return None
+
+        def cast(value: Any) -> Any:
+            return value.to(self.compute) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+        return map_plain(cast, inputs)
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, dtype) for the report."""

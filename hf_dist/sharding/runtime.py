@@ -26,7 +26,7 @@ from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves, replace_method
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
 from hf_dist.sharding.order import IssueOrder, PassOrders
-from hf_dist.sharding.placement import Placement, StatePlacements
+from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
@@ -99,6 +99,8 @@ class ShardedModel:
         self.passes = self._build_passes()
         """One, or one for every pipeline stage of this rank."""
         self.select_pass(0)
+        self.before_training: Callable[[Any, Any], None] | None = None
+        """Called once with the arguments of the first forward that has a backward; it may say how long units stay."""
         self._depth = 0  # how many modules that contain every unit are in their forward
         self._in_backward = False
         self._num_backwards = 0
@@ -216,22 +218,19 @@ class ShardedModel:
         if self._in_backward:  # the last backward raised; what it left behind belongs to no step
             self._in_backward = False
             self.drop_gradients()
+        if torch.is_grad_enabled():
+            self.begin_training(args, kwargs)
         self.orders.forward.restart()
         self._issue(self.orders.forward.reach(0))
         self.root.wait_unshard()
         self._prefetch(self.orders.forward, 0)
-        return self._cast_inputs(args, kwargs)
+        return self.precision.cast_inputs((args, kwargs))
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
-        """Floating point inputs (images, embeddings) follow the compute dtype; there is no autocast."""
-        compute = self.precision.compute
-        if compute == torch.float32:
-            return None
-
-        def cast(value: Any) -> Any:
-            return value.to(compute) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
-
-        return map_plain(cast, (args, kwargs))
+    def begin_training(self, args: Any, kwargs: Any) -> None:
+        """A window begins whose microbatches call the model like this. The first time it is collective over dp."""
+        decide, self.before_training = self.before_training, None
+        if decide is not None:
+            decide(args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After it. The root stays for backward; in evaluation everything rests."""
@@ -242,7 +241,9 @@ class ShardedModel:
         tensors = differentiable(output) or inside_object(output)
         # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
         # rank's data reached it: a rank that holds weights which another has freed would skip a gather.
-        keep = {0, self.orders.forward.last} if tensors and torch.is_grad_enabled() else set()
+        keep: set[int | None] = set()
+        if tensors and torch.is_grad_enabled():
+            keep = {0, self.orders.forward.last, *(u.index for u in self.units if u.stay > Stay.USE)}
         for index in self.orders.forward.rest():  # units that only other ranks' data may have used
             self.units[index].unshard()
             if index not in keep:
@@ -311,7 +312,8 @@ class ShardedModel:
             self._watch_outputs(unit, tensors, self._call)
         # The last unit's backward comes next, its weights may stay: `_leave` decides. (Before the ranks agreed this is a
         # guess.) A recomputed forward is followed by its backward at once.
-        if not _recomputing() and not (self._depth > 0 and self.orders.forward.last == unit.index):
+        stays = self.orders.forward.last == unit.index or (unit.stay > Stay.USE and torch.is_grad_enabled())
+        if not _recomputing() and not (self._depth > 0 and stays):
             unit.reshard()
 
     def _watch_outputs(self, unit: ShardUnit, tensors: list[torch.Tensor], call: Call) -> None:
@@ -384,10 +386,15 @@ class ShardedModel:
         if unit.waiting or unit.open_calls:
             return
         if unit.frees_early:
-            unit.reshard()
+            self._rest(unit)
         if unit.trainable and not unit.complete:
             unit.complete = True
             self.reducer.unit_complete(unit)
+
+    def _rest(self, unit: ShardUnit) -> None:
+        """This backward has read the weights of `unit`; later ones of its window may read them again."""
+        if unit.stay < Stay.WINDOW or unit.index in self.reducer.finishing:
+            unit.reshard()
 
     def _finish_backward(self) -> None:
         """Runs when autograd is through: units that did not complete on this rank still take part."""
@@ -395,10 +402,10 @@ class ShardedModel:
             return
         for index in self.orders.backward.rest():
             self.units[index].unshard()
-            self.units[index].reshard()
+            self._rest(self.units[index])
         self.reducer.finish_backward()
         for unit in self.units:
-            unit.reshard()
+            self._rest(unit)
         self._in_backward = False
         if not self.orders.agreed:
             # After the first backward all ranks use the order that was seen.
@@ -437,13 +444,14 @@ class ShardedModel:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, weights that were gathered stay: one gather for all microbatches. Freed at the end. Local."""
-        for group in self.groups:
+        """Inside, units that stay for a window do, whichever stage's backward has ended. Freed at the end. Local."""
+        held = [group for unit in self.units if unit.stay is Stay.WINDOW for group in unit.groups]
+        for group in held:
             group.pins += 1
         try:
             yield
         finally:
-            for group in self.groups:
+            for group in held:
                 group.pins -= 1
                 group.reshard()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.placement import Stay
 
 
 @dataclass
@@ -33,6 +34,8 @@ class ShardUnit:
     """The module whose forward uses the unit; for the root unit every module that owns one of its parameters."""
     groups: list[FlatGroup]
     is_root: bool = False
+    stay: Stay = Stay.USE
+    """How long its gathered weights are kept; the same on every rank of `dp`, and changed between two passes only."""
     open_calls: int = 0
     """Calls whose backward has started and has not reached their inputs."""
     waiting: set[tuple[int, int]] = field(default_factory=set)

@@ -89,7 +89,7 @@ def build_units(
             for g in travel_together(named, precision, holders or {})
         ]
         used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
-        units.append(ShardUnit(len(units), path, used_by, groups, is_root=not path))
+        units.append(ShardUnit(len(units), path, used_by, groups, not path, placements.stay))
     return units
 
 

@@ -54,13 +54,8 @@ OURS = {
     *(
         f"hf_dist.{key}"
         for key in (
-            "strict",
-            "save_on_signal",
-            "check_load",
-            "lazy_load",
-            "tiled_loss",
-            "stall_report_seconds",
-            "optimizer_in_backward",
+            *("strict", "save_on_signal", "check_load", "lazy_load"),
+            *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward"),
         )
     ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),

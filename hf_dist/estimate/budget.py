@@ -1,0 +1,120 @@
+"""`hf_dist.memory_budget`: which units stay gathered is planned from the first batch of training, alike on all data ranks."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.config import DistConfig
+from hf_dist.estimate.activations import Kept
+from hf_dist.estimate.describe import gigabytes, kept_units
+from hf_dist.estimate.memory import MemoryPlan, Planner, Workload
+from hf_dist.estimate.residency import budget_nbytes, has_budget, keep_within
+from hf_dist.log import say
+from hf_dist.pipeline.meta import meta_twin
+from hf_dist.sharding.placement import Placement, Stay
+
+if TYPE_CHECKING:
+    from hf_dist.engine import Engine
+
+_MEMINFO = "/proc/meminfo"
+
+
+def keep_by_budget(engine: Engine) -> None:
+    """Plan before the first training forward which units stay gathered, if the config has a budget. Local."""
+    sharded = engine.sharded
+    if not has_budget(engine.config) or sharded.placements.params is not Placement.SHARD:
+        return
+    me = weakref.ref(engine)
+
+    def decide(args: Any, kwargs: Any) -> None:
+        found = me()
+        if found is not None:
+            _decide(found, args, kwargs)
+
+    sharded.before_training = decide
+
+
+def planned_config(engine: Engine, micro: int) -> DistConfig:
+    """The config with what is known at run time."""
+    return engine.config.replaced(
+        {
+            "train_micro_batch_size_per_gpu": (micro, "plan"),
+            "gradient_accumulation_steps": (engine.batch.accumulation, "plan"),
+            "hf_dist.tiled_loss": (engine.tiled_loss is not None and engine.tiled_loss.enabled, "plan"),
+        }
+    )
+
+
+def planner_for(engine: Engine, micro: int, seq: int, *arguments: Any) -> Planner:
+    """A planner for the engine's model as it is: `micro` samples of `seq` tokens, or (args, kwargs) of its own."""
+    whole = meta_twin(engine.sharded.whole)
+    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
+    return Planner(
+        whole, engine.mesh.world.size, Workload(micro, seq, checkpointing, arguments or None), memory_of(engine)
+    )
+
+
+def memory_of(engine: Engine) -> int | None:
+    """Bytes that this rank may use on its device, those that it uses already included; None if nobody tells.
+
+    On a CPU the ranks of a machine share what is available.
+    """
+    if engine.device.type == "cuda":
+        return torch.cuda.mem_get_info(engine.device)[0] + torch.cuda.memory_reserved(engine.device)
+    try:
+        with open(_MEMINFO, encoding="ascii") as lines:
+            rows = dict(line.split(":", 1) for line in lines)
+    except OSError:
+        return None
+    available = int(rows["MemAvailable"].split()[0]) * 1024
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.mesh.world.size))
+    return available // ranks + sum(engine.sharded.resident_nbytes().values())
+
+
+def _decide(engine: Engine, args: Any, kwargs: Any) -> None:
+    """Set how long every unit stays. Collective over dp; the arguments are those of this rank's first microbatch."""
+    sharded = engine.sharded
+    mine: tuple[int | None, Kept | None, int, str]
+    plan = None
+    try:
+        plan = _plan(engine, args, kwargs)
+        budget = budget_nbytes(engine.config, memory_of(engine))
+        mine = (budget, plan.kept, plan.logits, plan.problem)
+    except Exception as error:  # this rank alone: the others wait for its word
+        mine = (None, None, 0, f"{type(error).__name__}: {error}")
+    everyone = collectives.all_gather_object(sharded.mesh.dp, mine)
+    problem = next((text for *_, text in everyone if text), "")
+    budgets = [budget for budget, *_ in everyone if budget is not None]
+    activations = [kept for _, kept, *_ in everyone if kept is not None]
+    if problem or plan is None or len(budgets) < len(everyone):
+        reason = f"the model does not run on meta ({problem})" if problem else "the memory of the machine is not known"
+        say(f"hf_dist.memory_budget: no weights are kept gathered, as no peak is planned: {reason}")
+        return
+    fullest = Kept(*(max(getattr(k, name) for k in activations) for name in ("device", "recomputed", "host")))
+    plan = replace(plan, kept=fullest, logits=max(logits for _, _, logits, _ in everyone))
+    chosen = keep_within(plan, min(budgets))
+    for unit in sharded.units:
+        unit.stay = chosen.states.stays.get(unit.name, Stay.USE)
+    say(_told(chosen, min(budgets)))
+
+
+def _plan(engine: Engine, args: Any, kwargs: Any) -> MemoryPlan:
+    """What this rank's stage needs, before anything is kept."""
+    shapes = [v.shape for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
+    micro = engine.batch.micro or (shapes[0][0] if shapes else 1)
+    batch = {k: v for k, v in kwargs.items() if k != "labels"}  # measured without
+    planner = planner_for(engine, micro, 0, args, batch)
+    return planner.plan_rank(planned_config(engine, micro), engine.mesh.pp.rank)
+
+
+def _told(plan: MemoryPlan, budget: int) -> str:
+    peak, left = gigabytes(plan.device_peak), f"of a budget of {gigabytes(budget)}"
+    if plan.device_peak > budget:
+        return f"hf_dist.memory_budget: nothing is kept gathered: {peak} are planned without, {left}"
+    return f"hf_dist.memory_budget: {kept_units(plan)}; planned peak {peak} {left}"
