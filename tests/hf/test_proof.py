@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from hf_dist.cli import app
 from hf_dist.errors import ConfigError, TopologyError
+from hf_dist.hf.model_class import keep_layers
 from hf_dist.hf.proof import Asked, prepare, prove
 from hf_dist.hf.proof.compare import FP32, compare
 from hf_dist.hf.proof.data import microbatches
-from hf_dist.hf.proof.job import Job, _shrink
+from hf_dist.hf.proof.job import Job
 from tests.harness import run_ranks
 from tests.parity.families import make_model
 
@@ -156,12 +157,12 @@ def test_a_half_precision_is_allowed_what_it_costs_one_process() -> None:
 def test_fewer_layers_in_every_part_and_in_lists_per_layer() -> None:
     config = transformers.Qwen3Config(num_hidden_layers=6)
     assert len(config.layer_types) == 6
-    assert _shrink(config, 2)
+    assert keep_layers(config, 2)
     assert config.num_hidden_layers == len(config.layer_types) == 2
     t5 = transformers.T5Config(num_layers=4, num_decoder_layers=5)
-    assert _shrink(t5, 2)
+    assert keep_layers(t5, 2)
     assert (t5.num_layers, t5.num_decoder_layers) == (2, 2)
-    assert not _shrink(t5, 2)
+    assert not keep_layers(t5, 2)
 
 
 def test_rows_of_a_file_are_cut_padded_and_repeated(tmp_path: Path) -> None:
