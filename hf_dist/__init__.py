@@ -48,7 +48,7 @@ _WHERE = {
 
 
 # Knows how HF models are written; an engine made without the Trainer needs it as well.
-_NEEDS = {"initialize": "hf_dist.hf.model_files"}
+_NEEDS = {"initialize": "hf_dist.hf"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import hf_dist.hf.model_files  # noqa: F401  (how HF models are written: `hf_dist.initialize` imports it, so it counts)
+import hf_dist.hf  # noqa: F401  (how HF models are written: `hf_dist.initialize` imports it, so it counts)
 from hf_dist.bench.engines.loop import Engine, Loop
 from hf_dist.bench.work import Batch, Contender, Work
 from hf_dist.build import initialize
