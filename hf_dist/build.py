@@ -45,6 +45,7 @@ from hf_dist.sharding.consistency import (
 )
 from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import precision_for
+from hf_dist.sharding.quantised import prepare_quantised
 from hf_dist.sharding.runtime import Budgets, ShardedModel
 
 LrScheduler = Any
@@ -152,6 +153,7 @@ def build_engine(
         steps_in_backward(config)  # refuses what cannot be, before weights are read
         # Before sharding: its hooks stay outside of what is recomputed, and a split model asks who recomputes.
         set_up_checkpointing(model, config)
+    prepare_quantised(model)
     check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -31,11 +31,13 @@ from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
 from hf_dist.hf.data import make_seekable
+from hf_dist.hf.generation import let_generate_gather
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
+from hf_dist.hf.peft import inactive_adapters_trainable, let_adapters_work, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
-from hf_dist.hf.state import full_state_dict
+from hf_dist.hf.state import full_state_dict, part_state_dict
 from hf_dist.launch import detect_launch
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
 from hf_dist.pipelined import Example
@@ -154,6 +156,10 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         """The engine of `model`, None if it was not prepared here."""
         return next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
 
+    def engine_containing(self, part: nn.Module) -> Engine | None:
+        """The engine of the model that `part` belongs to (a base model whose adapters were merged, say), or None."""
+        return next((e for e in (*self.engines, *self.frozen) if any(m is part for m in e.model.modules())), None)
+
     # ------------------------------------------------------------------- prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -185,21 +191,25 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         else:
             trainable = not evaluation_mode or model is self.own_model
             config = self._config_for(model)
-            engine = build_engine(
-                model,
-                config,
-                self.mesh,
-                self._batch_sizes(config),
-                trainable=trainable,
-                make_optimizer=False,
-                example=Example(lambda: example_from(self._example_loader), self.calls_model),
-            )
+            refuse_prompt_learning(model)
+            with inactive_adapters_trainable(model) if trainable else nullcontext():
+                engine = build_engine(
+                    model,
+                    config,
+                    self.mesh,
+                    self._batch_sizes(config),
+                    trainable=trainable,
+                    make_optimizer=False,
+                    example=Example(lambda: example_from(self._example_loader), self.calls_model),
+                )
+            let_adapters_work(engine)
             (self.engines if trainable else self.frozen).append(engine)
             if engine.sharded.placements.params is Placement.SHARD and self.mesh.dp_shard.size > 1:
                 # HF's `generate` then keeps all ranks in step until the longest is done.
                 for module in containers(model, engine.sharded.units):
                     module.__dict__["_is_fsdp_managed_module"] = True
-                self.let_save_pretrained(model)
+                    self.let_save_pretrained(module)
+                    let_generate_gather(engine, module)
         if model not in self._models:
             self._models.append(model)
         return model
@@ -369,9 +379,12 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Full weights on the CPU of the main process, an empty dict elsewhere. Every rank calls it."""
         engine = self.engine_of(model)
-        if engine is None:
-            return dict(super().get_state_dict(model, unwrap))
-        return full_state_dict(engine, keep=self.is_main_process)
+        if engine is not None:
+            return full_state_dict(engine, keep=self.is_main_process)
+        engine = self.engine_containing(model)
+        if engine is not None:
+            return part_state_dict(engine, model, keep=self.is_main_process)
+        return dict(super().get_state_dict(model, unwrap))
 
 
 def _has_objects(data: Any) -> bool:

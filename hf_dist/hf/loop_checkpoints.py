@@ -203,7 +203,7 @@ class LoopCheckpointsMixin:
 def _save_pretrained(accelerator: Callable[[], Any], model: Any, save_directory: Any, **kwargs: Any) -> Any:
     """The stock method, on the main rank, with the full weights unless others are given. Collective then."""
     owner = accelerator()
-    if owner is None or owner.engine_of(model) is None:
+    if owner is None or owner.engine_containing(model) is None:
         return type(model).save_pretrained(model, save_directory, **kwargs)
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = owner.get_state_dict(model)

@@ -44,6 +44,24 @@ def full_state_dict(engine: Engine, keep: bool = True) -> dict[str, torch.Tensor
     return state
 
 
+def part_state_dict(engine: Engine, part: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+    """`full_state_dict` of a module of the model as it is now, under the names it has there (adapters were merged, say).
+
+    Collective: every rank calls it. Not for a model that is cut into pipeline stages.
+    """
+    state: dict[str, Any] = dict(part.state_dict(keep_vars=True))
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    for group in engine.sharded.groups:
+        if not any(id(p) in names for p in group.params):
+            continue
+        for param, (_, tensor) in zip(group.params, full_tensors(group), strict=True):
+            if keep and id(param) in names:
+                state.update(dict.fromkeys(names[id(param)], tensor.detach().to("cpu", copy=True)))
+    return {name: value.detach().cpu() for name, value in state.items()} if keep else {}
+
+
 def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter in full, one after the other, also those of other pipeline stages. Collective."""
     pp = engine.mesh.pp

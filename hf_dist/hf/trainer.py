@@ -17,6 +17,7 @@ from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
+from hf_dist.hf.evaluation import each_batch_by_itself, on_rows_of_the_set
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.trl import TrlMixin
@@ -54,7 +55,11 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         accelerator.own_model = self.model
         accelerator.calls_model = self._loss_of_example
         accelerator.timeout = self.args.ddp_timeout_delta
-        self.gather_function: Any = accelerator.gather_for_metrics
+        self._gather_predictions()
+
+    def _gather_predictions(self) -> None:
+        """Predictions are gathered by the adopted accelerator, which drops what is there twice."""
+        self.gather_function: Any = self.accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
             self.gather_function = functools.partial(
                 self.gather_function, use_gather_object=self.args.eval_use_gather_object
@@ -128,8 +133,13 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
     ) -> Any:
         """HF's, after the same question: HF multiplies the loss by the number of ranks in evaluation, too."""
         self._settle_loss(model, inputs)
+        step = super().prediction_step
+        if self.dist is None:
+            return step(model, inputs, prediction_loss_only, *args, **kwargs)
         with self._only_loss_is_read() if prediction_loss_only else contextlib.nullcontext():
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+            return on_rows_of_the_set(
+                self.accelerator, inputs, lambda rows: step(model, rows, prediction_loss_only, *args, **kwargs)
+            )
 
     def _only_loss_is_read(self) -> AbstractContextManager[None]:
         """Forwards in evaluation whose logits nobody wants."""
@@ -147,12 +157,18 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
             self._loss_is_mean = True
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As HF's, without the cast of `bf16_full_eval`: the compute dtype of the engine already is what it asks for."""
-        saved = (self.args.bf16_full_eval, self.args.fp16_full_eval)
-        if self.dist is not None:
-            self.args.bf16_full_eval = self.args.fp16_full_eval = False
-        try:
+        """As HF's, with each sample counted once, and the loss of one process at any number of ranks.
+
+        Without the cast of `bf16_full_eval`: the compute dtype of the engine already is what it asks for.
+        """
+        if self.dist is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        self._gather_predictions()  # Seq2SeqTrainer has just chosen to keep what is there twice
+        saved = (self.args.bf16_full_eval, self.args.fp16_full_eval)
+        self.args.bf16_full_eval = self.args.fp16_full_eval = False
+        try:
+            with each_batch_by_itself(self.args):
+                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.bf16_full_eval, self.args.fp16_full_eval = saved
 

@@ -43,9 +43,10 @@ def gathered(
     finally:
         for group, before in zip(groups, versions, strict=True):
             group.pins -= 1
+            moved = group.take_back()
             if modifier_rank is not None:
                 _adopt_changes(group, modifier_rank)
-            elif before != [p._version for p in group.params]:
+            elif moved or before != [p._version for p in group.params]:
                 warn_once(
                     f"weights ({group.layout.slots[0].name} or a neighbour) were changed inside `gathered` without "
                     "modifier_rank: name the rank whose changes everyone shall have, or they are lost or differ between ranks"

@@ -253,6 +253,22 @@ class FlatGroup:
         with torch.autograd._unsafe_preserve_version_counter(self.full):
             self.full.untyped_storage().resize_(0)
 
+    @torch.no_grad()
+    def take_back(self) -> bool:
+        """Make parameters views of `full` again that were given other elements (`p.data = ...`); whether there were any.
+
+        Local, while the full weights are there. Raises `ModelError` for elements of another shape.
+        """
+        moved = False
+        for slot, p in zip(self.layout.slots, self.params, strict=True):
+            view = self.full[slot.offset : slot.stop].view(slot.shape)
+            if p.data_ptr() != view.data_ptr() and slot.numel:
+                if p.shape != view.shape:
+                    raise ModelError(f"{slot.name} was given elements of shape {tuple(p.shape)}, it has {slot.shape}")
+                view.copy_(p.data)
+                p.data, moved = view, True
+        return moved
+
     def fetch(self) -> None:
         """Begin to bring what a gather will read into memory. Local; nothing to do for what is there."""
         if not self.fresh:

@@ -74,6 +74,9 @@ class _Guard:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # `repr` of a module with a ParameterDict
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         if func is torch.Tensor.__repr__:
             tensor = args[0]
             return f"<parameter {_name(tensor)} not in memory, shape {tuple(tensor.shape)}, {tensor.dtype}>"

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_dist.config import DistConfig
 from hf_dist.sharding.leaves import map_plain
+from hf_dist.sharding.quantised import is_packed
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_DTYPE = torch.float32
@@ -28,10 +29,12 @@ class Precision:
     """Accumulated gradients (`data_types.grad_accum_dtype`)."""
     keep_fp32: frozenset[str] = frozenset()
     """Full names of parameters that the model's author wants in fp32 whatever the compute dtype."""
+    as_loaded: frozenset[str] = frozenset()
+    """Full names of frozen parameters that keep the dtype they came in: packed 4-bit weights, a half-precision base."""
 
     def compute_dtype(self, name: str, loaded: torch.dtype) -> torch.dtype:
         """The dtype of parameter `name` in forward and backward; integers (quantized weights) stay as they are."""
-        if not loaded.is_floating_point:
+        if not loaded.is_floating_point or name in self.as_loaded:
             return loaded
         return torch.float32 if name in self.keep_fp32 else self.compute
 
@@ -59,6 +62,8 @@ class Precision:
         ]
         if self.keep_fp32 and self.compute != torch.float32:
             rows.append(("kept in float32 by the model's author", f"{len(self.keep_fp32)} parameters"))
+        if self.as_loaded:
+            rows.append(("kept as loaded, below adapters", f"{len(self.as_loaded)} parameters"))
         return rows
 
 
@@ -67,7 +72,27 @@ def precision_for(config: DistConfig, model: nn.Module) -> Precision:
     compute = _DTYPES[config.dtype]
     reduce = _DTYPES[config.communication_data_type or "fp32"]
     grads = _DTYPES[config.data_types.grad_accum_dtype or "fp32"]
-    return Precision(compute=compute, reduce=reduce, grads=grads, keep_fp32=_kept_in_fp32(model, compute))
+    return Precision(
+        compute=compute,
+        reduce=reduce,
+        grads=grads,
+        keep_fp32=_kept_in_fp32(model, compute),
+        as_loaded=_kept_as_loaded(model, compute),
+    )
+
+
+def _kept_as_loaded(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
+    """Names of packed weights; and of the frozen half-precision base of adapters where no half precision was asked for.
+
+    PEFT casts between a half base and its fp32 adapters in every layer, without autocast. A base that became fp32 would take
+    twice the memory and give other numbers than one process.
+    """
+    below_adapters = hasattr(model, "peft_config") and compute == torch.float32
+    return frozenset(
+        n
+        for n, p in model.named_parameters()
+        if is_packed(p) or (below_adapters and not p.requires_grad and p.dtype in (torch.float16, torch.bfloat16))
+    )
 
 
 def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["memory_kills", "memory_report", "process_state", "resident_nbytes"]
+__all__ = ["available_nbytes", "memory_kills", "memory_report", "process_state", "resident_nbytes"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -17,6 +17,21 @@ def resident_nbytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def available_nbytes(root: Path = _CGROUP) -> int:
+    """Host memory that can still be had, within the limit of this container or job; 0 where the kernel does not say."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
+    available = int(found[1]) * 1024 if found else 0
+    for folder in _folders(root):
+        for limit, usage in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            most, now = _text(folder / limit).strip(), _text(folder / usage).strip()
+            if most.isdigit() and now.isdigit():
+                available = min(available, max(int(most) - int(now), 0))
+    return available
 
 
 def process_state(pid: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers as tf
 
+from hf_dist.hf.evaluation import each_batch_by_itself
 from tests.ecosystem.loops import LOOPS
 from tests.ecosystem.tiny import completions, lora, preferences, prompts, stored_preferences, tokenizer
 from tests.hf.lifecycle import pairs
@@ -43,7 +44,8 @@ def after_training(trainer: Any, kind: str) -> Record:
     """What else must be equal: evaluation, generation."""
     if trainer.eval_dataset is None:
         return {}
-    return {"evaluated": trainer.evaluate()["eval_loss"]}
+    with each_batch_by_itself(trainer.args):  # ours does so by itself, DDP divides by the tokens of all ranks
+        return {"evaluated": trainer.evaluate()["eval_loss"]}
 
 
 def arguments(folder: Path, stage: int | None, checkpointing: bool, base: Any, **changes: Any) -> Any:
@@ -79,7 +81,7 @@ def plain(folder: Path, stage: int | None, adapters: bool, checkpointing: bool, 
     args = arguments(folder, stage, checkpointing, tf.TrainingArguments)
     rows = texts(24)
     model = make_model("lora" if adapters else "llama")
-    return over(stage, tf.Trainer)(model, args, train_dataset=rows, eval_dataset=rows[:7], data_collator=pad)
+    return over(stage, tf.Trainer)(model, args, train_dataset=rows, eval_dataset=rows[:8], data_collator=pad)
 
 
 def seq2seq(folder: Path, stage: int | None, adapters: bool, checkpointing: bool, root: Path) -> Any:
@@ -93,7 +95,7 @@ def seq2seq(folder: Path, stage: int | None, adapters: bool, checkpointing: bool
         torch.manual_seed(4)
         model = get_peft_model(model, lora("SEQ_2_SEQ_LM"))
     return over(stage, tf.Seq2SeqTrainer)(
-        model, args, train_dataset=pairs(24), eval_dataset=pairs(7), data_collator=pad
+        model, args, train_dataset=pairs(24), eval_dataset=pairs(8), data_collator=pad
     )
 
 
@@ -106,7 +108,7 @@ def sft(folder: Path, stage: int | None, adapters: bool, checkpointing: bool, ro
 
     args = arguments(folder, stage, checkpointing, SFTConfig, max_length=16, **changes)
     return over(stage, SFTTrainer)(
-        str(root / "lm"), args, train_dataset=completions(24), eval_dataset=completions(6),
+        str(root / "lm"), args, train_dataset=completions(24), eval_dataset=completions(8),
         processing_class=tokenizer(), peft_config=lora() if adapters else None,
     )  # fmt: skip
 

@@ -123,7 +123,7 @@ def seq2seq(folder: Path, pp: int) -> dict[str, Any]:
             **plain_arguments(folder, 2, max_steps=3, predict_with_generate=True, generation_max_length=7, **more)
         ),
         train_dataset=rows,
-        eval_dataset=rows[:5],
+        eval_dataset=rows[:4],  # whole batches: HF counts a short last one like a full one here
         compute_metrics=metrics,
     )
     if not pp:  # HF believes that T5 divides by num_items_in_batch, and does not average over the window itself

@@ -205,7 +205,7 @@ class Recipe:
         if self.joined:
             changes["gradient_accumulation_steps"] = self.joined
             micro *= 3 // self.joined
-        return self.build(Trainer, TrainingArguments, folder, micro, per_device_eval_batch_size=4, **changes)
+        return self.build(Trainer, TrainingArguments, folder, micro, per_device_eval_batch_size=2, **changes)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -1,0 +1,165 @@
+"""What PEFT's models do with weights outside of a forward, on shards: merge and unmerge adapters, switch, load, add.
+
+PEFT stays as it is: instances of the prepared model get stand-ins, as `save_pretrained` does. Nothing here is imported or
+done for a model without adapters. Source: peft 0.21, `tuners/tuners_utils.py`, `utils/other.py`, `peft_model.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.engine import Engine
+from hf_dist.errors import ModelError
+from hf_dist.hf.state import loading
+from hf_dist.sharding.gather import full_tensors, gathered
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.guard import OWNER, replace_method
+
+__all__ = ["inactive_adapters_trainable", "let_adapters_work", "refuse_prompt_learning"]
+
+
+def _adapted_modules(model: nn.Module) -> list[Any]:
+    """Layers with adapters, and modules that PEFT trains in copies (`modules_to_save`)."""
+    if "peft" not in sys.modules:
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+
+
+def refuse_prompt_learning(model: nn.Module) -> None:
+    """Raise `ModelError` for PEFT methods that compute what they save: a rank alone would wait for the others there. Local."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            kind = str(getattr(config.peft_type, "value", config.peft_type))
+            raise ModelError(
+                f"adapter {name!r} is {kind}: PEFT computes the virtual tokens that it saves with the model, and "
+                "hf_dist writes adapters from their shards. Use a method that changes layers (LoRA, DoRA, IA3, LoHa, "
+                "...), or train this one without a dist_config: only a few vectors are trained."
+            )
+
+
+@contextmanager
+def inactive_adapters_trainable(model: nn.Module) -> Iterator[None]:
+    """Around sharding: adapters that wait for `set_adapter` get room for gradients, and are frozen again afterwards.
+
+    PEFT freezes all adapters but the active one, and `set_adapter` may activate another at any step. Nothing changes for a
+    model that trains no adapter, or that has only one.
+    """
+    adapters: dict[str, list[nn.Parameter]] = {}
+    for module in _adapted_modules(model):
+        for layer_name in module.adapter_layer_names:
+            layers = attrgetter(layer_name)(module)
+            for name, layer in layers.items() if isinstance(layers, (Mapping, nn.ModuleDict, nn.ParameterDict)) else ():
+                if isinstance(layer, nn.Parameter):
+                    adapters.setdefault(name, []).append(layer)
+                elif isinstance(layer, nn.Module):
+                    adapters.setdefault(name, []).extend(layer.parameters())
+    waiting: list[nn.Parameter] = []
+    if len(adapters) > 1 and any(p.requires_grad for params in adapters.values() for p in params):
+        waiting = [p for params in adapters.values() for p in params if not p.requires_grad and p.is_floating_point()]
+    for p in waiting:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in waiting:
+            p.requires_grad_(False)
+
+
+def let_adapters_work(engine: Engine) -> None:
+    """Have the methods of a prepared model that read or write adapters work on shards, or say why they cannot. Local.
+
+    `merge_adapter`, `unmerge_adapter`, `merge_and_unload` gather one layer at a time, `load_adapter` reaches the master
+    weights; all of them are collective then. What would bring new parameters, or take some away, raises `ModelError`.
+    """
+    model = engine.model
+    adapted = _adapted_modules(model)
+    if not adapted:
+        return
+    for layer in adapted:
+        for method in ("merge", "unmerge"):
+            if hasattr(type(layer), method):
+                replace_method(layer, method, functools.partial(_on_full_weights, method))
+    me = weakref.ref(engine)
+    for module in model.modules():
+        for method in ("inject_adapter", "delete_adapter"):
+            if hasattr(type(module), method) and module not in adapted:
+                replace_method(module, method, functools.partial(_refuse, method))
+        if hasattr(type(module), "_unload_and_optionally_merge"):
+            replace_method(module, "_unload_and_optionally_merge", _with_embeddings)
+        if hasattr(type(module), "load_adapter"):
+            replace_method(module, "load_adapter", functools.partial(_load_adapter, me))
+    if getattr(model, "_hf_peft_config_loaded", False):
+        replace_method(model, "add_adapter", functools.partial(_refuse, "add_adapter"))
+
+
+def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """PEFT's own merge of one layer on its full weights, adapters in fp32; the sum becomes everyone's. Collective."""
+    packed = next((p for p in layer.get_base_layer().parameters() if type(p).__name__ == "Params4bit"), None)
+    if packed is not None:
+        raise ModelError(
+            f"{getattr(packed, OWNER)[1]}: an adapter cannot be merged into a 4-bit base that is sharded: the sum would "
+            "have to be quantised anew. Save the adapter, and merge it into the base in full precision: "
+            "`hf-dist export --merge-lora`, or PeftModel.from_pretrained(base, adapter).merge_and_unload()."
+        )
+    with gathered(layer.parameters(), modifier_rank=0), _masters_in_place(layer):
+        getattr(type(layer), method)(layer, *args, **kwargs)
+
+
+def _with_embeddings(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's own, which asks at its end whether the embeddings are still one tensor, by address. Collective."""
+    tables = [find() for find in (tuner.model.get_input_embeddings, tuner.model.get_output_embeddings)]
+    weights = [p for table in tables if isinstance(table, nn.Module) for p in table.parameters()]
+    with gathered(weights, modifier_rank=0):
+        return type(tuner)._unload_and_optionally_merge(tuner, *args, **kwargs)
+
+
+@contextmanager
+def _masters_in_place(layer: nn.Module) -> Iterator[None]:
+    """Inside, trained parameters of a gathered layer hold their fp32 masters: the sum is rounded once, as in one process."""
+    groups: dict[int, FlatGroup] = {id(g): g for g in (getattr(p, OWNER)[0]() for p in layer.parameters())}
+    own = {id(p) for p in layer.parameters()}
+    usual: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for group in groups.values():
+        if not group.trainable or group.dtype == torch.float32:
+            continue
+        for param, (_, value) in zip(group.params, full_tensors(group), strict=True):
+            if id(param) in own:
+                usual.append((param, param.data))
+                param.data = value
+    try:
+        yield
+    finally:
+        for param, value in usual:
+            param.data = value
+
+
+def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's own, into an adapter that the prepared model has. Collective."""
+    owner = engine()
+    name = args[1] if len(args) > 1 else kwargs.get("adapter_name", "default")
+    if owner is None or name not in getattr(model, "peft_config", {}):
+        return _refuse("load_adapter", model, name)
+    with loading(owner):
+        return type(model).load_adapter(model, *args, **kwargs)
+
+
+def _refuse(method: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    names = list(getattr(model, "peft_config", {}))
+    raise ModelError(
+        f"{type(model).__name__}.{method}: the model is sharded by hf_dist, and its adapters {names} are spread over the ranks "
+        "and known to the optimizer; none can be added or taken away. Add every adapter before the model is prepared (before "
+        "the Trainer is made): `set_adapter` switches between them at any step. To change the set of adapters later, "
+        "save the model and load it anew."
+    )
