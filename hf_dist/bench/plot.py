@@ -70,4 +70,4 @@ def _split(panel: Any, names: Sequence[str], rows: Sequence[Row]) -> None:
     places = [index - 0.34 for index in range(len(rows))]
     panel.barh(places, waits, color="#ee6677", label="of it waiting", height=0.14)
     panel.set_title("seconds of a step")
-    panel.legend(fontsize="small", ncols=2)
+    panel.legend(fontsize="small", ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)

@@ -28,6 +28,12 @@ from tests.loading.on_ranks import compare, logits, prepare
 from tests.loading.test_equal import assert_same
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nobody_streams() -> None:
+    """Training arguments of earlier tests, alive in a cycle, would make the stock calls stream as well."""
+    gc.collect()
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dist.bench.engines.loop import Engine, Loop, device_of, join
@@ -18,7 +20,7 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
     device = device_of(work)
     model = DistributedDataParallel(work.make_model().to(device), gradient_as_bucket_view=True)
     if work.reduce_dtype == "bf16":
-        model.register_comm_hook(None, bf16_compress_hook)
+        model.register_comm_hook(None, _in_bf16)
     optimizer = work.make_optimizer(model)
 
     def forward(batch: Batch, is_last: bool) -> torch.Tensor:
@@ -36,3 +38,11 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
         optimizer.zero_grad()
 
     return Loop(work, rank, forward, backward, update)
+
+
+def _in_bf16(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """What torch's `bf16_compress_hook` does, which wants a GPU."""
+    values = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    work: Any = dist.all_reduce(values, async_op=True)
+    done: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: bucket.buffer().copy_(values))
+    return done
