@@ -20,7 +20,8 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
     device = device_of(work)
     model = DistributedDataParallel(work.make_model().to(device), gradient_as_bucket_view=True)
     if work.reduce_dtype == "bf16":
-        model.register_comm_hook(None, _in_bf16)
+        # A lambda: DDP compares annotations with its own types, and here they are strings.
+        model.register_comm_hook(None, lambda state, bucket: _in_bf16(bucket))
     optimizer = work.make_optimizer(model)
 
     def forward(batch: Batch, is_last: bool) -> torch.Tensor:
@@ -40,7 +41,7 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
     return Loop(work, rank, forward, backward, update)
 
 
-def _in_bf16(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _in_bf16(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """What torch's `bf16_compress_hook` does, which wants a GPU."""
     values = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     work: Any = dist.all_reduce(values, async_op=True)
