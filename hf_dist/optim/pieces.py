@@ -86,8 +86,7 @@ class _InPieces(TorchDispatchMode):
 
         Between two parameters of a flat buffer are less than `ALIGNMENT` elements, all zero: stepping them changes nothing.
         """
-        first, stop, step = self._fragments[rows[0][0].data_ptr()], 0, steps[0]
-        began = rows[0]
+        first, step, began = self._fragments[rows[0][0].data_ptr()], steps[0], rows[0]
         stop = first.stop
         for row, its_step in zip(rows[1:], steps[1:], strict=True):
             f = self._fragments[row[0].data_ptr()]
