@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,11 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.engine import Engine
-from hf_dist.sharding.gather import full_tensors, gathered, load_full_tensor
+from hf_dist.sharding.gather import full_tensors, load_full_tensor, unsharded
 from hf_dist.sharding.runtime import ShardedModel
+
+_LOADING: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Engines whose weights are being loaded from a state dict."""
 
 
 def full_state_dict(engine: Engine, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -82,8 +86,12 @@ def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 def loading(engine: Engine) -> Iterator[None]:
     """Inside, `load_state_dict` of the model (or of PEFT) reaches the master weights with all bits of the file.
 
-    Collective: every rank enters, loads the same values, and leaves.
+    Collective: every rank enters, loads the same values, and leaves. Inside another one for the same engine it does nothing
+    (the Trainer loads a folder of adapters through PEFT's `load_adapter`).
     """
+    if engine in _LOADING:
+        yield
+        return
     own = {id(p): (group, i) for group in engine.sharded.groups for i, p in enumerate(group.params)}
 
     def keep(module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
@@ -94,10 +102,12 @@ def loading(engine: Engine) -> Iterator[None]:
                 load_full_tensor(group, group.layout.slots[index], state[name])
 
     handle = engine.model.register_load_state_dict_pre_hook(keep)
+    _LOADING.add(engine)
     try:
-        with gathered(engine.model):
+        with unsharded(engine.model, settle=lambda group, changed: None):  # the masters have the values already
             yield
     finally:
+        _LOADING.discard(engine)
         handle.remove()
     engine.sharded.weights_changed()
 

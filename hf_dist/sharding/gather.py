@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,24 @@ def gathered(
     ones would differ between the ranks; a warning tells. Counterpart of DeepSpeed's `GatheredParameters`.
     Raises `ModelError` for parameters that hf_dist does not hold.
     """
+    def settle(group: FlatGroup, changed: bool) -> None:
+        if modifier_rank is not None:
+            _adopt_changes(group, modifier_rank)
+        elif changed:
+            warn_once(
+                f"weights ({group.layout.slots[0].name} or a neighbour) were changed inside `gathered` without "
+                "modifier_rank: name the rank whose changes everyone shall have, or they are lost or differ between ranks"
+            )
+
+    with unsharded(what, settle):
+        yield
+
+
+@contextmanager
+def unsharded(
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], settle: Callable[[FlatGroup, bool], None]
+) -> Iterator[None]:
+    """`gathered` whose caller decides, by `settle(group, changed)` for each group at the end, what becomes of changes."""
     groups = _groups_of(what)
     was_full = {id(group) for group in groups if group.fresh}  # inside another block, or in a forward: not ours to free
     for group in groups:
@@ -44,13 +62,7 @@ def gathered(
         for group, before in zip(groups, versions, strict=True):
             group.pins -= 1
             moved = group.take_back()
-            if modifier_rank is not None:
-                _adopt_changes(group, modifier_rank)
-            elif moved or before != [p._version for p in group.params]:
-                warn_once(
-                    f"weights ({group.layout.slots[0].name} or a neighbour) were changed inside `gathered` without "
-                    "modifier_rank: name the rank whose changes everyone shall have, or they are lost or differ between ranks"
-                )
+            settle(group, moved or before != [p._version for p in group.params])
             if id(group) not in was_full:
                 group.reshard()
 

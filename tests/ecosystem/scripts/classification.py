@@ -62,14 +62,14 @@ def main() -> None:
         model=make_model(data_args.task),
         args=training_args,
         train_dataset=data,
-        eval_dataset=data[:7],
+        eval_dataset=data[:8],
         compute_metrics=lambda p: {"accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())},
     )
     trainer.train()
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", trainer.evaluate())
-    trainer.save_metrics("test", trainer.predict(data[:5]).metrics)
+    trainer.save_metrics("test", trainer.predict(data[:4]).metrics)
 
 
 if __name__ == "__main__":

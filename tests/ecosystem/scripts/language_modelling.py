@@ -57,7 +57,7 @@ def main() -> None:
         model=model,
         args=training_args,
         train_dataset=blocks if training_args.do_train else None,
-        eval_dataset=blocks.select(range(7)) if training_args.do_eval else None,
+        eval_dataset=blocks.select(range(8)) if training_args.do_eval else None,
         processing_class=tokenizer,
         data_collator=default_data_collator,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),

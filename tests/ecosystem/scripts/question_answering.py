@@ -41,7 +41,7 @@ def main() -> None:
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = AutoModelForQuestionAnswering.from_config(config)
-    trainer = QuestionAnsweringTrainer(model=model, args=training_args, train_dataset=data, eval_dataset=data[:7])
+    trainer = QuestionAnsweringTrainer(model=model, args=training_args, train_dataset=data, eval_dataset=data[:8])
     trainer.train()
     trainer.save_model()
     trainer.save_state()

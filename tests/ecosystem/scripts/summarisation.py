@@ -36,7 +36,7 @@ def main() -> None:
         model=model,
         args=training_args,
         train_dataset=data,
-        eval_dataset=data[:7],
+        eval_dataset=data[:8],
         processing_class=words,
         data_collator=DataCollatorForSeq2Seq(words, model=model),
         compute_metrics=lambda p: {"tokens": float(np.where(p.predictions > 0, p.predictions, 0).sum())},
@@ -45,7 +45,7 @@ def main() -> None:
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", trainer.evaluate(max_length=10, num_beams=2))
-    trainer.save_metrics("test", trainer.predict(data[:5], max_length=8, num_beams=1).metrics)
+    trainer.save_metrics("test", trainer.predict(data[:4], max_length=8, num_beams=1).metrics)
 
 
 if __name__ == "__main__":
