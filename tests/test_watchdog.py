@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,37 @@ def test_ranks_are_counted_in_runs() -> None:
 
 
 # ---- what it is made from
+
+
+def test_a_place_that_was_read_keeps_nothing_alive() -> None:
+    """Frames hold their locals, gathered weights for example: not a moment longer than without the watchdog."""
+
+    class Held:
+        pass
+
+    begun, done = threading.Event(), threading.Event()
+
+    def work() -> weakref.ref[Held]:
+        held = Held()
+        begun.set()
+        assert done.wait(30)
+        return weakref.ref(held)
+
+    def look() -> None:
+        assert begun.wait(30)
+        find_place({})
+        done.set()
+
+    gc.collect()
+    gc.disable()
+    try:
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        held = work()
+        watcher.join()
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_place_is_read_from_another_thread() -> None:
