@@ -39,8 +39,9 @@ from hf_dist.pipeline import (
 )
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.pipeline.visit import Visits
+from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.precision import Precision
-from hf_dist.sharding.runtime import PipelineShare, ShardedModel
+from hf_dist.sharding.runtime import ShardedModel
 
 __all__ = ["CutModel", "Example", "Pipeline", "cut_model", "example_of"]
 

@@ -302,6 +302,8 @@ class HfDistSection(Frozen):
     """`hf_dist.memory_budget`: "auto", "20GB" or bytes of a rank's device; at stage 3 what is left of it saves gathers."""
     lazy_load: Flag = True
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
+    reduce_once_per_window: Flag = False
+    """`hf_dist.reduce_once_per_window`: whether gradients are reduced in the last microbatch only, whole until then (2, 3)."""
     optimizer_in_backward: Flag = False
     """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; without clipping."""
     stall_report_seconds: Real = 60.0

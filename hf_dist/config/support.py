@@ -284,7 +284,8 @@ SUPPORT: Mapping[str, Support] = {
     **_OUT_OF_SCOPE,
     **rows(
         "hf_dist",
-        "strict save_on_signal check_load lazy_load memory_budget tiled_loss stall_report_seconds optimizer_in_backward",
+        "strict save_on_signal check_load lazy_load memory_budget tiled_loss stall_report_seconds optimizer_in_backward "
+        "reduce_once_per_window",
         USED,
     ),
 }

@@ -45,6 +45,11 @@ _NEEDS = (
     ),
     Needs(("hf_dist.memory_budget",), lambda config: config.zero_optimization.stage == 3, "read at stage 3 only"),
     Needs(
+        ("hf_dist.reduce_once_per_window",),
+        lambda config: config.zero_optimization.stage >= 2,
+        "stages 0 and 1 do so anyway",
+    ),
+    Needs(
         ("hf_dist.memory_budget",),
         lambda config: config.pipeline.stages == 1 or config.pipeline.schedule != "zb_h1",
         'the schedule "zb_h1" needs all weights over the window',

@@ -20,13 +20,17 @@ from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.step_batch import StepBatch
 from hf_dist.sharding.layout import ALIGNMENT
 
-_PIECE = 1 << 20
-"""Elements per thread. Four fp32 arrays of them are 16 MB; with fewer the calls cost more than the cache saves."""
-_KERNELS = frozenset(
-    getattr(kernel, overload)
-    for kernel in (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_)
+_PIECE = 1 << 19
+"""Elements per thread. Four fp32 arrays of them are 8 MB; with fewer the calls cost more than the cache saves."""
+_KERNELS: dict[Any, Any] = {
+    getattr(operator, overload): function
+    for operator, function in (
+        (torch.ops.aten._fused_adam_, torch._fused_adam_),
+        (torch.ops.aten._fused_adamw_, torch._fused_adamw_),
+    )
     for overload in ("default", "tensor_lr")
-)
+}
+"""What the dispatcher sees -> what is called in its place: reading the arguments of an operator's object takes longer."""
 _LISTS = 6
 """The first arguments of the kernels: weights, gradients, two states, the maximum of one (AMSGrad), step counters."""
 
@@ -69,6 +73,7 @@ class _InPieces(TorchDispatchMode):
         if func not in _KERNELS:
             return func(*args, **(kwargs or {}))
         self.called = True
+        kernel = _KERNELS[func]
         *lists, steps = args[:_LISTS]
         numel = _PIECE * torch.get_num_threads()  # the cast is shared among the threads as the step was
         for f, stop, step, tensors in self._runs(list(zip(*filter(None, lists), strict=True)), steps):
@@ -77,7 +82,7 @@ class _InPieces(TorchDispatchMode):
             small = stop - f.start <= numel
             for into, *piece in [whole] if small else zip(*(t.split(numel) for t in whole), strict=True):
                 given = [[t] for t in piece] + [[]] * (_LISTS - 1 - len(piece))
-                func(*given, [step], *args[_LISTS:], **kwargs)
+                kernel(*given, [step], *args[_LISTS:], **kwargs)
                 deliver(into, piece[0])
         return None
 
@@ -87,10 +92,10 @@ class _InPieces(TorchDispatchMode):
         Between two parameters of a flat buffer are less than `ALIGNMENT` elements, all zero: stepping them changes nothing.
         """
         first, step, began = self._fragments[rows[0][0].data_ptr()], steps[0], rows[0]
-        stop = first.stop
+        stop, number = first.stop, step.item()
         for row, its_step in zip(rows[1:], steps[1:], strict=True):
             f = self._fragments[row[0].data_ptr()]
-            if f.group is first.group and 0 <= f.start - stop < ALIGNMENT and its_step == step:
+            if f.group is first.group and 0 <= f.start - stop < ALIGNMENT and its_step.item() == number:
                 places = [
                     b.data_ptr() - a.data_ptr() == (f.start - first.start) * 4 for a, b in zip(began, row, strict=True)
                 ]
@@ -99,7 +104,7 @@ class _InPieces(TorchDispatchMode):
                     continue
                 self.scattered |= all(places[:2])
             yield first, stop, step, began
-            first, stop, step, began = f, f.stop, its_step, row
+            first, stop, step, began, number = f, f.stop, its_step, row, its_step.item()
         yield first, stop, step, began
 
 

@@ -30,6 +30,7 @@ def gathered(
     ones would differ between the ranks; a warning tells. Counterpart of DeepSpeed's `GatheredParameters`.
     Raises `ModelError` for parameters that hf_dist does not hold.
     """
+
     def settle(group: FlatGroup, changed: bool) -> None:
         if modifier_rank is not None:
             _adopt_changes(group, modifier_rank)

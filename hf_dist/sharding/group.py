@@ -53,6 +53,10 @@ class FlatGroup:
         self.partial: torch.Tensor | None = None  # 1D, whole layout: this rank's contribution, not yet reduced
         self.filled: list[bool] = [False] * len(self.params)  # slots of `partial` that hold a gradient
         self.used: list[bool] = [False] * len(self.params)  # had a gradient on this rank in this window
+        self._left_in_place = False
+        """Gradients of earlier microbatches wait in `.grad` of the parameters, in the dtype of accumulation."""
+        self._wide = torch.promote_types(precision.reduce, precision.grads)
+        self._wire = precision.reduce if mesh.dp_shard.size > 1 else self._wide
         self.reduces_now = True
         """Whether the gradient of the backward under way is reduced after it: at stages 0 and 1 the last of a window."""
         self._accumulates = False  # microbatches were added up in `partial`, so it is there in most of every window
@@ -332,6 +336,10 @@ class FlatGroup:
         grad = p.grad
         if grad is None:
             return
+        self.used[index] = True
+        if not self.reduces_now and grad.dtype == self.precision.grads:
+            self._left_in_place = True  # autograd adds the next microbatch's to it
+            return
         if self.partial is None:
             self.partial = self._new_partial()
             self.filled = [False] * len(self.params)
@@ -343,12 +351,12 @@ class FlatGroup:
             self._accumulates = True
         else:
             into.copy_(grad)
-        self.filled[index] = self.used[index] = True
+        self.filled[index] = True
         p.grad = None
 
     def _new_partial(self) -> torch.Tensor:
-        # What is reduced right away has the dtype of the wire; what is accumulated first has the wider one.
-        dtype = self.precision.reduce if self.reduces_now else self.precision.grads
+        # What is reduced right away has the dtype of the wire; what is accumulated first has its own.
+        dtype = self._wire if self.reduces_now else self.precision.grads
         spare, self._spare = self._spare, None
         fits = spare is not None and spare.dtype == dtype
         partial = spare if fits else torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
@@ -367,19 +375,27 @@ class FlatGroup:
         if self.partial is None:
             self.partial = self._new_partial()
             self.filled = [False] * len(self.params)
-        for slot, filled in zip(self.layout.slots, self.filled, strict=True):
-            if not filled:
-                self.partial[slot.offset : slot.stop].zero_()
-        full = self.partial.to(self.precision.reduce)
+        for slot, p, filled in zip(self.layout.slots, self.params, self.filled, strict=True):
+            if filled:
+                continue
+            into = self.partial[slot.offset : slot.stop].view(slot.shape)
+            if self._left_in_place and p.grad is not None:  # of earlier microbatches, this one did not use it
+                into.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                p.grad = None
+            else:
+                into.zero_()
+        self._left_in_place = False
+        full = self.partial.to(self._wire)
         # On a host, memory that was given back costs a page fault for every 4 KiB when it is asked for again.
         keeps = self._accumulates and self.placements.grads is Placement.PARTIAL and full.device.type == "cpu"
         self._reduced = self.partial if keeps else None
         self.partial = None
         if self.placements.optim is not Placement.SHARD:
             handle, out = collectives.all_reduce(self.mesh.dp_shard, full), full
+        elif self.mesh.dp_shard.size == 1:
+            handle, out = collectives.Handle([]), full
         else:
-            wide = torch.promote_types(self.precision.reduce, self.precision.grads)
-            out = torch.empty(self.layout.shard_numel, dtype=wide, device=full.device)
+            out = torch.empty(self.layout.shard_numel, dtype=self._wide, device=full.device)
             handle = collectives.reduce_scatter(self.mesh.dp_shard, full, out)
         return collectives.Handle([handle], lambda: self.gradient.add(out))
 
@@ -418,6 +434,10 @@ class FlatGroup:
     def drop_gradients(self) -> None:
         """Forget the gradients of the window. Its reductions are complete."""
         self.partial = None
+        if self._left_in_place:
+            self._left_in_place = False
+            for p in self.params:
+                p.grad = None
         self.gradient.drop()
         self._spare, self._reduced = self._reduced, None
         self.used = [False] * len(self.params)

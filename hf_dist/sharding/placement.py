@@ -64,12 +64,14 @@ ZERO_STAGES: dict[int, StatePlacements] = {
 
 
 def placements_for(config: DistConfig) -> StatePlacements:
-    """The row of the table, but for a pipeline: weights are gathered and gradients reduced once per window.
+    """The row of the table; a pipeline gathers weights and reduces gradients once per window, others reduce once where asked.
 
-    Doing both every microbatch would send M times as much inside the schedule's critical path; `reshard_per_microbatch`
-    says that memory is worth more.
+    A pipeline that did both every microbatch would send M times as much inside the schedule's critical path;
+    `reshard_per_microbatch` says that memory is worth more. `reduce_once_per_window` says the opposite of the gradients.
     """
     placements = ZERO_STAGES[config.zero_optimization.stage]
     if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
         return replace(placements, grads=Placement.PARTIAL, stay=Stay.WINDOW)
+    if config.hf_dist.reduce_once_per_window:
+        return replace(placements, grads=Placement.PARTIAL)
     return placements

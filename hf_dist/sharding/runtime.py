@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,14 @@ from torch import nn
 from torch.autograd import Variable
 
 from hf_dist import collectives
-from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Tier
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves, replace_method
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
 from hf_dist.sharding.order import IssueOrder, PassOrders
+from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
@@ -43,24 +44,6 @@ class Budgets:
     """Weights gathered after a step."""
     reduce: int = 500_000_000
     """Gradients, 0 to wait for each unit at once."""
-
-
-@dataclass(frozen=True)
-class PipelineShare:
-    """What a rank holds of a model that is cut into pipeline stages."""
-
-    names: Sequence[Container[str]]
-    """Of every stage of this rank, first to last: the parameters."""
-    holders: Mapping[str, MeshAxis]
-    """Parameters that other ranks of the pipeline hold, too."""
-    elsewhere: Mapping[str, weakref.ref[nn.Parameter]]
-    """The parameters of other ranks' stages: an optimizer may have been made over them."""
-    whole: nn.Module
-    """The model before the cut, on meta: names, shapes and dtypes of everything."""
-
-    def name_elsewhere(self, param: nn.Parameter) -> str | None:
-        """The name of a parameter that another stage holds."""
-        return next((name for name, ref in self.elsewhere.items() if ref() is param), None)
 
 
 class ShardedModel:

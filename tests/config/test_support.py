@@ -55,7 +55,7 @@ OURS = {
         f"hf_dist.{key}"
         for key in (
             *("strict", "save_on_signal", "check_load", "lazy_load"),
-            *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward"),
+            *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
         )
     ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),

@@ -15,6 +15,7 @@ from tests.parity.train import Case, reference, relative, run_cases
 
 TOLERANCE = 1e-5
 STAGES = (0, 1, 2, 3)
+PAIRS = tuple(itertools.product((False, True), (False, True)))
 
 
 def llama_cases() -> list[Case]:
@@ -29,10 +30,9 @@ def llama_cases() -> list[Case]:
 
 def family_cases(family: str) -> list[Case]:
     """Accumulation with a short last window, with and without checkpointing, full and LoRA."""
-    flags = itertools.product((False, True), (False, True))
     return [
         Case(family, stage, 3, checkpointing=checkpointing, lora=lora)
-        for checkpointing, lora in flags
+        for checkpointing, lora in PAIRS
         for stage in STAGES
     ]
 
@@ -40,6 +40,9 @@ def family_cases(family: str) -> list[Case]:
 GRID: dict[tuple[str, int], list[Case]] = {("llama", world): llama_cases() for world in (1, 2, 3, 4)}
 GRID |= {(family, world): family_cases(family) for family in FAMILIES if family != "llama" for world in (2, 3)}
 GRID |= {("hsdp", 4): [Case("llama", stage, acc, shard_size=2) for stage in STAGES for acc in (1, 3)]}
+ONCE = [Case("llama", stage, 3, checkpointing=c, lora=lora, once=True) for stage in (2, 3) for c, lora in PAIRS]
+GRID |= {("once", world): ONCE for world in (2, 3)}
+GRID |= {("once-hsdp", 4): [Case("llama", stage, 3, shard_size=2, once=True) for stage in (2, 3)]}
 
 
 @functools.cache
@@ -66,7 +69,7 @@ def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: in
     ranks = [rank[index] for rank in row]
     for outcome in ranks:
         assert not isinstance(outcome, str), outcome
-    expected = reference(replace(case, stage=0, shard_size=None))
+    expected = reference(replace(case, stage=0, shard_size=None, once=False))
     for outcome in ranks:
         assert outcome["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
         assert outcome["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)

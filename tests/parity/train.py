@@ -26,9 +26,11 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     shard_size: int | None = None
+    once: bool = False
+    """`hf_dist.reduce_once_per_window`."""
 
     def __str__(self) -> str:
-        flags = [name for name in ("tied", "checkpointing", "lora") if getattr(self, name)]
+        flags = [name for name in ("tied", "checkpointing", "lora", "once") if getattr(self, name)]
         hsdp = [f"shard{self.shard_size}"] if self.shard_size else []
         return "-".join([self.family, f"z{self.stage}", f"acc{self.accumulation}", *flags, *hsdp])
 
@@ -74,6 +76,8 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": case.stage, **({"mics_shard_size": case.shard_size} if case.shard_size else {})},
     }
+    if case.once:
+        config["hf_dist"] = {"reduce_once_per_window": True}
     optimizer = torch.optim.AdamW(param_groups(model), lr=LR, eps=EPS, foreach=True)
     engine = hf_dist.initialize(model, config=config, optimizer=optimizer, device=device)
     micro = ROWS // (world * case.accumulation)
