@@ -26,11 +26,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
 from hf_dist.activation.host_copies import NUM_KEPT
-from hf_dist.activation.tiles import BYTES_PER_LOGIT, TILE_BYTES, saves_memory
+from hf_dist.activation.tiles import TILE_BYTES, saves_memory
 from hf_dist.config import DistConfig, settled
 from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.sharding.precision import precision_for
 
+_LOSS_NBYTES = 12
+"""Per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits themselves are gone by then."""
 _ALL = -2
 """Marks what `all` returned."""
 
@@ -97,8 +99,8 @@ class Activations:
         return Kept(device, max(recomputed, 0), host)
 
     def logits(self, config: DistConfig) -> int:
-        """Bytes of the logits and of what the loss makes of them, at the end of the forward; in tiles if it is tiled."""
-        plain = self.rows * self.vocabulary * BYTES_PER_LOGIT
+        """Bytes of what the loss makes of the logits, where backward begins; in tiles if it is tiled."""
+        plain = self.rows * self.vocabulary * _LOSS_NBYTES
         if not settled(config.hf_dist.tiled_loss):
             return plain
         if not saves_memory(self.rows, self.vocabulary, self.width, learns=self.learns):

@@ -97,6 +97,8 @@ class PlannedUnit:
     groups: tuple[PlannedGroup, ...]
     needed_in_backward: bool = True
     """Whether its backward reads the weights."""
+    stands_first: bool = True
+    """Of the root: whether it has weights that stand before all blocks (an embedding, also one tied to the head)."""
 
     @cached_property
     def numel(self) -> int:
@@ -323,21 +325,37 @@ class States:
 
     @property
     def gathered_at_loss_nbytes(self) -> int:
-        """Of them at the end of the forward: those that stay, the root and the last unit, which backward begins with."""
-        return self.kept_nbytes + self._used(self.units[: 0 if len(self.units) == 1 else -2 : -1][:1], 0)
+        """Of them where backward begins: those that stay, the root, the last unit, and what is prefetched behind the root."""
+        root, *others = self.units
+        backward = [u for u in others[::-1] if u.needed_in_backward]
+        return self.kept_nbytes + self._gathered([root, *(self._prefetched(backward) or backward[:1])])
 
     def _used(self, order: Sequence[PlannedUnit], k: int) -> int:
         """Root, unit k of a pass in this `order`, and what is prefetched while it computes, but for what stays anyway."""
+        return self._gathered([self.units[0], *order[k : k + 1], *self._prefetched(order[k + 1 :])])
+
+    def _gathered(self, units: Sequence[PlannedUnit]) -> int:
+        """Bytes of those whose weights rest sharded and are kept for no longer than their use."""
         if self.placements.params is not Placement.SHARD:
             return 0
+        return sum(u.nbytes for u in units if self.stay(u) is Stay.USE)
+
+    def _prefetched(self, following: Sequence[PlannedUnit]) -> list[PlannedUnit]:
+        """Of the next units of a pass those that are gathered ahead: one, and more while they fit the bucket."""
         budget = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
-        here, ahead = [self.units[0], *order[k : k + 1]], 0
-        for following in order[k + 1 :] if budget else ():
-            if ahead and ahead + following.numel > budget:
+        ahead: list[PlannedUnit] = []
+        for unit in following if budget else ():
+            if ahead and sum(u.numel for u in ahead) + unit.numel > budget:
                 break
-            ahead += following.numel
-            here.append(following)
-        return sum(u.nbytes for u in here if self.stay(u) is Stay.USE)
+            ahead.append(unit)
+        return ahead
+
+    @property
+    def wire(self) -> torch.dtype:
+        """Of gradients on their way; where nobody else has a shard they are not rounded to what would travel."""
+        alone = all(g.layout.num_shards == 1 for g in self.groups)
+        precision = self.precision
+        return torch.promote_types(precision.reduce, precision.grads) if alone else precision.reduce
 
     @property
     def collects_window(self) -> bool:
@@ -352,19 +370,22 @@ class States:
         """The most of gathered weights, activations, and gradients on their way and reduced, as units follow each other.
 
         `activations`: at the beginning, taken as equally many of every unit; `accumulated`: reduced gradients of earlier
-        microbatches are there. The root begins with the head and ends with the embedding: its gradients stay on their way.
+        microbatches are there. The root begins with the head. If it ends with an embedding, its gradients stay on their way.
         """
-        wire = self.precision.reduce.itemsize
+        wire = self.wire.itemsize
         root, blocks = self.units[0], self.units[:0:-1]
         count = MAX_REDUCTIONS_IN_FLIGHT if self.config.zero_optimization.overlap_comm is not False else 0
-        sent = [u.learning * wire for u in blocks]
+        order = [*blocks, root] if root.stands_first else [root, *blocks]
+        waits = root.learning * wire if root.stands_first else 0
+        sent = [0 if waits and u is root else u.learning * wire for u in order]
         whole = sum(u.reduced for u in self.units)
         kept, reduced, most = self.kept_nbytes, 0, 0
-        for k, unit in enumerate([*blocks, root]):
-            on_the_way = root.learning * wire + sum(sent[max(0, k - count) : k + 1])
-            stepped = sum(u.reduced for u in blocks[: max(0, k - 1)]) if self._frees_gradients else 0
-            left = activations * (len(blocks) - k) // max(1, len(blocks))
-            here = kept + self._used(blocks, k) + (whole if accumulated else reduced) - stepped
+        for k, unit in enumerate(order):
+            done = k if root.stands_first else max(0, k - 1)  # blocks
+            on_the_way = waits + sum(sent[max(0, k - count) : k + 1])
+            stepped = sum(u.reduced for u in order[: max(0, k - 1)]) if self._frees_gradients else 0
+            left = activations * (len(blocks) - done) // max(1, len(blocks))
+            here = kept + self._used(blocks, done) + (whole if accumulated else reduced) - stepped
             most = max(most, here + on_the_way + left + unit.newest)
             reduced += unit.reduced
             kept -= unit.nbytes if self.stay(unit) is Stay.BACKWARD else 0
@@ -379,4 +400,8 @@ class States:
 def _in_module_order(model: nn.Module, units: Sequence[PlannedUnit]) -> tuple[PlannedUnit, ...]:
     """The root, and the others as their modules stand in the model: for a plan that is the order of the forward."""
     place = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return (units[0], *sorted(units[1:], key=lambda u: place.get(u.path, 0)))
+    root, *others = units
+    others.sort(key=lambda u: place.get(u.path, 0))
+    blocks = [place.get(u.path, 0) for u in others if u.needed_in_backward]
+    own = [place.get(s.name.rpartition(".")[0], 0) for g in root.groups if g.trainable for s in g.layout.slots]
+    return (replace(root, stands_first=not blocks or any(at < blocks[0] for at in own)), *others)
