@@ -59,9 +59,6 @@ class FlatGroup:
         self._wire = precision.reduce if mesh.dp_shard.size > 1 else self._wide
         self.reduces_now = True
         """Whether the gradient of the backward under way is reduced after it: at stages 0 and 1 the last of a window."""
-        self._accumulates = False  # microbatches were added up in `partial`, so it is there in most of every window
-        self._reduced: torch.Tensor | None = None  # the last `partial` of this window, when it is worth keeping
-        self._spare: torch.Tensor | None = None  # that of the window before
         self.fresh = True  # `full` holds (or is being filled with) the current weights
         self.pins = 0  # `gathered()` blocks that want the full weights to stay
         self._guarded = False
@@ -348,7 +345,6 @@ class FlatGroup:
             grad = grad.to_dense()
         if self.filled[index]:
             into.add_(grad)
-            self._accumulates = True
         else:
             into.copy_(grad)
         self.filled[index] = True
@@ -357,10 +353,7 @@ class FlatGroup:
     def _new_partial(self) -> torch.Tensor:
         # What is reduced right away has the dtype of the wire; what is accumulated first has its own.
         dtype = self._wire if self.reduces_now else self.precision.grads
-        spare, self._spare = self._spare, None
-        fits = spare is not None and spare.dtype == dtype
-        partial = spare if fits else torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
-        assert partial is not None
+        partial = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
         if self._gaps is not None:
             partial.index_fill_(0, self._gaps, 0)
         if self._end < partial.numel():
@@ -386,9 +379,6 @@ class FlatGroup:
                 into.zero_()
         self._left_in_place = False
         full = self.partial.to(self._wire)
-        # On a host, memory that was given back costs a page fault for every 4 KiB when it is asked for again.
-        keeps = self._accumulates and self.placements.grads is Placement.PARTIAL and full.device.type == "cpu"
-        self._reduced = self.partial if keeps else None
         self.partial = None
         if self.placements.optim is not Placement.SHARD:
             handle, out = collectives.all_reduce(self.mesh.dp_shard, full), full
@@ -429,7 +419,6 @@ class FlatGroup:
     def release_gradient(self) -> None:
         """The optimizer has read the reduced gradient: its memory goes, who had one is still known. Local."""
         self.gradient.drop()
-        self._reduced = None
 
     def drop_gradients(self) -> None:
         """Forget the gradients of the window. Its reductions are complete."""
@@ -439,7 +428,6 @@ class FlatGroup:
             for p in self.params:
                 p.grad = None
         self.gradient.drop()
-        self._spare, self._reduced = self._reduced, None
         self.used = [False] * len(self.params)
 
 
