@@ -1,10 +1,13 @@
 """The planned peak of a training step beside the measured one, in bytes of tensors.
 
     python -m tests.estimate_peak [--models small medium large] [--stages 0 1 2 3] [--only SUBSTRING] [--in-backward]
+                                  [--multiply]
 
 Two ranks over gloo (one for the large model at stage 0), bf16, HF Llamas of 26M, 124M and 498M parameters. Every operation of
 the second step is followed by a sum over all storages that are alive: temporary tensors count, and the memory that kernels
 take inside does not, as with `torch.cuda.max_memory_allocated`. Host and device are one memory here: both sides add them up.
+Sizes do not depend on values: matrix products give zeros unless `--multiply` is said (a CPU without bf16 instructions needs
+minutes for a step of the smallest model).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.harness import run_ranks
 
+aten = torch.ops.aten
 RANKS = 2
 MODELS: dict[str, tuple[int, int, int, int, int, int, int]] = {  # width, layers, heads, inner, vocabulary; tokens, rows
     "small": (512, 6, 8, 1408, 6144, 256, 4),
@@ -81,11 +85,24 @@ def llama(name: str) -> Any:
     return LlamaForCausalLM(config)
 
 
+def product_of(func: Any, args: Any) -> Any:
+    """Zeros of the shape of a matrix product, or None for an operation that is none."""
+    if func in (aten.mm.default, aten.bmm.default):
+        return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[-1])
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        query = args[0]
+        return torch.zeros_like(query), query.new_zeros(query.shape[:-1], dtype=torch.float32)
+    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return tuple(torch.zeros_like(given) for given in args[1:4])
+    return None
+
+
 class Peak(TorchDispatchMode):
     """Bytes of the storages alive after each operation, at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiply: bool = False) -> None:
         super().__init__()
+        self.multiply = multiply
         self.nbytes = 0
         self._alive: dict[int, StorageWeakRef] = {}
         for thing in gc.get_objects():
@@ -114,7 +131,9 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, then look."""
-        out = func(*args, **(kwargs or {}))
+        out = None if self.multiply else product_of(func, args)
+        if out is None:
+            out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
                 self._see(leaf)
@@ -122,7 +141,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def measure(rank: int, world: int, chosen: list[Case], in_backward: bool) -> list[tuple[int, int]]:
+def measure(rank: int, world: int, chosen: list[Case], in_backward: bool, multiply: bool) -> list[tuple[int, int]]:
     """By case: (measured, planned) peak of this rank, device and host together."""
     import hf_dist
     from hf_dist.config import load_config, resolve_without_trainer
@@ -139,19 +158,14 @@ def measure(rank: int, world: int, chosen: list[Case], in_backward: bool) -> lis
         before = Peak().now()
         model = llama(case[0])
         engine = hf_dist.initialize(model, config=config_of(case, in_backward), device="cpu")
-        peak = 0
-        for step in range(2):
-            tracked = Peak() if step else None
+        for _step in range(2):
+            tracked = Peak(multiply)  # of the second step: the first one makes what stays
             for _ in range(case[-1]):
                 ids = torch.randint(vocabulary, (rows, seq))
-                if tracked is None:
+                with tracked:
                     engine.backward(engine(input_ids=ids, labels=ids).loss)
                     engine.step()
-                else:
-                    with tracked:
-                        engine.backward(engine(input_ids=ids, labels=ids).loss)
-                        engine.step()
-            peak = tracked.nbytes - before if tracked else 0
+            peak = tracked.nbytes - before
         found.append((peak, plan.device_peak + plan.host))
         del model, engine, tracked
         gc.collect()
@@ -165,12 +179,14 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--only", default="")
     parser.add_argument("--in-backward", action="store_true", help="the optimizer steps inside of backward")
+    parser.add_argument("--multiply", action="store_true", help="compute matrix products")
     arguments = parser.parse_args()
     chosen = [case for case in cases(arguments.models, arguments.stages) if arguments.only in name_of(case)]
     worst = 0.0
     for kind in sorted({case[:2] for case in chosen}):
         some = [case for case in chosen if case[:2] == kind]
-        by_rank = run_ranks(measure, 1 if kind == ("large", 0) else RANKS, (some, arguments.in_backward), timeout=3000)
+        given = (some, arguments.in_backward, arguments.multiply)
+        by_rank = run_ranks(measure, 1 if kind == ("large", 0) else RANKS, given, timeout=3000)
         for case, *ranks in zip(some, *by_rank, strict=False):
             peak, planned = max(ranks)
             worst = max(worst, abs(peak / planned - 1))

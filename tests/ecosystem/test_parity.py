@@ -61,13 +61,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
         every = [*references, *CASES]
         jobs = [("tests.ecosystem.runs:run", {**run_of(case), "root": str(root)}) for case in every]
         jobs += [(job, {**given, "root": str(root)} if "root" in given else given) for job, given in REST.values()]
-        results = run_ranks(run_jobs, 2, (jobs, str(root)), timeout=1500)[0]
+        results = run_ranks(run_jobs, 2, (jobs, str(root)), timeout=7200 if FULL_GRID else 1500)[0]
         return dict(zip([*every, *REST], results, strict=True))
 
     return run
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7300 if FULL_GRID else 1800)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-z{c[1]}{'-lora' * c[2]}{'-checkpointing' * c[3]}")
 def test_equals_the_same_script_under_ddp(case: Case, outcomes: Any) -> None:
     outcome, reference = outcomes()[case], outcomes()[reference_of(case)]
