@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,18 +31,20 @@ def find_unit_modules(model: nn.Module, leaf: LeafModules = ((), (), ())) -> dic
 
     First the classes that the model's author marked as blocks (`_no_split_modules`, read from any submodule), then repeated
     siblings: two or more children of the same class in an `nn.ModuleList` or `nn.Sequential`. Outermost matches only, so
-    the experts inside a decoder block stay with the block. `leaf` names further units.
+    the experts inside a decoder block stay with the block. A marked class around the input embeddings is no block: other
+    modules call `get_input_embeddings()` past its forward (ModernVBert). `leaf` names further units.
     """
     classes, names, suffixes = leaf
     hinted: set[str] = set()
     for module in model.modules():
         hinted.update(getattr(module, "_no_split_modules", None) or ())
+    tables = _input_embeddings(model)
     units: dict[str, nn.Module] = {}
     # A list of what is left, not a recursive closure: that would be a cycle which holds the modules.
     left: list[tuple[str, nn.Module, bool]] = [("", model, False)]
     while left:
         path, module, repeated = left.pop()
-        marked = type(module).__name__ in hinted
+        marked = type(module).__name__ in hinted and tables.isdisjoint(module.modules())
         embedding = isinstance(module, nn.Embedding) and module.weight.numel() >= OWN_UNIT_EMBEDDING_NUMEL
         named = type(module).__name__ in classes or path in names or any(path.endswith(s) for s in suffixes)
         if path and (marked or repeated or embedding or named) and any(True for _ in module.parameters()):
@@ -52,6 +55,15 @@ def find_unit_modules(model: nn.Module, leaf: LeafModules = ((), (), ())) -> dic
         for name, child in reversed(children):
             left.append((f"{path}.{name}" if path else name, child, type(child) in siblings))
     return units
+
+
+def _input_embeddings(model: nn.Module) -> set[nn.Module]:
+    """What `get_input_embeddings` of the model and of the models inside it gives; some have none."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            found.add(module.get_input_embeddings())  # type: ignore[operator]
+    return found
 
 
 def _repeated_classes(module: nn.Module, children: list[nn.Module]) -> set[type]:

@@ -165,3 +165,22 @@ def test_a_model_is_sharded_once() -> None:
     with pytest.raises(ModelError, match="already"):
         units_of(model)
     assert units
+
+
+class _Tower(nn.Module):
+    """A text tower whose author marked the embeddings as a block; other modules call them past it, as in ModernVBert."""
+
+    _no_split_modules = ("EmbeddingNet",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingNet()
+        self.other = EmbeddingNet()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return next(m for m in self.embeddings.modules() if isinstance(m, nn.Embedding))
+
+
+def test_a_marked_module_around_the_input_embeddings_is_no_block() -> None:
+    found = find_unit_modules(_Tower())
+    assert "other" in found and "embeddings" not in found
