@@ -35,6 +35,7 @@ from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.pipelined import Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
+from hf_dist.sharding.budgets import Budgets
 from hf_dist.sharding.compiled import compile_blocks
 from hf_dist.sharding.consistency import (
     agree_on_sources,
@@ -46,7 +47,7 @@ from hf_dist.sharding.consistency import (
 from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import precision_for
 from hf_dist.sharding.quantised import prepare_quantised
-from hf_dist.sharding.runtime import Budgets, ShardedModel
+from hf_dist.sharding.runtime import ShardedModel
 
 LrScheduler = Any
 """An object with `step()`, or a function that makes one from the optimizer."""

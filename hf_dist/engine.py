@@ -203,7 +203,8 @@ class Engine:
         `loss(model, microbatch)`: by default `model(**microbatch).loss`. Every rank calls it; the ranks of a pipeline with
         equal iterators. Counterpart of DeepSpeed's `PipelineEngine.train_batch`, at every layout.
         """
-        self.train()
+        if not self.model.training:
+            self.train()
         window = [_to_device(next(data_iter), self.device) for _ in range(self.batch.accumulation)]
 
         def step(model: nn.Module, microbatch: Any) -> torch.Tensor:

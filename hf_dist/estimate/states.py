@@ -352,10 +352,8 @@ class States:
 
     @property
     def wire(self) -> torch.dtype:
-        """Of gradients on their way; where nobody else has a shard they are not rounded to what would travel."""
-        alone = all(g.layout.num_shards == 1 for g in self.groups)
-        precision = self.precision
-        return torch.promote_types(precision.reduce, precision.grads) if alone else precision.reduce
+        """Of gradients on their way."""
+        return self.precision.wire(max(g.layout.num_shards for g in self.groups))
 
     @property
     def collects_window(self) -> bool:

@@ -54,9 +54,8 @@ class FlatGroup:
         self.filled: list[bool] = [False] * len(self.params)  # slots of `partial` that hold a gradient
         self.used: list[bool] = [False] * len(self.params)  # had a gradient on this rank in this window
         self._left_in_place = False
-        """Gradients of earlier microbatches wait in `.grad` of the parameters, in the dtype of accumulation."""
-        self._wide = torch.promote_types(precision.reduce, precision.grads)
-        self._wire = precision.reduce if mesh.dp_shard.size > 1 else self._wide
+        """Gradients of earlier microbatches may wait in `.grad` of the parameters, in the dtype of accumulation."""
+        self._wire = precision.wire(mesh.dp_shard.size)
         self.reduces_now = True
         """Whether the gradient of the backward under way is reduced after it: at stages 0 and 1 the last of a window."""
         self.fresh = True  # `full` holds (or is being filled with) the current weights
@@ -327,6 +326,13 @@ class FlatGroup:
 
     # ---------------------------------------------------------------- gradients
 
+    def begin_backward(self, reduces: bool) -> bool:
+        """`reduces`: a reduction follows it. Returns whether gradients stay in `.grad`, where autograd adds the next ones."""
+        self.reduces_now = reduces
+        in_place = not reduces and self.dtype == self.precision.grads
+        self._left_in_place |= in_place
+        return in_place
+
     def add_gradient(self, index: int) -> None:
         """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it."""
         p, slot = self.params[index], self.layout.slots[index]
@@ -335,7 +341,6 @@ class FlatGroup:
             return
         self.used[index] = True
         if not self.reduces_now and grad.dtype == self.precision.grads:
-            self._left_in_place = True  # autograd adds the next microbatch's to it
             return
         if self.partial is None:
             self.partial = self._new_partial()
@@ -368,13 +373,14 @@ class FlatGroup:
         if self.partial is None:
             self.partial = self._new_partial()
             self.filled = [False] * len(self.params)
-        for slot, p, filled in zip(self.layout.slots, self.params, self.filled, strict=True):
-            if filled:
+        for i, (slot, p) in enumerate(zip(self.layout.slots, self.params, strict=True)):
+            if self.filled[i]:
                 continue
             into = self.partial[slot.offset : slot.stop].view(slot.shape)
             if self._left_in_place and p.grad is not None:  # of earlier microbatches, this one did not use it
                 into.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
                 p.grad = None
+                self.used[i] = True
             else:
                 into.zero_()
         self._left_in_place = False
@@ -385,7 +391,7 @@ class FlatGroup:
         elif self.mesh.dp_shard.size == 1:
             handle, out = collectives.Handle([]), full
         else:
-            out = torch.empty(self.layout.shard_numel, dtype=self._wide, device=full.device)
+            out = torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device)
             handle = collectives.reduce_scatter(self.mesh.dp_shard, full, out)
         return collectives.Handle([handle], lambda: self.gradient.add(out))
 

@@ -38,6 +38,15 @@ class Precision:
             return loaded
         return torch.float32 if name in self.keep_fp32 else self.compute
 
+    @property
+    def reduced(self) -> torch.dtype:
+        """A reduced gradient before it is added to the accumulated one: the wider of the two."""
+        return torch.promote_types(self.reduce, self.grads)
+
+    def wire(self, ranks: int) -> torch.dtype:
+        """What is handed to a reduction over that many ranks; one rank sends nothing, so it rounds nothing."""
+        return self.reduce if ranks > 1 else self.reduced
+
     def cast_inputs(self, inputs: Any) -> Any:
         """Floating point inputs (images, embeddings) follow the compute dtype, as there is no autocast; None for no change."""
         if self.compute == torch.float32:

@@ -7,11 +7,11 @@ are reduced, if they rest sharded or the window ends; the optimizer steps `sourc
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from hf_dist import collectives
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Tier
+from hf_dist.sharding.budgets import Budgets
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves, replace_method
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
@@ -32,18 +33,6 @@ from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.wrap import LeafModules, build_units, containers
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """Elements on their way at once; at least one unit, where it is not 0."""
-
-    prefetch: int = 50_000_000
-    """Weights gathered ahead of their use, 0 for none."""
-    gather: int = 500_000_000
-    """Weights gathered after a step."""
-    reduce: int = 500_000_000
-    """Gradients, 0 to wait for each unit at once."""
 
 
 class ShardedModel:
@@ -184,9 +173,10 @@ class ShardedModel:
                 module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
                 module.register_forward_hook(bind(cls._post_forward, unit.index))
         for unit in self.units:
+            them = weakref.ref(unit)
             for g, group in enumerate(unit.groups):
                 for i, p in enumerate(group.params if group.trainable else ()):
-                    p.register_post_accumulate_grad_hook(bind(cls._gradient_ready, unit.index, g, i))
+                    p.register_post_accumulate_grad_hook(functools.partial(_gradient_arrived, me, them, g, i))
 
     # ------------------------------------------------------------------ forward
 
@@ -199,7 +189,7 @@ class ShardedModel:
             self._regather(self.root)
             return None
         if self._in_backward:  # the last backward raised; what it left behind belongs to no step
-            self._in_backward = False
+            self._end_backward()
             self.drop_gradients()
         if torch.is_grad_enabled():
             self.begin_training(args, kwargs)
@@ -324,7 +314,8 @@ class ShardedModel:
         self.orders.backward.restart()
         self.reducer.order.restart()
         for unit in self.units:
-            unit.begin_backward(reduces=self.reducer.reduces(unit.index))
+            stays = self.placements.params is not Placement.SHARD or unit.stay is Stay.WINDOW
+            unit.begin_backward(reduces=self.reducer.reduces(unit.index), stays=stays)
 
     def begin_backward(self, finishing: Container[int]) -> None:
         """Of a pipeline stage and microbatch, before autograd runs: a stage may take several runs for one backward.
@@ -359,7 +350,7 @@ class ShardedModel:
             unit.open_calls -= 1
             self._check_complete(unit)
 
-    def _gradient_ready(self, unit: ShardUnit, group: int, index: int, param: nn.Parameter) -> None:
+    def _gradient_ready(self, unit: ShardUnit, group: int, index: int) -> None:
         self._begin_backward()
         unit.groups[group].add_gradient(index)
         unit.waiting.discard((group, index))
@@ -389,10 +380,15 @@ class ShardedModel:
         self.reducer.finish_backward()
         for unit in self.units:
             self._rest(unit)
-        self._in_backward = False
+        self._end_backward()
         if not self.orders.agreed:
             # After the first backward all ranks use the order that was seen.
             self.orders.agree(collectives.all_gather_object(self.mesh.dp, self.orders.seen()))
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for unit in self.units:
+            unit.idle = False  # the first gradient of the next backward begins it
 
     # ------------------------------------------------------------------- issuing
 
@@ -402,7 +398,7 @@ class ShardedModel:
 
     def _prefetch(self, order: IssueOrder, current: int) -> None:
         """Start the next gathers while `current` computes: one unit, and more while they fit the budget."""
-        ahead = sum(self.units[i].numel for i in order.ahead_of(current))
+        ahead = sum(self.units[i].numel for i in order.ahead_of(current)) if order.peek() is not None else 0
         while self.budgets.prefetch and (index := order.peek()) is not None:
             unit = self.units[index]
             if ahead and ahead + unit.numel > self.budgets.prefetch:
@@ -473,6 +469,18 @@ class ShardedModel:
                 in_flight.popleft().wait_unshard()
             unit.unshard()
             in_flight.append(unit)
+
+
+def _gradient_arrived(
+    me: weakref.ref[ShardedModel], them: weakref.ref[ShardUnit], group: int, index: int, param: nn.Parameter
+) -> None:
+    """Hook of a parameter: autograd has accumulated its gradient. Called thousands of times per step."""
+    unit = them()
+    if unit is None or unit.idle:
+        return
+    sharded = me()
+    if sharded is not None:
+        sharded._gradient_ready(unit, group, index)
 
 
 def _recomputing() -> bool:

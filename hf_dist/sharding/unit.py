@@ -42,6 +42,8 @@ class ShardUnit:
     """(group, index) of trainable parameters without a gradient in this backward."""
     complete: bool = False
     """All gradients of this backward are there."""
+    idle: bool = False
+    """Nothing follows from this backward's gradients: they wait in `.grad` for the window's end, and the weights stay."""
 
     def __post_init__(self) -> None:
         self.numel = sum(g.layout.numel for g in self.groups)
@@ -55,10 +57,13 @@ class ShardUnit:
         self.frees_early = not self.is_root or all(g.trainable for g in self.groups)
         self.begin_backward()
 
-    def begin_backward(self, *, reduces: bool = True) -> None:
-        """Expect a gradient from every trainable parameter; `reduces`: they are reduced after this backward."""
-        for group in self.trainable:
-            group.reduces_now = reduces
+    def begin_backward(self, *, reduces: bool = True, stays: bool = False) -> None:
+        """Expect a gradient from every trainable parameter.
+
+        `reduces`: they are reduced after this backward; `stays`: weights are kept after it, unless it ends the window.
+        """
+        in_place = [group.begin_backward(reduces) for group in self.trainable]
+        self.idle = not reduces and stays and all(in_place)
         self.waiting = set(self._trainable_slots)
         self.open_calls = 0
         self.complete = False
