@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -82,6 +83,14 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
     return [results[rank] for rank in range(len(pipes))]
 
 
+def _end_with_parent() -> None:
+    """A killed parent asks for no result any more; the fork server would let its ranks run on, and stay for them."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], path: list[str]) -> None:
     module, name, rank, world, port, args, pipe = job
     os.environ.update(
@@ -91,6 +100,7 @@ def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], pat
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.path[:] = path
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)

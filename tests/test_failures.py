@@ -246,3 +246,18 @@ def test_several_processes_get_it_once_whatever_the_launcher(monkeypatch: pytest
     assert hook is not sys.__excepthook__
     failure.install()
     assert sys.excepthook is hook
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_local_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-m", "tests.workers.outliving", str(tmp_path)], cwd=ROOT)
+    files = [tmp_path / f"rank{rank}" for rank in range(2)]
+    end = time.monotonic() + LIMIT
+    while not all(file.exists() and file.read_text() for file in files):
+        assert parent.poll() is None and time.monotonic() < end, "the ranks did not start"
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    while any(Path(f"/proc/{file.read_text()}").exists() for file in files):
+        assert time.monotonic() < end, "ranks without a parent go on"
+        time.sleep(0.1)
