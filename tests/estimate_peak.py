@@ -183,10 +183,10 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [case for case in cases(arguments.models, arguments.stages) if arguments.only in name_of(case)]
     worst = 0.0
-    for kind in sorted({case[:2] for case in chosen}):
-        some = [case for case in chosen if case[:2] == kind]
+    for kind in sorted({case[:3] for case in chosen}):  # what is printed is not lost
+        some = [case for case in chosen if case[:3] == kind]
         given = (some, arguments.in_backward, arguments.multiply)
-        by_rank = run_ranks(measure, 1 if kind == ("large", 0) else RANKS, given, timeout=3000)
+        by_rank = run_ranks(measure, 1 if kind[:2] == ("large", 0) else RANKS, given, timeout=3000)
         for case, *ranks in zip(some, *by_rank, strict=False):
             peak, planned = max(ranks)
             worst = max(worst, abs(peak / planned - 1))
