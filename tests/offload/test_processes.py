@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_without_offload_the_same_limit_ends_the_run(tmp_path: Path) -> None:
     run = subprocess.run(
         script("limited", tmp_path, "none", 2), env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=280
     )
-    assert run.returncode != 0 and "can't allocate memory" in run.stderr
+    # torch's allocator, or C++ for something small
+    assert run.returncode != 0 and re.search("can't allocate memory|std::bad_alloc", run.stderr)
 
 
 def without_room(rank: int, world: int, folder: str) -> str:
