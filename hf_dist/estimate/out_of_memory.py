@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_dist.engine import Engine
 
 NUM_SETTINGS = 3
+_OF_THE_HOST = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
 DEFAULT_SEQ = 2048
 """Tokens per sample where nobody knows."""
 
@@ -31,11 +32,18 @@ def explained(find: Callable[[], Engine | None], shape: Callable[[], Sequence[in
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        engine = find()
+    except (RuntimeError, MemoryError) as error:
+        engine = find() if _is_out_of_memory(error) else None
         if engine is None:
             raise
         raise type(error)(_message(error, engine, shape())) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU, or of the host: there torch's allocator and C++ itself raise a plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _OF_THE_HOST)
 
 
 def shape_of(batch: Any) -> Sequence[int] | None:
