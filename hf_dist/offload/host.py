@@ -5,11 +5,12 @@ On a machine without an accelerator host and device are the same memory. The sam
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from hf_dist.log import say_once, warn_once
 
 PAGE = 4096
 """Bytes. Buffers start on a page, which direct file access asks for."""
+HUGE_PAGE = 1 << 21
+"""Bytes, on x86-64 and (with pages of 4 KiB) on arm64. Elsewhere buffers begin on a multiple of it, and nothing is lost."""
+_PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+"""Shared pages, which mmap gives else, are never huge."""
 _CHUNK_NUMEL = 1 << 22
 """Elements of one piece of what is cast on the host and sent to the device."""
 
@@ -27,11 +32,23 @@ def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
 
     Ordinary memory is registered rather than asked of torch's pinned allocator, which rounds sizes up to powers of two.
     """
-    whole = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-    buffer = whole.narrow(0, -whole.data_ptr() % PAGE, nbytes)
-    if pin and nbytes and torch.cuda.is_available():
-        _register(whole, buffer)
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = _pages(nbytes)
+    if pin and torch.cuda.is_available():
+        _register(buffer)
     return buffer
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Fresh pages, zero. Large ones lie in huge pages where the system gives them to who asks (madvise); see the README."""
+    if nbytes < 2 * HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, **_PRIVATE)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    with suppress(OSError):  # a kernel built without them; what is left at the end stays in small pages
+        memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes - nbytes % HUGE_PAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes)
 
 
 def host_zeros(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
@@ -39,7 +56,7 @@ def host_zeros(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
     return host_empty(numel * dtype.itemsize, pin=pin).zero_().view(dtype)
 
 
-def _register(whole: torch.Tensor, buffer: torch.Tensor) -> None:
+def _register(buffer: torch.Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()
     if int(runtime.cudaHostRegister(address, buffer.numel(), 0)) != 0:
@@ -48,7 +65,7 @@ def _register(whole: torch.Tensor, buffer: torch.Tensor) -> None:
             'from the device wait for it. "pin_memory": false asks for none.'
         )
         return
-    weakref.finalize(whole.untyped_storage(), runtime.cudaHostUnregister, address)
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
 class HostLink:

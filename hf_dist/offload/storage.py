@@ -40,9 +40,9 @@ class Shelf:
     def new(self, numel: int, dtype: torch.dtype, tier: Tier | None = None) -> Resting:
         """`numel` zeros at `tier`, or where this kind of state rests."""
         tier = tier or self.tier
-        if tier is Tier.DEVICE:
+        if tier is Tier.DEVICE and self.device.type != "cpu":
             return Resident(torch.zeros(numel, dtype=dtype, device=self.device), tier)
-        if tier is Tier.HOST:
+        if tier is not Tier.DISK:
             return Resident(host_zeros(numel, dtype, pin=self.pin), tier)
         assert self.file is not None and self.pool is not None
         return DiskTensor(self.file, self.pool, numel, dtype)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dist.offload.host import host_zeros
 from hf_dist.offload.store import Tier
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.step_batch import StepBatch
@@ -91,20 +92,20 @@ class _InPieces(TorchDispatchMode):
 
         Between two parameters of a flat buffer are less than `ALIGNMENT` elements, all zero: stepping them changes nothing.
         """
-        first, step, began = self._fragments[rows[0][0].data_ptr()], steps[0], rows[0]
+        addresses = [[t.data_ptr() for t in row] for row in rows]
+        first, step, began, origin = self._fragments[addresses[0][0]], steps[0], rows[0], addresses[0]
         stop, number = first.stop, step.item()
-        for row, its_step in zip(rows[1:], steps[1:], strict=True):
-            f = self._fragments[row[0].data_ptr()]
+        for row, its_step, address in zip(rows[1:], steps[1:], addresses[1:], strict=True):
+            f = self._fragments[address[0]]
             if f.group is first.group and 0 <= f.start - stop < ALIGNMENT and its_step.item() == number:
-                places = [
-                    b.data_ptr() - a.data_ptr() == (f.start - first.start) * 4 for a, b in zip(began, row, strict=True)
-                ]
+                apart = (f.start - first.start) * 4
+                places = [b - a == apart for a, b in zip(origin, address, strict=True)]
                 if all(places):
                     stop = f.stop
                     continue
                 self.scattered |= all(places[:2])
             yield first, stop, step, began
-            first, stop, step, began, number = f, f.stop, its_step, row, its_step.item()
+            first, stop, step, began, origin, number = f, f.stop, its_step, row, address, its_step.item()
         yield first, stop, step, began
 
 
@@ -119,7 +120,7 @@ def _gather_states(batch: StepBatch, optimizer: torch.optim.Optimizer) -> None:
         own = [(f, optimizer.state.get(f.tensor, {})) for f in batch.fragments if f.group is group]
         keys = {key: value.dtype for f, state in own for key, value in state.items() if f.is_like(value)}
         for key, dtype in keys.items():
-            flat = torch.zeros(group.master.elements.numel(), dtype=dtype)
+            flat = host_zeros(group.master.elements.numel(), dtype, pin=False)
             for f, state in own:
                 if f.is_like(state.get(key)):
                     state[key] = flat[f.start : f.stop].copy_(state[key])
