@@ -89,7 +89,7 @@ class FragmentedOptimizer:
         read ahead and written behind: see [Note: stepping in batches].
         """
         if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
-            with self._lent(self.batches[0], used), handed_on(self.batches[0], self.optimizer):
+            with handed_on(self.batches[0], self.optimizer, used):
                 return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         loss = None
         if closure is not None:
@@ -139,7 +139,7 @@ class FragmentedOptimizer:
             self._narrowed = Narrowed(self.optimizer)
         narrowed = self._narrowed.to(batch.fragments)
         count = torch.get_num_threads() if batch.on_device else storage.num_threads
-        with self._lent(batch, used), narrowed, threads(count), handed_on(batch, self.optimizer):
+        with narrowed, threads(count), handed_on(batch, self.optimizer, used):
             self.optimizer.step()
         if not storage.writes_beside:
             batch.settle()
@@ -148,18 +148,6 @@ class FragmentedOptimizer:
         """At most `optim_depth` batches are in memory: one more may come when the first of them is on disk again."""
         while len(self._open) >= self.sharded.storage.optim_depth:
             self._open.popleft().settle()
-
-    @contextmanager
-    def _lent(self, batch: StepBatch, used: Callable[[Fragment], bool]) -> Iterator[None]:
-        for f in batch.fragments:
-            grad = f.group.grad
-            if grad is not None and used(f):
-                f.tensor.grad = grad[f.start : f.stop].to(f.tensor.dtype)
-        try:
-            yield
-        finally:
-            for f in batch.fragments:
-                f.tensor.grad = None
 
     # --------------------------------------------------------------------- states
 
@@ -172,6 +160,7 @@ class FragmentedOptimizer:
         finally:
             batch.swap_out(self.optimizer)
             batch.settle()
+            batch.runs = None
             self.sharded.storage.link.wait_device()
 
     def states(self, fragment: Fragment) -> Iterator[tuple[str, Sliceable]]:

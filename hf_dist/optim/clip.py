@@ -38,7 +38,7 @@ def summarize_gradients(
     sharded.finish_gradients()
     mesh = sharded.mesh
     groups = sharded.trainable_groups
-    flags = [float(used) for g in groups for used in g.used]
+    flags = [float(used) for g in groups for used in g.window.used]
     vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
     norms = []
     for g in groups:
@@ -56,7 +56,7 @@ def summarize_gradients(
     squared = vector[:1].clone()
     collectives.all_reduce(mesh.pp, squared, op="sum").wait()
     norm = (squared[0] / mesh.dp_replicate.size).sqrt() * scale
-    places = [(id(g), i) for g in groups for i in range(len(g.used))]
+    places = [(id(g), i) for g in groups for i in range(len(g.window.used))]
     missing = [k for k, used in enumerate(flags) if not used]
     if not missing:
         return GradientSummary(norm, {})

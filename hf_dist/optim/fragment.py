@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +46,17 @@ def make_fragments(groups: list[FlatGroup]) -> list[Fragment]:
                 tensor = nn.Parameter(values, requires_grad=True)
                 fragments.append(Fragment(slot.name, tensor, group, index, start, stop))
     return fragments
+
+
+@contextmanager
+def lent(fragments: Iterable[Fragment]) -> Iterator[None]:
+    """Inside, each of `fragments` has its part of the reduced gradient, if there is one, as `.grad`. Local."""
+    borrowers = [f for f in fragments if f.group.grad is not None]
+    for f in borrowers:
+        assert f.group.grad is not None
+        f.tensor.grad = f.group.grad[f.start : f.stop].to(f.tensor.dtype)
+    try:
+        yield
+    finally:
+        for f in borrowers:
+            f.tensor.grad = None

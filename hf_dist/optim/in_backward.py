@@ -45,7 +45,7 @@ class StepInBackward:
                 "microbatch of a window may have one backward only, and activation checkpointing must not be reentrant "
                 "(use_reentrant=False). Add up the losses before backward, or remove the key."
             )
-        if not all(group.used):
+        if not all(group.window.used):
             return
         if group.master.tier is Tier.DEVICE:
             self._step(group)

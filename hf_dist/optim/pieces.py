@@ -2,24 +2,23 @@
 
 The optimizer's own `step` runs, with its hooks; only the kernel call that it ends in is taken apart, so the bits are the same.
 A pass of its own over the masters reads 4 bytes per element again, of 34 (50M parameters, one thread: 4 to 6% of the step).
-Fragments of one group that lie side by side, states included, are one call: a call per parameter cost 6% of the step (48
-parameters of a million elements).
+Fragments that lie side by side, states included, are one call (`runs.py`): what the optimizer and the kernel's calls cost per
+parameter was 4 to 6% of the step (48 parameters of a million elements).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dist.offload.host import host_zeros
 from hf_dist.offload.store import Tier
-from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.fragment import Fragment, lent
+from hf_dist.optim.runs import Run, find_runs, lay_side_by_side
 from hf_dist.optim.step_batch import StepBatch
-from hf_dist.sharding.layout import ALIGNMENT
 
 _PIECE = 1 << 19
 """Elements per thread. Four fp32 arrays of them are 8 MB; with fewer the calls cost more than the cache saves."""
@@ -37,23 +36,33 @@ _LISTS = 6
 
 
 @contextmanager
-def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Step `optimizer` inside; afterwards weights follow the masters of `batch`, and states go where they rest."""
+def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Callable[[Fragment], bool]) -> Iterator[None]:
+    """Step `optimizer` inside, with gradients lent; afterwards weights follow the masters, and states go where they rest."""
     if not _applies(batch, optimizer):
-        yield
+        with lent(f for f in batch.fragments if used(f)):
+            yield
         batch.swap_out(optimizer)
         return
-    with _InPieces(batch.fragments) as mode:
+    runs = batch.runs or find_runs(batch.fragments, optimizer)
+    holds = [run.holds(optimizer, used) for run in runs]
+    parts = [
+        p for run, whole in zip(runs, holds, strict=True) for p in ([run] if whole else run.apart(optimizer, used))
+    ]
+    with lent(run.first for run in parts), _InPieces(parts) as mode:
         yield
     if not mode.called:  # no weight had a gradient, or a later torch steps by another kernel
         batch.swap_out(optimizer)
-    if mode.scattered:
-        _gather_states(batch, optimizer)
+    for run in parts:
+        run.stepped()
+    if batch.runs is None or not all(holds):
+        lay_side_by_side(batch.fragments, optimizer)
+        batch.runs = find_runs(batch.fragments, optimizer)
 
 
 def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nothing touches the masters after the kernel, and every one is cast into something else in memory."""
-    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not optimizer._optimizer_step_post_hooks
+    """Whether nobody looks on, nothing touches the masters after the kernel, and each is cast into something else in memory."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not hooks
     return (
         plain
         and all(group.get("fused") for group in optimizer.param_groups)
@@ -63,12 +72,10 @@ def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _InPieces(TorchDispatchMode):
-    def __init__(self, fragments: list[Fragment]) -> None:
+    def __init__(self, runs: list[Run]) -> None:
         super().__init__()
         self.called = False
-        self.scattered = False
-        """Neighbouring fragments could not be one call because of where their states are."""
-        self._fragments = {f.tensor.data_ptr(): f for f in fragments}
+        self._runs = {run.first.tensor.data_ptr(): run for run in runs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _KERNELS:
@@ -77,50 +84,18 @@ class _InPieces(TorchDispatchMode):
         kernel = _KERNELS[func]
         *lists, steps = args[:_LISTS]
         numel = _PIECE * torch.get_num_threads()  # the cast is shared among the threads as the step was
-        for f, stop, step, tensors in self._runs(list(zip(*filter(None, lists), strict=True)), steps):
+        for *tensors, step in zip(*filter(None, lists), steps, strict=True):
+            run = self._runs[tensors[0].data_ptr()]
+            f, length = run.first, run.stop - run.first.start
             deliver = f.group.storage.link.deliver
-            whole = (f.group.shard.get()[f.start : stop], *(_extended(t, stop - f.start) for t in tensors))
-            small = stop - f.start <= numel
-            for into, *piece in [whole] if small else zip(*(t.split(numel) for t in whole), strict=True):
+            whole = (f.group.shard.get()[f.start : run.stop], *(_extended(t, length) for t in tensors))
+            for into, *piece in [whole] if length <= numel else zip(*(t.split(numel) for t in whole), strict=True):
                 given = [[t] for t in piece] + [[]] * (_LISTS - 1 - len(piece))
                 kernel(*given, [step], *args[_LISTS:], **kwargs)
                 deliver(into, piece[0])
         return None
 
-    def _runs(self, rows: list[tuple[torch.Tensor, ...]], steps: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
-        """(first fragment, where the last one stops, step, tensors of the first) of fragments that are one interval.
-
-        Between two parameters of a flat buffer are less than `ALIGNMENT` elements, all zero: stepping them changes nothing.
-        """
-        addresses = [[t.data_ptr() for t in row] for row in rows]
-        first, step, began, origin = self._fragments[addresses[0][0]], steps[0], rows[0], addresses[0]
-        stop, number = first.stop, step.item()
-        for row, its_step, address in zip(rows[1:], steps[1:], addresses[1:], strict=True):
-            f = self._fragments[address[0]]
-            if f.group is first.group and 0 <= f.start - stop < ALIGNMENT and its_step.item() == number:
-                apart = (f.start - first.start) * 4
-                places = [b - a == apart for a, b in zip(origin, address, strict=True)]
-                if all(places):
-                    stop = f.stop
-                    continue
-                self.scattered |= all(places[:2])
-            yield first, stop, step, began
-            first, stop, step, began, origin, number = f, f.stop, its_step, row, address, its_step.item()
-        yield first, stop, step, began
-
 
 def _extended(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     """`numel` elements from where the 1-D `tensor` begins."""
     return tensor.detach().as_strided((numel,), (1,))
-
-
-def _gather_states(batch: StepBatch, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's states lie one after another, as the masters do: then neighbours are one call from now on."""
-    for group in batch.groups:
-        own = [(f, optimizer.state.get(f.tensor, {})) for f in batch.fragments if f.group is group]
-        keys = {key: value.dtype for f, state in own for key, value in state.items() if f.is_like(value)}
-        for key, dtype in keys.items():
-            flat = host_zeros(group.master.elements.numel(), dtype, pin=False)
-            for f, state in own:
-                if f.is_like(state.get(key)):
-                    state[key] = flat[f.start : f.stop].copy_(state[key])

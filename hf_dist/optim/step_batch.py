@@ -15,6 +15,7 @@ import torch
 
 from hf_dist.offload.store import Resting, Sliceable, Tier
 from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.runs import Run
 from hf_dist.sharding.group import FlatGroup
 
 _HOST_NUMEL = 1 << 24
@@ -28,6 +29,8 @@ class StepBatch:
         self.groups = list(groups)
         self.fragments = list(fragments)
         self.on_device = all(g.master.tier is Tier.DEVICE for g in self.groups)
+        self.runs: list[Run] | None = None
+        """Which fragments can be stepped as one; None while nobody has looked since the states were last opened."""
 
     def fetch(self) -> None:
         """Begin to bring the states into memory."""

@@ -25,6 +25,7 @@ from hf_dist.sharding.lazy import WeightSource, lazy_source
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.places import plan_places
 from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.window_gradient import WindowGradient
 
 
 class FlatGroup:
@@ -50,32 +51,18 @@ class FlatGroup:
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
         self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], mesh.dp_shard.size)
-        self.partial: torch.Tensor | None = None  # 1D, whole layout: this rank's contribution, not yet reduced
-        self.filled: list[bool] = [False] * len(self.params)  # slots of `partial` that hold a gradient
-        self.used: list[bool] = [False] * len(self.params)  # had a gradient on this rank in this window
-        self._left_in_place = False
-        """Gradients of earlier microbatches may wait in `.grad` of the parameters, in the dtype of accumulation."""
-        self._wire = precision.wire(mesh.dp_shard.size)
-        self.reduces_now = True
-        """Whether the gradient of the backward under way is reduced after it: at stages 0 and 1 the last of a window."""
+        wire = precision.wire(mesh.dp_shard.size)
+        self.window = WindowGradient(self.params, self.layout, mesh.device, accumulated=precision.grads, wire=wire)
         self.fresh = True  # `full` holds (or is being filled with) the current weights
         self.pins = 0  # `gathered()` blocks that want the full weights to stay
         self._guarded = False
         self._gather: collectives.Handle | None = None
-        self._gaps = self._gap_index()
-        # After it there is only padding.
-        self._end = max((slot.stop for slot in self.layout.slots if slot.numel), default=0)
         self._stale_shard = False  # `master` was written and `shard` was not
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
 
     # ------------------------------------------------------------------ storage
-
-    def _gap_index(self) -> torch.Tensor | None:
-        # Without the padding at the end: 64 elements per rank, and an index takes 8 bytes for each.
-        gaps = [torch.arange(a, b) for a, b in self.layout.gaps() if b < self.layout.numel]
-        return torch.cat(gaps).to(self.mesh.device) if gaps else None
 
     def _build_storage(self) -> None:
         """Move the elements into flat buffers and make every parameter a view of `full`, once and for all.
@@ -328,64 +315,14 @@ class FlatGroup:
 
     def begin_backward(self, reduces: bool) -> bool:
         """`reduces`: a reduction follows it. Returns whether gradients stay in `.grad`, where autograd adds the next ones."""
-        self.reduces_now = reduces
-        in_place = not reduces and self.dtype == self.precision.grads
-        self._left_in_place |= in_place
-        return in_place
-
-    def add_gradient(self, index: int) -> None:
-        """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it."""
-        p, slot = self.params[index], self.layout.slots[index]
-        grad = p.grad
-        if grad is None:
-            return
-        self.used[index] = True
-        if not self.reduces_now and grad.dtype == self.precision.grads:
-            return
-        if self.partial is None:
-            self.partial = self._new_partial()
-            self.filled = [False] * len(self.params)
-        into = self.partial[slot.offset : slot.stop].view(slot.shape)
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        if self.filled[index]:
-            into.add_(grad)
-        else:
-            into.copy_(grad)
-        self.filled[index] = True
-        p.grad = None
-
-    def _new_partial(self) -> torch.Tensor:
-        # What is reduced right away has the dtype of the wire; what is accumulated first has its own.
-        dtype = self._wire if self.reduces_now else self.precision.grads
-        partial = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
-        if self._gaps is not None:
-            partial.index_fill_(0, self._gaps, 0)
-        if self._end < partial.numel():
-            partial[self._end :].zero_()
-        return partial
+        return self.window.begin_backward(reduces, self.dtype)
 
     def reduce(self) -> collectives.Handle:
-        """Start the mean of `partial` over `dp_shard`; it is added to `grad` when the handle completes.
+        """Start the mean of the window's gradient over `dp_shard`; it is added to `grad` when the handle completes.
 
         Collective over dp_shard, in the same order on every rank. A parameter without a gradient contributes zeros.
         """
-        if self.partial is None:
-            self.partial = self._new_partial()
-            self.filled = [False] * len(self.params)
-        for i, (slot, p) in enumerate(zip(self.layout.slots, self.params, strict=True)):
-            if self.filled[i]:
-                continue
-            into = self.partial[slot.offset : slot.stop].view(slot.shape)
-            if self._left_in_place and p.grad is not None:  # of earlier microbatches, this one did not use it
-                into.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-                p.grad = None
-                self.used[i] = True
-            else:
-                into.zero_()
-        self._left_in_place = False
-        full = self.partial.to(self._wire)
-        self.partial = None
+        full = self.window.take()
         if self.placements.optim is not Placement.SHARD:
             handle, out = collectives.all_reduce(self.mesh.dp_shard, full), full
         elif self.mesh.dp_shard.size == 1:
@@ -405,11 +342,11 @@ class FlatGroup:
         """The sum of the gradients of all pipeline stages that hold these weights, on each. Collective over `holders`."""
         assert self.holders is not None
         values = self.gradient.on_device()
-        used = torch.tensor(self.used, dtype=torch.float32, device=values.device)
+        used = torch.tensor(self.window.used, dtype=torch.float32, device=values.device)
         for handle in [collectives.all_reduce(self.holders, tensor, op="sum") for tensor in (values, used)]:
             handle.wait()
         self.gradient.replace(values)
-        self.used = (used > 0).tolist()
+        self.window.used = (used > 0).tolist()
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes that weights and masters take at rest, by kind of memory; on the host also the place of gradients."""
@@ -428,13 +365,8 @@ class FlatGroup:
 
     def drop_gradients(self) -> None:
         """Forget the gradients of the window. Its reductions are complete."""
-        self.partial = None
-        if self._left_in_place:
-            self._left_in_place = False
-            for p in self.params:
-                p.grad = None
+        self.window.drop()
         self.gradient.drop()
-        self.used = [False] * len(self.params)
 
 
 def _read_overlap(target: torch.Tensor, target_start: int, source: WeightSource, slot: ParamSlot) -> None:

@@ -56,7 +56,7 @@ class Reducer:
                 self._reduce(self.units[index])
         # Reentrant checkpointing runs a backward of its own per call of a unit: what came after the first reduction.
         for unit in self.units:
-            if self.reduces(unit.index) and any(g.partial is not None for g in unit.trainable):
+            if self.reduces(unit.index) and any(g.window.values is not None for g in unit.trainable):
                 self._reduce(unit)
 
     def _reduce(self, unit: ShardUnit) -> None:

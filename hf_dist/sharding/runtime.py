@@ -352,7 +352,7 @@ class ShardedModel:
 
     def _gradient_ready(self, unit: ShardUnit, group: int, index: int) -> None:
         self._begin_backward()
-        unit.groups[group].add_gradient(index)
+        unit.groups[group].window.add(index)
         unit.waiting.discard((group, index))
         self._check_complete(unit)
 

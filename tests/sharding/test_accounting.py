@@ -74,7 +74,7 @@ def measure(rank: int, world: int, stage: int, precision: str, accumulation: int
                 if engine.is_gradient_accumulation_boundary():
                     sharded.finish_gradients()
                     held["grads"] = sum(g.grad.numel() * 4 for g in sharded.groups if g.grad is not None)
-                    held["partial"] = sum(g.partial is not None for g in sharded.groups)
+                    held["partial"] = sum(g.window.values is not None for g in sharded.groups)
                 engine.step()
         model(ids)  # the gathers that follow the step belong to it
         sent = {op: log.nbytes(op) for op in ("all_gather", "reduce_scatter")}

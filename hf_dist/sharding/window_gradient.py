@@ -1,0 +1,112 @@
+"""This rank's gradient of a window before it is reduced: in `.grad` where autograd adds it up, else in a flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_dist.sharding.layout import FlatLayout
+
+
+class WindowGradient:
+    """The gradients of one group's parameters on this rank. Local: the group reduces what `take` returns."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        device: torch.device,
+        *,
+        accumulated: torch.dtype,
+        wire: torch.dtype,
+    ) -> None:
+        """`accumulated`: dtype in which microbatches are added up. `wire`: dtype of what `take` returns."""
+        self.used = [False] * len(params)
+        """Which parameters had a gradient in this window; on this rank until the group asks the others."""
+        self.values: torch.Tensor | None = None
+        """1-D, the whole layout; None before a gradient was moved into it."""
+        self._params, self._layout, self._device = params, layout, device
+        self._accumulated, self._wire = accumulated, wire
+        self._filled = [False] * len(params)  # slots of `values` that hold a gradient
+        self._in_place = False
+        """Gradients of earlier microbatches may wait in `.grad`, in the dtype of accumulation."""
+        self._reduces_now = True
+        self._gaps = self._gap_index()
+        self._end = max((slot.stop for slot in layout.slots if slot.numel), default=0)  # after it there is only padding
+
+    def _gap_index(self) -> torch.Tensor | None:
+        # Without the padding at the end: 64 elements per rank, and an index takes 8 bytes for each.
+        gaps = [torch.arange(a, b) for a, b in self._layout.gaps() if b < self._layout.numel]
+        return torch.cat(gaps).to(self._device) if gaps else None
+
+    def begin_backward(self, reduces: bool, dtype: torch.dtype) -> bool:
+        """Before a backward whose gradients have `dtype`; `reduces`: a reduction follows it (at stages 0 and 1 the last one).
+
+        Returns whether gradients stay in `.grad`, where autograd adds the next ones.
+        """
+        self._reduces_now = reduces
+        in_place = not reduces and dtype == self._accumulated
+        self._in_place |= in_place
+        return in_place
+
+    def add(self, index: int) -> None:
+        """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it."""
+        p = self._params[index]
+        grad = p.grad
+        if grad is None:
+            return
+        self.used[index] = True
+        if not self._reduces_now and grad.dtype == self._accumulated:
+            return
+        values = self._buffer()
+        slot = self._layout.slots[index]
+        into = values[slot.offset : slot.stop].view(slot.shape)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self._filled[index]:
+            into.add_(grad)
+        else:
+            into.copy_(grad)
+        self._filled[index] = True
+        p.grad = None
+
+    def _buffer(self) -> torch.Tensor:
+        """`values`, begun anew if it is None: zero between the slots, not initialised in them."""
+        if self.values is None:
+            # What is reduced right away has the dtype of the wire; what is accumulated first has its own.
+            dtype = self._wire if self._reduces_now else self._accumulated
+            self.values = torch.empty(self._layout.numel, dtype=dtype, device=self._device)
+            if self._gaps is not None:
+                self.values.index_fill_(0, self._gaps, 0)
+            if self._end < self.values.numel():
+                self.values[self._end :].zero_()
+            self._filled = [False] * len(self._params)
+        return self.values
+
+    def take(self) -> torch.Tensor:
+        """The whole gradient of this rank, 1-D in the dtype of the wire, zero where there is none; it is the caller's now."""
+        values = self._buffer()
+        for i, (slot, p) in enumerate(zip(self._layout.slots, self._params, strict=True)):
+            if self._filled[i]:
+                continue
+            into = values[slot.offset : slot.stop].view(slot.shape)
+            if self._in_place and p.grad is not None:  # of earlier microbatches, this one did not use it
+                into.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                p.grad = None
+                self.used[i] = True
+            else:
+                into.zero_()
+        self._in_place = False
+        self.values = None
+        return values.to(self._wire)
+
+    def drop(self) -> None:
+        """The window is over: forget what was not reduced, and who had a gradient."""
+        self.values = None
+        if self._in_place:
+            self._in_place = False
+            for p in self._params:
+                p.grad = None
+        self.used = [False] * len(self._params)
