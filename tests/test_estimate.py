@@ -249,6 +249,16 @@ def test_more_ranks_need_less_at_stage_3_only() -> None:
     assert held[3, 8] < held[3, 1]
 
 
+@pytest.mark.parametrize(("zero", "blocks"), [({}, 2), ({"reduce_bucket_size": 1}, 1), ({"overlap_comm": False}, 0)])
+def test_the_plan_counts_the_reductions_that_the_bucket_lets_fly(zero: dict[str, Any], blocks: int) -> None:
+    with torch.device("meta"):
+        meta = llama(6)
+    config = resolved({**config_of(3, ""), "zero_optimization": {"stage": 3, **zero}})
+    states = Planner(meta, 2, Workload(MICRO, SEQ)).plan(config).states
+    block = states.units[-1].learning
+    assert states._in_flight([7 * block, block, block, block]) == blocks * block
+
+
 def test_limits_count_all_ranks_of_a_machine() -> None:
     with torch.device("meta"):
         meta = llama()

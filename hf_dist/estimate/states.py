@@ -372,15 +372,14 @@ class States:
         """
         wire = self.wire.itemsize
         root, blocks = self.units[0], self.units[:0:-1]
-        count = MAX_REDUCTIONS_IN_FLIGHT if self.config.zero_optimization.overlap_comm is not False else 0
         order = [*blocks, root] if root.stands_first else [root, *blocks]
         waits = root.learning * wire if root.stands_first else 0
-        sent = [0 if waits and u is root else u.learning * wire for u in order]
+        sent = [0 if waits and u is root else u.learning for u in order]
         whole = sum(u.reduced for u in self.units)
         kept, reduced, most = self.kept_nbytes, 0, 0
         for k, unit in enumerate(order):
             done = k if root.stands_first else max(0, k - 1)  # blocks
-            on_the_way = waits + sum(sent[max(0, k - count) : k + 1])
+            on_the_way = waits + (sent[k] + self._in_flight(sent[:k])) * wire
             stepped = sum(u.reduced for u in order[: max(0, k - 1)]) if self._frees_gradients else 0
             left = activations * (len(blocks) - done) // max(1, len(blocks))
             here = kept + self._used(blocks, done) + (whole if accumulated else reduced) - stepped
@@ -388,6 +387,18 @@ class States:
             reduced += unit.reduced
             kept -= unit.nbytes if self.stay(unit) is Stay.BACKWARD else 0
         return most
+
+    def _in_flight(self, sent: Sequence[int]) -> int:
+        """Elements in flight once the last of the units `sent` has been given to the reducer, which waits for earlier ones."""
+        zero = self.config.zero_optimization
+        if zero.overlap_comm is False or not (most := settled(zero.reduce_bucket_size)):
+            return 0
+        held = 0
+        for numel in sent[: -MAX_REDUCTIONS_IN_FLIGHT - 1 : -1]:
+            if held and held + numel > most:
+                break
+            held += numel
+        return held
 
     @property
     def _frees_gradients(self) -> bool:
