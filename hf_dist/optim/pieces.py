@@ -43,7 +43,8 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Callable
             yield
         batch.swap_out(optimizer)
         return
-    runs = batch.runs or find_runs(batch.fragments, optimizer)
+    # Apart until the kernel was seen: a later torch may step by another one.
+    runs = batch.runs or [Run(f, optimizer.state.get(f.tensor, {})) for f in batch.fragments]
     holds = [run.holds(optimizer, used) for run in runs]
     parts = [
         p for run, whole in zip(runs, holds, strict=True) for p in ([run] if whole else run.apart(optimizer, used))
@@ -51,10 +52,11 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Callable
     with lent(run.first for run in parts), _InPieces(parts) as mode:
         yield
     if not mode.called:  # no weight had a gradient, or a later torch steps by another kernel
+        assert all(len(run.fragments) == 1 for run in parts), "only the first parameter of each run was stepped"
         batch.swap_out(optimizer)
     for run in parts:
         run.stepped()
-    if batch.runs is None or not all(holds):
+    if mode.called and (batch.runs is None or not all(holds)):
         lay_side_by_side(batch.fragments, optimizer)
         batch.runs = find_runs(batch.fragments, optimizer)
 
