@@ -2,8 +2,8 @@
 
 The optimizer's own `step` runs, with its hooks; only the kernel call that it ends in is taken apart, so the bits are the same.
 A pass of its own over the masters reads 4 bytes per element again, of 34 (50M parameters, one thread: 4 to 6% of the step).
-Fragments that lie side by side, states included, are one call (`runs.py`): what the optimizer and the kernel's calls cost per
-parameter was 4 to 6% of the step (48 parameters of a million elements).
+Fragments that lie side by side, states included, are one call (`runs.py`): a call per parameter cost 6% of the step (48
+parameters of a million elements).
 """
 
 from __future__ import annotations

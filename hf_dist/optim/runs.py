@@ -60,9 +60,8 @@ class Run:
     def holds(self, optimizer: torch.optim.Optimizer, used: Callable[[Fragment], bool]) -> bool:
         """Whether it may be stepped as one: all have a gradient and the same step, and nobody put other states in the place."""
         grad = self.first.group.grad
-        if (
-            grad is None or grad.dtype != self.first.tensor.dtype
-        ):  # lent as a copy, it would not lie beside the next one
+        # Of another dtype it is lent as a copy, which does not lie beside the next one's.
+        if grad is None or grad.dtype != self.first.tensor.dtype:
             return False
         step = None
         for f, known in zip(self.fragments, self._states, strict=True):
