@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist.offload.store import Tier
 from hf_dist.optim.fragment import Fragment, lent
-from hf_dist.optim.runs import Run, find_runs, lay_side_by_side
+from hf_dist.optim.runs import Run, find_runs, groups_of, lay_side_by_side
 from hf_dist.optim.step_batch import StepBatch
 
 _PIECE = 1 << 19
@@ -43,6 +43,9 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Callable
             yield
         batch.swap_out(optimizer)
         return
+    options = groups_of(optimizer)
+    if batch.options != options:
+        batch.runs = None
     # Apart until the kernel was seen: a later torch may step by another one.
     runs = batch.runs or [Run(f, optimizer.state.get(f.tensor, {})) for f in batch.fragments]
     holds = [run.holds(optimizer, used) for run in runs]
@@ -58,7 +61,7 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Callable
         run.stepped()
     if mode.called and (batch.runs is None or not all(holds)):
         lay_side_by_side(batch.fragments, optimizer)
-        batch.runs = find_runs(batch.fragments, optimizer)
+        batch.runs, batch.options = find_runs(batch.fragments, optimizer), options
 
 
 def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:

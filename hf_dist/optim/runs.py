@@ -86,9 +86,14 @@ class Run:
                 state[_STEP].fill_(number)
 
 
+def groups_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Which tensor is in which param group, to see whether somebody moved one since the runs were found."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
 def find_runs(fragments: Iterable[Fragment], optimizer: torch.optim.Optimizer) -> list[Run]:
     """All of `fragments`, in their order, in as few runs as there are."""
-    options = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    options = {tensor: i for i, group in enumerate(groups_of(optimizer)) for tensor in group}
     runs: list[Run] = []
     last = None
     for f in fragments:

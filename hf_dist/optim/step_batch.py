@@ -31,6 +31,8 @@ class StepBatch:
         self.on_device = all(g.master.tier is Tier.DEVICE for g in self.groups)
         self.runs: list[Run] | None = None
         """Which fragments can be stepped as one; None while nobody has looked since the states were last opened."""
+        self.options: list[list[int]] = []
+        """Which tensor was in which param group when they were found (`runs.groups_of`)."""
 
     def fetch(self) -> None:
         """Begin to bring the states into memory."""

@@ -102,3 +102,18 @@ def test_states_that_were_replaced_are_the_ones_stepped(monkeypatch: pytest.Monk
             patch.setattr(pieces, "_applies", lambda batch, optimizer: False)
             step(expected, True, i)
     assert differences(states(engine), states(expected)) == []
+
+
+def test_a_parameter_that_was_moved_to_another_group_has_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As code that freezes decay or slows a layer in the middle of a training does."""
+    engine, expected = make_engine(), make_engine()
+    for i in range(4):
+        if i == 2:
+            for optimizer in (engine.optimizer, expected.optimizer):
+                decayed, plain = optimizer.param_groups
+                plain["params"].append(decayed["params"].pop(1))
+        step(engine, True, i)
+        with monkeypatch.context() as patch:
+            patch.setattr(pieces, "_applies", lambda batch, optimizer: False)
+            step(expected, True, i)
+    assert differences(states(engine), states(expected)) == []
