@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing but Python >= 3.10 to a fine-tuned model: installs hf-dist in a virtual environment, fine-tunes a pretrained
-# MiniLM with ZeRO-3 in bf16 over 2 local processes, then classifies a sentence that you type.
+# MiniLM with ZeRO-3 over 2 local processes, then classifies a sentence that you type. In bf16; in fp32 on a CPU that has no
+# instructions for bf16, where it would take ten times as long.
 #   bash examples/quickstart.sh [arguments of finetune_text_classification.py]
 # HF_DIST_VENV names the environment (default .venv-quickstart), PYTHON the interpreter, NUM_PROCESSES the processes.
 #
@@ -40,12 +41,16 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 cores="$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
 launch=(accelerate launch --num_machines 1 --mixed_precision no --dynamo_backend no)
+config=configs/zero3.json precision=bf16
 if ((gpus == 0)); then
     processes="${NUM_PROCESSES:-2}"
     # `accelerate launch --cpu` starts one process; --multi_gpu starts as many as asked for, on the CPU with this variable.
     export ACCELERATE_USE_CPU=true
     launch+=(--multi_gpu)
     device=(--use_cpu)
+    if hf-dist env | grep "no bf16" >/dev/null; then
+        config=configs/zero3_fp32.json precision="fp32 (this CPU has no bf16 instructions)"
+    fi
 else
     processes="${NUM_PROCESSES:-$((gpus < 2 ? gpus : 2))}"
     ((processes > 1)) && launch+=(--multi_gpu)
@@ -55,8 +60,8 @@ threads=$((cores / processes))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
 output=runs/quickstart
-echo "Fine-tuning on ${gpus} GPUs with ${processes} processes, ZeRO-3, bf16 ..."
+echo "Fine-tuning on ${gpus} GPUs with ${processes} processes, ZeRO-3, ${precision} ..."
 "${launch[@]}" --num_processes "$processes" examples/finetune_text_classification.py \
-    --dist_config configs/zero3.json --output_dir "$output" ${device[@]+"${device[@]}"} "$@"
+    --dist_config "$config" --output_dir "$output" ${device[@]+"${device[@]}"} "$@"
 
 python examples/classify.py "$output"

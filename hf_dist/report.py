@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
+
 from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
 from hf_dist.estimate.states import OptimizerStates, States
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.precision import is_emulated
 from hf_dist.sharding.runtime import ShardedModel
 
 MAX_UNIT_KINDS = 6
@@ -30,7 +33,7 @@ def start_up_report(
         "layout": [sharded.mesh.describe(), f"weights {weights}, gradients {grads}, optimizer state {optim}"],
         **({"pipeline": pipeline.describe()} if pipeline else {}),
         "batch": [_batch(batch)],
-        "precision": _aligned(sharded.precision.rows()),
+        "precision": _precision(sharded),
         "units": _units(sharded),
         "memory": _memory(sharded, config),
         "recompute": describe_checkpointing(sharded.model),
@@ -45,6 +48,15 @@ def start_up_report(
 def _aligned(rows: list[tuple[str, str]]) -> list[str]:
     width = max(len(what) for what, _ in rows)
     return [f"{what:<{width}}  {value}" for what, value in rows]
+
+
+def _precision(sharded: ShardedModel) -> list[str]:
+    rows = _aligned(sharded.precision.rows())
+    compute = sharded.precision.compute
+    if is_emulated(compute, sharded.mesh.device):
+        short = "bf16" if compute == torch.bfloat16 else "fp16"
+        rows.append(f"this CPU has no {short} instructions: training in float32 is many times faster")
+    return rows
 
 
 def _batch(batch: BatchSizes) -> str:

@@ -55,7 +55,10 @@ def devices() -> Iterable[tuple[str, str]]:
     """Of this machine, and the backends that torch was built with."""
     import torch
 
-    capability = torch.backends.cpu.get_cpu_capability()
+    from hf_dist.sharding.precision import is_emulated
+
+    slow = is_emulated(torch.bfloat16, torch.device("cpu"))
+    capability = f"{torch.backends.cpu.get_cpu_capability()}, {'no bf16 (slow)' if slow else 'bf16'}"
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads, {capability}"
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)

@@ -76,6 +76,16 @@ class Precision:
         return rows
 
 
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrix products in `dtype` run there without instructions for it, many times slower than in fp32.
+
+    So it is on most CPUs (bf16 wants AVX-512 or AMX, or SVE with BF16): torch then leaves oneDNN for a loop of its own.
+    """
+    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    ask = getattr(torch.ops.mkldnn, supported, None) if supported and device.type == "cpu" else None
+    return ask is not None and not ask()
+
+
 def precision_for(config: DistConfig, model: nn.Module) -> Precision:
     """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
     compute = _DTYPES[config.dtype]

@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_dist
 from hf_dist import collectives
+from hf_dist.sharding import precision
 from tests.harness import run_ranks
 from tests.sharding.loop import TIMEOUT, adamw, attempt, difference
 from tests.sharding.models import Net, batch
@@ -182,3 +183,16 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(stage: int) -> None:
         assert seen["lr"] == [0.5, 0.5, 0.25, 0.125]
         assert seen["moved"] == [True, False, True, True]
         assert seen["counts"] == [{3}, 4, 1]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_report_says_where_bf16_is_slow(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop without the instructions would train for hours and not know why; a GPU never asks."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native, raising=False)
+    said: list[str] = []
+    monkeypatch.setattr("hf_dist.build.say", said.append)
+    for dtype in ("bf16", "fp32"):
+        hf_dist.initialize(Net(), config={"train_micro_batch_size_per_gpu": 1, **SETTINGS[dtype]}, device="cpu")
+    reports = [text for text in said if text.startswith("hf_dist start-up report")]
+    assert ["no bf16 instructions" in text for text in reports] == [not native, False]
+    assert not precision.is_emulated(torch.bfloat16, torch.device("cuda"))
