@@ -382,7 +382,9 @@ class States:
             on_the_way = waits + (sent[k] + self._in_flight(sent[:k])) * wire
             stepped = sum(u.reduced for u in order[: max(0, k - 1)]) if self._frees_gradients else 0
             left = activations * (len(blocks) - done) // max(1, len(blocks))
-            here = kept + self._used(blocks, done) + (whole if accumulated else reduced) - stepped
+            # With the gradients of a root that stands behind the blocks its weights go, too.
+            used = self._used(blocks, done) - (self._gathered([root]) if root.learning and order.index(root) < k else 0)
+            here = kept + used + (whole if accumulated else reduced) - stepped
             most = max(most, here + on_the_way + left + unit.newest)
             reduced += unit.reduced
             kept -= unit.nbytes if self.stay(unit) is Stay.BACKWARD else 0

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from hf_dist import collectives
 from tests.scale.live import Live
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
@@ -45,7 +46,8 @@ def forget_launcher() -> None:
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     """Inside, this process is `rank` of `size`: torch's fake process group, in which every rank sends what this one does.
 
-    Objects are gathered for real, `size` times this rank's own, also where a `FakeRank` is active.
+    Objects are gathered for real, `size` times this rank's own, also where a `FakeRank` is active. Ours are held by a
+    collective until it is waited for, as NCCL's and gloo's hold them (FSDP2 keeps its own).
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     originals = {name: getattr(dist, name) for name in _SET_UP}
@@ -59,12 +61,25 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
 
     for name, function in originals.items():
         setattr(dist, name, outside(function))
+    reduce_scatter = collectives._reduce_scatter
+    collectives._reduce_scatter = lambda *args, **kwargs: _Holding(reduce_scatter(*args, **kwargs), args)
     try:
         yield
     finally:
+        collectives._reduce_scatter = reduce_scatter
         for name, function in originals.items():
             setattr(dist, name, function)
         dist.destroy_process_group()
+
+
+class _Holding:
+    def __init__(self, work: Any, tensors: Any) -> None:
+        self._work = work
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensors = None
 
 
 @dataclass
