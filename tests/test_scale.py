@@ -33,6 +33,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 """Rank and config."""
 CASES["hsdp-accumulated"][1]["zero_optimization"]["mics_shard_size"] = 8
 
+# Heads wider and narrower than the rest, so that the peak is at the loss, at the head or in the blocks.
+PEAKS = {
+    "loss": Case(2048, 7168, 4, 16, 4, 128256, seq=1024),
+    "head": Case(2048, 7168, 4, 16, 4, 128256, seq=64),
+    "blocks": Case(2048, 7168, 4, 16, 4, 32000, seq=4096),
+    "not checkpointed": Case(2048, 7168, 4, 16, 4, 32000, seq=4096, checkpointing=False),
+}
+
 
 def measure_all(rank: int, world: int) -> dict[str, dict[str, Any]]:
     """Every case, one rank of 64 each."""
@@ -40,6 +48,18 @@ def measure_all(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return {
         name: measure("hf_dist", SMALL, WORLD, config, rank=place, steps=2) for name, (place, config) in CASES.items()
     }
+
+
+def measure_peaks(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Every shape under stage 3."""
+    forget_launcher()
+    return {name: measure("hf_dist", case, WORLD, config_of(3), steps=2) for name, case in PEAKS.items()}
+
+
+@functools.cache
+def peaks() -> dict[str, dict[str, Any]]:
+    """In a process of its own, as `measured`."""
+    return run_ranks(measure_peaks, 1)[0]
 
 
 @functools.cache
@@ -64,3 +84,9 @@ def test_bytes_at_rest_equal_the_plan(case: str) -> None:
     assert got["resident_said"] == got["planned_resident"]
     # All tensors that are alive, but for buffers and the batch: nothing else is kept than a few numbers.
     assert 0 <= got["resident"] - got["planned_resident"] <= 64
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_the_peak_is_planned(case: str) -> None:
+    got = peaks()[case]
+    assert got["peak"] == pytest.approx(got["planned_peak"], rel=0.04)

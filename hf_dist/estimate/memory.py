@@ -99,10 +99,8 @@ class MemoryPlan:
         states = self.states
         if self.accumulates and states.collects_window:
             # The window's sums give way to what is reduced, which is never more: the beginning is the fullest.
-            most = self.activations + self.waiting + states.gathered_nbytes
-        else:
-            most = states.backward_nbytes(self.activations, accumulated=self.accumulates)
-        return most + self.recomputed
+            return self.activations + self.waiting + states.gathered_nbytes + self.recomputed
+        return states.backward_nbytes(self.activations, self.recomputed, accumulated=self.accumulates)
 
     @cached_property
     def device_peak(self) -> int:

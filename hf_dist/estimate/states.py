@@ -364,11 +364,12 @@ class States:
         """Those gradients, and one parameter's that autograd has just made."""
         return sum(u.learning for u in self.units) * self.precision.grads.itemsize + max(u.newest for u in self.units)
 
-    def backward_nbytes(self, activations: int, *, accumulated: bool) -> int:
+    def backward_nbytes(self, activations: int, recomputed: int, *, accumulated: bool) -> int:
         """The most of gathered weights, activations, and gradients on their way and reduced, as units follow each other.
 
-        `activations`: at the beginning, taken as equally many of every unit; `accumulated`: reduced gradients of earlier
-        microbatches are there. The root begins with the head. If it ends with an embedding, its gradients stay on their way.
+        `activations`: at the beginning, taken as equally many of every unit; `recomputed`: of the block whose turn it is;
+        `accumulated`: reduced gradients of earlier microbatches are there. The root begins with the head. If it ends with an
+        embedding, its gradients stay on their way.
         """
         wire = self.wire.itemsize
         root, blocks = self.units[0], self.units[:0:-1]
@@ -382,8 +383,13 @@ class States:
             on_the_way = waits + (sent[k] + self._in_flight(sent[:k])) * wire
             stepped = sum(u.reduced for u in order[: max(0, k - 1)]) if self._frees_gradients else 0
             left = activations * (len(blocks) - done) // max(1, len(blocks))
-            # With the gradients of a root that stands behind the blocks its weights go, too.
-            used = self._used(blocks, done) - (self._gathered([root]) if root.learning and order.index(root) < k else 0)
+            left += recomputed if unit is not root and unit.needed_in_backward else 0
+            if unit is root and not k:
+                used = self.gathered_at_loss_nbytes - self.kept_nbytes
+            else:  # with the gradients of a root that stands behind the blocks its weights went, too
+                stays = [] if root.learning and not root.stands_first else [root]
+                read = [u for u in blocks[done:] if u.needed_in_backward]
+                used = self._gathered([*stays, *read[:1], *self._prefetched(read[1:])])
             here = kept + used + (whole if accumulated else reduced) - stepped
             most = max(most, here + on_the_way + left + unit.newest)
             reduced += unit.reduced
