@@ -33,7 +33,7 @@ from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.in_backward import steps_in_backward
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
-from hf_dist.pipelined import Example, Pipeline, cut_model, example_of
+from hf_dist.pipelined import CutModel, Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
 from hf_dist.sharding.budgets import Budgets
 from hf_dist.sharding.compiled import compile_blocks
@@ -45,7 +45,7 @@ from hf_dist.sharding.consistency import (
     tell_full_build,
 )
 from hf_dist.sharding.placement import Placement, placements_for
-from hf_dist.sharding.precision import precision_for
+from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.quantised import prepare_quantised
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -147,7 +147,6 @@ def build_engine(
     `make_optimizer=False`: whoever calls makes and attaches optimizer and schedule, also those that the config asks for.
     `example`: for a pipeline.
     """
-    zero = config.zero_optimization
     if not trainable:
         model.requires_grad_(False)
     else:
@@ -164,29 +163,12 @@ def build_engine(
     if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
         example = example or Example(lambda: example_of(model))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
-    storage = _storage_for(model, config, mesh, optimizer)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(mesh.device)
-    sharded = ShardedModel(
-        model,
-        placements=placements_for(config),
-        mesh=mesh,
-        precision=precision,
-        budgets=budgets_for(config),
-        leaf_modules=(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
-        pipeline=cut.share if cut else None,
-        storage=storage,
-    )
-    # After sharding, whose hooks stay outside; before the tiled loss, which calls the blocks as anybody does.
-    if config.compile.enabled:
-        say(f"{compile_blocks(sharded.units, config.compile.backend)} blocks are compiled ({config.compile.backend})")
+    sharded = _shard(model, config, mesh, precision, cut, _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
     # After sharding: the optimizer's state is made for fragments, never for whole parameters.
-    if optimizer is None and trainable and make_optimizer and config.optimizer is not None:
-        # A group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
-        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-        optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, groups)
+    if optimizer is None and trainable and make_optimizer:
+        optimizer = _optimizer_of(model, config)
     pipeline = Pipeline(cut, sharded, config.pipeline) if cut else None
     engine = Engine(
         sharded=sharded,
@@ -206,6 +188,43 @@ def build_engine(
         keep_by_budget(engine)
         say(start_up_report(sharded, config, batch, pipeline))
     return engine
+
+
+def _shard(
+    model: nn.Module,
+    config: DistConfig,
+    mesh: ParallelMesh,
+    precision: Precision,
+    cut: CutModel | None,
+    storage: Storage,
+) -> ShardedModel:
+    """The units and hooks of `model`, its blocks compiled if the config says so."""
+    leaf = config.zero_optimization.leaf_module
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(mesh.device)
+    sharded = ShardedModel(
+        model,
+        placements=placements_for(config),
+        mesh=mesh,
+        precision=precision,
+        budgets=budgets_for(config),
+        leaf_modules=(leaf.classes, leaf.names, leaf.name_suffixes),
+        pipeline=cut.share if cut else None,
+        storage=storage,
+    )
+    # After sharding, whose hooks stay outside; before the tiled loss, which calls the blocks as anybody does.
+    if config.compile.enabled:
+        say(f"{compile_blocks(sharded.units, config.compile.backend)} blocks are compiled ({config.compile.backend})")
+    return sharded
+
+
+def _optimizer_of(model: nn.Module, config: DistConfig) -> torch.optim.Optimizer | None:
+    """What `optimizer` of the config asks for, over the parameters that train; None if it asks for none."""
+    if config.optimizer is None:
+        return None
+    # A group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    return build_optimizer(config.optimizer.type, config.optimizer.params, groups)
 
 
 def _storage_for(

@@ -198,7 +198,7 @@ class Pipeline:
             _ZeroHooks(self.sharded, schedule, self.mesh.pp.rank),
         )
         first = microbatches[0]
-        self.sharded.begin_training(*(((), first) if isinstance(first, Mapping) else ((first,), {})))
+        self.sharded.passes.begin_training(*(((), first) if isinstance(first, Mapping) else ((first,), {})))
         with self._random_numbers(step), self.sharded.held():
             run.run(microbatches, function)
         self._windows += 1
@@ -296,20 +296,20 @@ class _ZeroHooks(Hooks):
 
     def before_forward(self, stage: int, microbatch: int) -> None:
         """The passes of this stage's units."""
-        self.sharded.select_pass(self.numbers[stage])
+        self.sharded.passes.select(self.numbers[stage])
 
     def before_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
         """In the last backward of a stage its units are reduced; those of several stages in the last one of all."""
         number = self.numbers[stage]
-        self.sharded.select_pass(number)
+        self.sharded.passes.select(number)
         finishing: set[int] = set()
         if is_last:
             self.open.discard(number)
-            finishing = set(self.sharded.passes[number].units)
+            finishing = set(self.sharded.passes.kinds[number].units)
             for other in self.open:
-                finishing -= set(self.sharded.passes[other].units)
-        self.sharded.begin_backward(finishing)
+                finishing -= set(self.sharded.passes.kinds[other].units)
+        self.sharded.passes.begin_backward(finishing)
 
     def after_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
         """Units that got no gradient take part all the same."""
-        self.sharded.end_backward()
+        self.sharded.passes.end_backward()

@@ -96,7 +96,7 @@ def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
         *(_aligned(rows) if rows else []),
         *(
             ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]
-            if sharded.before_training
+            if sharded.passes.before_training
             else []
         ),
     ]

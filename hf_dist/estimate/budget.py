@@ -37,7 +37,7 @@ def keep_by_budget(engine: Engine) -> None:
         if found is not None:
             _decide(found, args, kwargs)
 
-    sharded.before_training = decide
+    sharded.passes.before_training = decide
 
 
 def planned_config(engine: Engine, micro: int) -> DistConfig:

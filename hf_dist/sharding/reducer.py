@@ -8,6 +8,7 @@ from collections.abc import Callable, Container
 
 from hf_dist.collectives import Handle
 from hf_dist.mesh import ParallelMesh
+from hf_dist.offload.host import HostLink
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.order import IssueOrder
 from hf_dist.sharding.placement import Placement, StatePlacements
@@ -19,11 +20,20 @@ MAX_REDUCTIONS_IN_FLIGHT = 2
 class Reducer:
     """Reduces complete units in an order that is the same on every rank, never by readiness."""
 
-    def __init__(self, units: list[ShardUnit], placements: StatePlacements, mesh: ParallelMesh, max_numel: int) -> None:
-        """`max_numel`: elements in flight (at least one unit), 0 to wait for each reduction at once."""
+    def __init__(
+        self,
+        units: list[ShardUnit],
+        placements: StatePlacements,
+        mesh: ParallelMesh,
+        link: HostLink,
+        max_numel: int,
+    ) -> None:
+        """`link`: to where offloaded gradients go; `max_numel`: elements in flight (at least one unit), 0 to wait for each
+        reduction at once."""
         self.units = units
         self.placements = placements
         self.mesh = mesh
+        self.link = link
         self.max_numel = max_numel
         self.finishing: Container[int] = range(len(units))
         """Units whose gradients of the window are complete after the backward under way."""
@@ -89,8 +99,9 @@ class Reducer:
             self._in_flight.popleft()[1].wait()
 
     def wait(self) -> None:
-        """Until nothing is in flight; then weights that several pipeline stages hold get the sum of their gradients.
+        """Until nothing is in flight, nor on its way to the host.
 
+        Weights that several pipeline stages hold get the sum of their gradients.
         Collective over the holders of such weights, once per window; local otherwise.
         """
         self.settle()
@@ -100,3 +111,11 @@ class Reducer:
         for group in self._held_elsewhere:
             group.add_up_holders()
         self._held_elsewhere.clear()
+        self.link.wait_host()
+
+    def drop(self) -> None:
+        """Forget the gradients of the window."""
+        self.wait()
+        for unit in self.units:
+            for group in unit.trainable:
+                group.drop_gradients()

@@ -146,7 +146,7 @@ def _block(frame: FrameType, names: Mapping[int, str]) -> str:
     if code.co_name == "_call_impl" and code.co_filename.endswith("/torch/nn/modules/module.py"):
         module = frame.f_locals.get("self")
         return names.get(id(module), type(module).__name__) or type(module).__name__
-    if code.co_filename.endswith("/hf_dist/sharding/runtime.py") and "unit" in code.co_varnames:
+    if code.co_filename.endswith("/hf_dist/sharding/passes.py") and "unit" in code.co_varnames:
         unit = frame.f_locals.get("unit")
         return "" if unit is None else getattr(unit, "name", "") or "the rest of the model"
     return ""

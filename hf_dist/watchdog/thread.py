@@ -122,7 +122,7 @@ class Watchdog(threading.Thread):
             if engine not in self._named:
                 self._named.add(engine)
                 self._names |= {id(module): name for name, module in engine.model.named_modules() if name}
-        reached = [name for name in (e.sharded.unit_in_backward for e in engines) if name is not None]
+        reached = [name for name in (e.sharded.passes.unit_in_backward for e in engines) if name is not None]
         place = find_place(self._names, reached[0] if reached else "")
         if not place.waits_for and mesh.device_is_busy(self._seconds_at(place) > self.limit / 2):
             # The host is in some line that reads a number from the GPU; what that waits for is a collective.

@@ -52,13 +52,14 @@ def install(clock: Clock) -> None:
     from hf_dist import collectives, engine
     from hf_dist.optim.attach import FragmentedOptimizer
     from hf_dist.sharding.group import FlatGroup
+    from hf_dist.sharding.passes import Passes
     from hf_dist.sharding.runtime import ShardedModel
 
     for hook in (
         *("_enter", "_leave", "_touch_root", "_pre_forward", "_post_forward", "_pre_backward", "_inputs_reached"),
         *("_gradient_ready", "_begin_backward", "_finish_backward"),
     ):
-        clock.wrap(ShardedModel, hook, "hooks, order, bookkeeping")
+        clock.wrap(Passes, hook, "hooks, order, bookkeeping")
     clock.wrap(FlatGroup, "unshard", "gathers: storage, cast, sends posted")
     clock.wrap(FlatGroup, "reshard", "gathers: storage freed")
     clock.wrap(FlatGroup, "add_gradient", "gradients: copy into the flat buffer")
