@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dist.mesh import GroupLease, MeshAxis
+from hf_dist.pages import in_huge_pages
 
 # Their names since torch 2.13; the old ones warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -194,7 +195,7 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
 
 def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Handle:
     part = out.numel()
-    received = torch.empty((axis.size - 1) * part, dtype=full.dtype)
+    received = in_huge_pages(torch.empty((axis.size - 1) * part, dtype=full.dtype))
     works: list[Any] = []
     for step in range(1, axis.size):
         to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size

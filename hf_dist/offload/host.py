@@ -5,24 +5,18 @@ On a machine without an accelerator host and device are the same memory. The sam
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hf_dist.log import say_once, warn_once
+from hf_dist.pages import fresh_pages
 
-PAGE = 4096
-"""Bytes. Buffers start on a page, which direct file access asks for."""
-HUGE_PAGE = 1 << 21
-"""Bytes, on x86-64 and (with pages of 4 KiB) on arm64. Elsewhere buffers begin on a multiple of it, and nothing is lost."""
-_PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-"""Shared pages, which mmap gives else, are never huge."""
 _CHUNK_NUMEL = 1 << 22
 """Elements of one piece of what is cast on the host and sent to the device."""
 
@@ -34,21 +28,10 @@ def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    buffer = _pages(nbytes)
+    buffer = fresh_pages(nbytes)
     if pin and torch.cuda.is_available():
         _register(buffer)
     return buffer
-
-
-def _pages(nbytes: int) -> torch.Tensor:
-    """Fresh pages, zero. Large ones lie in huge pages where the system gives them to who asks (madvise); see the README."""
-    if nbytes < 2 * HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, **_PRIVATE)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-    with suppress(OSError):  # a kernel built without them; what is left at the end stays in small pages
-        memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes - nbytes % HUGE_PAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes)
 
 
 def host_zeros(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:

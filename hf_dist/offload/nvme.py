@@ -21,8 +21,9 @@ import torch
 
 from hf_dist.errors import ConfigError, HfDistError, Problem
 from hf_dist.log import say_once
-from hf_dist.offload.host import PAGE, host_empty
+from hf_dist.offload.host import host_empty
 from hf_dist.offload.store import Tier
+from hf_dist.pages import PAGE
 
 _PROBE_NBYTES = 32 << 20
 _PREFIX = "hf_dist_swap_rank"

@@ -19,6 +19,7 @@ from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Resident, Resting, Tier, opened
+from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_source
@@ -84,8 +85,8 @@ class FlatGroup:
         )
         self.resting = self.places.interval
         rests_sharded = self.placements.params is Placement.SHARD
-        # 1D, compute dtype; its storage is empty while the weights rest sharded. Never touched if it is never filled.
-        new = torch.empty if streamed and rests_sharded else torch.zeros
+        # 1D, compute dtype; its storage is empty while the weights rest sharded, and is not touched here then.
+        new = torch.empty if rests_sharded else torch.zeros
         self.full = new(layout.numel, dtype=self.dtype, device=device)
         self._make_states()
         with opened(self.master, changed=True) as masters:
@@ -132,7 +133,7 @@ class FlatGroup:
             elif streamed or self.separate or self.master is not self.shard:
                 _copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
             view = self.full[slot.offset : slot.stop].view(slot.shape)
-            if not streamed:
+            if not streamed and self.placements.params is not Placement.SHARD:
                 view.copy_(p.detach())
             p.data = view
 
@@ -195,6 +196,7 @@ class FlatGroup:
         with torch.autograd._unsafe_preserve_version_counter(self.full), torch.no_grad():
             if not self.resident:
                 storage.resize_(self.layout.numel * self.full.element_size())
+                in_huge_pages(self.full)
             self._gather = self._fill_full() if self.separate else self._gather_full()
         self.fresh = True
 
@@ -328,7 +330,7 @@ class FlatGroup:
         elif self.mesh.dp_shard.size == 1:
             handle, out = collectives.Handle([]), full
         else:
-            out = torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device)
+            out = in_huge_pages(torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device))
             handle = collectives.reduce_scatter(self.mesh.dp_shard, full, out)
         return collectives.Handle([handle], lambda: self.gradient.add(out))
 

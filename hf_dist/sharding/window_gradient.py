@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.layout import FlatLayout
 
 
@@ -77,7 +78,7 @@ class WindowGradient:
         if self.values is None:
             # What is reduced right away has the dtype of the wire; what is accumulated first has its own.
             dtype = self._wire if self._reduces_now else self._accumulated
-            self.values = torch.empty(self._layout.numel, dtype=dtype, device=self._device)
+            self.values = in_huge_pages(torch.empty(self._layout.numel, dtype=dtype, device=self._device))
             if self._gaps is not None:
                 self.values.index_fill_(0, self._gaps, 0)
             if self._end < self.values.numel():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dist.offload.host import HUGE_PAGE, PAGE, host_empty, host_zeros
+from hf_dist.offload.host import host_empty, host_zeros
+from hf_dist.pages import HUGE_PAGE, MAPPED_NBYTES, PAGE, in_huge_pages
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -45,3 +46,12 @@ def test_large_tensors_ask_for_huge_pages_and_small_ones_do_not() -> None:
     large, small = host_zeros(HUGE_PAGE, torch.float32, pin=False), host_zeros(PAGE, torch.float32, pin=False)
     assert "hg" in flags_of(large.data_ptr())
     assert "hg" not in flags_of(small.data_ptr())
+
+
+@pytest.mark.skipif(not _ENABLED.exists(), reason="a system without huge pages")
+def test_what_the_library_maps_afresh_each_time_lies_in_huge_pages() -> None:
+    """The middle of it, as its ends share pages with nobody but are not aligned; smaller tensors come from the heap."""
+    mapped = in_huge_pages(torch.empty(MAPPED_NBYTES, dtype=torch.uint8))
+    heap = in_huge_pages(torch.empty(MAPPED_NBYTES // 64, dtype=torch.uint8))
+    assert "hg" in flags_of(mapped.data_ptr() + MAPPED_NBYTES // 2)
+    assert "hg" not in flags_of(heap.data_ptr())

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from hf_dist.errors import ConfigError
-from hf_dist.offload import host, nvme
+from hf_dist.offload import nvme
 from hf_dist.offload.host import HostGradient, HostLink, host_empty, step_threads, threads
 from hf_dist.offload.nvme import BufferPool, DiskTensor, SwapFile
 from hf_dist.offload.store import Resident, Tier, opened
+from hf_dist.pages import PAGE
 
 
 def swap_file(folder: Path, **options: Any) -> SwapFile:
@@ -98,7 +99,7 @@ def test_refused_page_locking_is_said_once_and_ordinary_memory_used(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
     with caplog.at_level(logging.WARNING, logger="hf_dist"):
         buffers = [host_empty(1 << 16, pin=True) for _ in range(2)]
-    assert all(b.numel() == 1 << 16 and b.data_ptr() % host.PAGE == 0 for b in buffers)
+    assert all(b.numel() == 1 << 16 and b.data_ptr() % PAGE == 0 for b in buffers)
     assert caplog.text.count("refused to page-lock") == 1
 
 
