@@ -54,6 +54,7 @@ def install(clock: Clock) -> None:
     from hf_dist.sharding.group import FlatGroup
     from hf_dist.sharding.passes import Passes
     from hf_dist.sharding.runtime import ShardedModel
+    from hf_dist.sharding.window_gradient import WindowGradient
 
     for hook in (
         *("_enter", "_leave", "_touch_root", "_pre_forward", "_post_forward", "_pre_backward", "_inputs_reached"),
@@ -62,7 +63,7 @@ def install(clock: Clock) -> None:
         clock.wrap(Passes, hook, "hooks, order, bookkeeping")
     clock.wrap(FlatGroup, "unshard", "gathers: storage, cast, sends posted")
     clock.wrap(FlatGroup, "reshard", "gathers: storage freed")
-    clock.wrap(FlatGroup, "add_gradient", "gradients: copy into the flat buffer")
+    clock.wrap(WindowGradient, "add", "gradients: copy into the flat buffer")
     clock.wrap(FlatGroup, "reduce", "gradients: cast for the wire, sends posted")
     clock.wrap(collectives.Handle, "wait", "gradients: sum of what arrived")
     clock.wrap(collectives, "_block_on", "waiting for collectives")
