@@ -36,7 +36,8 @@ def fresh_pages(nbytes: int) -> torch.Tensor:
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, whose memory nobody has touched yet, with huge pages asked for where it is on the host and large."""
-    if not tensor.is_cuda and tensor.numel() * tensor.element_size() >= MAPPED_NBYTES and _madvise() is not None:
+    large = tensor.numel() * tensor.element_size() >= MAPPED_NBYTES
+    if large and tensor.device.type == "cpu" and type(tensor) is torch.Tensor:  # a fake tensor has no memory
         _ask(tensor)
     return tensor
 
