@@ -70,6 +70,7 @@ def install() -> None:
 
 def _report_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     rank = int(os.environ.get("RANK", "0"))
+    _flush_output()  # a log that is not a terminal would else get the last lines of training after what is said here
     with contextlib.suppress(ValueError):  # only a main thread can
         # The launcher sends it as soon as any rank has ended; what is to be said here is said first.
         signal.signal(signal.SIGTERM, lambda *_: _told_to_end.set())
@@ -91,10 +92,17 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
         _leave_word(print_traceback(error))  # at once: the launcher's summary may come half a minute later, or never
         _tell_launcher(f"of rank {rank}:\n{text}")
-    sys.stdout.flush()
+    _flush_output()
     for wait in _unfinished:
         wait(_FINISH_SECONDS)
     os._exit(1)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
 
 
 def _report_loss(rank: int, what: str) -> None:
