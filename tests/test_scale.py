@@ -50,14 +50,21 @@ def measure_all(rank: int, world: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def measure_peaks(rank: int, world: int) -> dict[str, dict[str, Any]]:
+LOSSES: dict[str, Any] = {"chunks": None, "as it is": False}
+
+
+def measure_peaks(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]]:
     """Every shape under stage 3."""
     forget_launcher()
-    return {name: measure("hf_dist", case, WORLD, config_of(3), steps=2) for name, case in PEAKS.items()}
+    return {
+        (name, loss): measure("hf_dist", case, WORLD, config_of(3, hf_dist={"tiled_loss": value}), steps=2)
+        for name, case in PEAKS.items()
+        for loss, value in LOSSES.items()
+    }
 
 
 @functools.cache
-def peaks() -> dict[str, dict[str, Any]]:
+def peaks() -> dict[tuple[str, str], dict[str, Any]]:
     """In a process of its own, as `measured`."""
     return run_ranks(measure_peaks, 1)[0]
 
@@ -86,7 +93,8 @@ def test_bytes_at_rest_equal_the_plan(case: str) -> None:
     assert 0 <= got["resident"] - got["planned_resident"] <= 64
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("case", PEAKS)
-def test_the_peak_is_planned(case: str) -> None:
-    got = peaks()[case]
+def test_the_peak_is_planned(case: str, loss: str) -> None:
+    got = peaks()[case, loss]
     assert got["peak"] == pytest.approx(got["planned_peak"], rel=0.04)

@@ -1,8 +1,11 @@
-"""Logits that are computed when somebody reads them, and never if only a cross-entropy does.
+"""Logits that remember what is done to them until a cross-entropy takes them.
 
 The hidden states enter the head as `Hidden`; `linear` answers with `LazyLogits`, which remember what is done to them:
-element by element with numbers (soft-capping, scaling, casts), or to their rows (views, the shift by one). `cross_entropy`
-of them is computed in tiles. Everything else reads them: then they are the plain logits with the usual graph.
+element by element with numbers (soft-capping, scaling, casts), or to their rows (views, the shift by one). Everything else
+reads them: then they are the plain logits with the usual graph. Behind them is one of two heads:
+
+    Computed    the product, made at once; `cross_entropy` goes through it in chunks (`chunks.py`)
+    Linear      the product, put off; `cross_entropy` makes it in tiles, and never whole (`tiles.py`)
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from hf_dist.activation.tiles import Linear, tiled_cross_entropy
+from hf_dist.activation.chunks import Cast, Computed
+from hf_dist.activation.tiles import Linear, saves_memory, tiled_cross_entropy
 from hf_dist.errors import ModelError
 
 _FIX = 'Read them before backward, or set "hf_dist": {"tiled_loss": false}.'
@@ -26,7 +30,9 @@ class Use:
     """What becomes of the logits of one call of the head."""
 
     on_read: Callable[[str], None]
-    """Told, with the name of the function, when code other than the loss reads them."""
+    """Told, with the name of the function, when code other than the loss reads logits that were put off."""
+    tiles: bool = True
+    """Whether they may be put off, where that saves memory."""
     has_loss: bool = False
     """A cross-entropy took them."""
     gone: bool = False
@@ -55,11 +61,20 @@ class Hidden(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.linear and isinstance(args[0], Hidden) and not _is_marked(args[1:]):
-                plain = args[0].as_subclass(torch.Tensor)
                 bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-                return LazyLogits.of(Linear(plain, args[1], bias), args[0]._use, plain.dtype)
+                return _logits_of(Linear(args[0].as_subclass(torch.Tensor), args[1], bias), args[0]._use)
             args, kwargs = tree_map(_plain, (args, kwargs or {}))
             return func(*args, **kwargs)
+
+
+def _logits_of(head: Linear, use: Use) -> LazyLogits:
+    vocabulary, width = head.weight.shape
+    learns = torch.is_grad_enabled() and head.weight.requires_grad
+    itemsize = head.hidden.dtype.itemsize
+    if use.tiles and saves_memory(head.hidden.numel() // width, vocabulary, width, itemsize, learns=learns):
+        return LazyLogits.of(head, use, head.hidden.dtype)
+    computed = head.computed()
+    return LazyLogits.of(computed, use, computed.logits.dtype)
 
 
 def _is_marked(args: tuple[Any, ...]) -> bool:
@@ -78,11 +93,10 @@ class _Unread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """A tensor of one element, expanded."""
-        return torch.empty((), dtype=dtype, device=hidden.device).expand(*hidden.shape[:-1], weight.shape[0])
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *sources: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of one element, expanded. `sources`: what the logits are made of."""
+        device = next(t.device for t in sources if t is not None)
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -94,23 +108,39 @@ class _Unread(torch.autograd.Function):
 
 
 class LazyLogits(torch.Tensor):
-    """A tensor with the shape and dtype of logits (..., V) that have not been computed."""
+    """A tensor with the shape and dtype of logits (..., V), and with their memory where it `is_plain`."""
 
-    _head: Linear
+    _head: Linear | Computed
     _use: Use
     _full: torch.Tensor | None
 
     @staticmethod
-    def of(head: Linear, use: Use, dtype: torch.dtype) -> LazyLogits:
+    def of(head: Linear | Computed, use: Use, dtype: torch.dtype) -> LazyLogits:
         """The logits of `head`."""
-        lazy: Any = _Unread.apply(head.hidden, head.weight, head.bias, dtype).as_subclass(LazyLogits)
+        plain: Any
+        if isinstance(head, Linear):
+            shape = (*head.hidden.shape[:-1], head.weight.shape[0])
+            plain = _Unread.apply(shape, dtype, head.hidden, head.weight, head.bias)
+        else:
+            plain = _Unread.apply(head.logits.shape, dtype, head.logits) if head.after else head.logits
+        lazy: Any = plain.as_subclass(LazyLogits)
         lazy._head, lazy._use, lazy._full = head, use, None
         return lazy
 
+    @property
+    def put_off(self) -> bool:
+        """Whether the product has not been made."""
+        return isinstance(self._head, Linear)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is what the head returned, with nothing pending."""
+        return isinstance(self._head, Computed) and not self._head.after
+
     def full(self) -> torch.Tensor:
-        """The logits as a plain tensor. Raises `ModelError` when the pass they belong to is over."""
+        """The logits as a plain tensor. Raises `ModelError` when they were put off and their pass is over."""
         if self._full is None:
-            if self._use.gone:
+            if self.put_off and self._use.gone:
                 raise ModelError(f"hf_dist.tiled_loss: logits were read after backward, and they were not kept. {_FIX}")
             self._full = self._head.full()
         return self._full
@@ -137,7 +167,8 @@ def _read(value: Any, func: Callable[..., Any]) -> Any:
     if not isinstance(value, LazyLogits):
         return value
     full = value.full()
-    value._use.on_read(getattr(func, "__name__", str(func)))
+    if value.put_off:
+        value._use.on_read(getattr(func, "__name__", str(func)))
     return full
 
 
@@ -155,6 +186,8 @@ def _elementwise(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwarg
     def step(logits: torch.Tensor) -> torch.Tensor:
         return func(logits, *args, **kwargs)
 
+    if func in _CASTS:
+        step = Cast(sample.dtype)
     return LazyLogits.of(replace(lazy._head, after=(*lazy._head.after, step)), lazy._use, sample.dtype)
 
 
@@ -164,10 +197,8 @@ def _reshaped(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwargs: 
     shape = func(torch.empty(lazy.shape, device="meta"), *args, **kwargs).shape
     if shape[-1] != lazy.shape[-1]:
         return NotImplemented
-    hidden = lazy._head.hidden
-    return LazyLogits.of(
-        replace(lazy._head, hidden=hidden.reshape(*shape[:-1], hidden.shape[-1])), lazy._use, lazy.dtype
-    )
+    head = lazy._head.rows(lambda t: t.reshape(*shape[:-1], t.shape[-1]))
+    return LazyLogits.of(head, lazy._use, lazy.dtype)
 
 
 def _unchanged(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -188,8 +219,8 @@ def _indexed(func: Callable[..., Any], lazy: LazyLogits, index: Any) -> Any:
     entries[at : at + 1] = rest
     if not entries or not isinstance(entries[-1], slice) or entries[-1] != slice(None):
         return NotImplemented
-    hidden = lazy._head.hidden[tuple(entries[:-1])]
-    return LazyLogits.of(replace(lazy._head, hidden=hidden), lazy._use, lazy.dtype)
+    rows = tuple(entries[:-1])
+    return LazyLogits.of(lazy._head.rows(lambda t: t[rows]), lazy._use, lazy.dtype)
 
 
 def _cross_entropy(func: Callable[..., Any], lazy: LazyLogits, target: Any, **kwargs: Any) -> Any:
@@ -201,13 +232,11 @@ def _cross_entropy(func: Callable[..., Any], lazy: LazyLogits, target: Any, **kw
     if isinstance(target, LazyLogits) or target.dtype != torch.int64 or len(target) != len(lazy):
         return NotImplemented
     lazy._use.has_loss = True
+    ignore_index, mean = wanted["ignore_index"], wanted["reduction"] == "mean"
+    if isinstance(lazy._head, Computed):
+        return lazy._head.cross_entropy(target, ignore_index=ignore_index, mean=mean)
     return tiled_cross_entropy(
-        lazy._head,
-        target,
-        ignore_index=wanted["ignore_index"],
-        mean=wanted["reduction"] == "mean",
-        dtype=lazy.dtype,
-        over=lazy._use.end,
+        lazy._head, target, ignore_index=ignore_index, mean=mean, dtype=lazy.dtype, over=lazy._use.end
     )
 
 
@@ -233,5 +262,6 @@ def _metadata() -> frozenset[Any]:
     return frozenset(found | {getattr(tensor, name) for name in methods.split()} | {torch.is_floating_point})
 
 
+_CASTS = frozenset(getattr(torch.Tensor, name) for name in ("float", "bfloat16", "half", "to"))
 _HANDLERS = _handlers()
 _METADATA = _metadata()

@@ -6,7 +6,7 @@ its loss function, shift and normalisation run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,20 +20,21 @@ from hf_dist.log import say_once
 
 
 class TiledLoss:
-    """The tiled loss of one model: on while it trains, or while only the loss of an evaluation is read.
+    """The loss of one model: in chunks of its logits, or in tiles without them.
 
-    Logits that no loss inside the model's forward has taken are computed at its end, as always. Logits that other code reads
-    beside the loss are computed then, and from the next forward on the model runs as it would without this.
+    Tiles run while the model trains, or while only the loss of an evaluation is read, where they save memory. Logits that no
+    loss inside the model's forward has taken are computed at its end, as always. Logits that other code reads beside the loss
+    are computed then, and from the next forward on nothing is put off. In chunks the logits are there for everybody.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        """Hook `model` and its `head`, the module that turns hidden states into logits."""
-        self.enabled = True
-        """False from the moment that other code has read logits."""
+    def __init__(self, model: nn.Module, head: nn.Module, *, tiles: bool = True) -> None:
+        """Hook `model` and its `head`, the module that turns hidden states into logits. `tiles`: the product may be put off."""
+        self.tiles = tiles
+        """False from the moment that other code has read logits that were put off."""
         self._name = type(model).__name__
         self._evaluates = False
         self._use: Use | None = None
-        model.register_forward_pre_hook(self._enter)
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
         # Before the hook that lets go of the head's weights.
         model.register_forward_hook(self._leave, prepend=True, always_call=True)
         head.register_forward_pre_hook(self._mark)
@@ -47,12 +48,17 @@ class TiledLoss:
         finally:
             self._evaluates = before
 
-    def _enter(self, model: nn.Module, args: Any) -> None:
+    def _enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # the compiler fuses the loss itself
+            return
         learns = model.training and torch.is_grad_enabled()
-        self._use = Use(self._was_read) if self.enabled and (learns or self._evaluates) else None
+        if learns or self._evaluates or kwargs.get("labels") is not None:
+            self._use = Use(self._was_read, tiles=self.tiles and (learns or self._evaluates))
 
     def _mark(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self._use is None or not args or not isinstance(args[0], torch.Tensor):
+        if (
+            self._use is None or not args or type(args[0]) is not torch.Tensor
+        ):  # a subclass (fake, DTensor) stays itself
             return None
         return (Hidden.of(args[0], self._use), *args[1:])
 
@@ -60,48 +66,54 @@ class TiledLoss:
         use, self._use = self._use, None
         if use is None:
             return None
+        lazy = [v for v in tree_leaves(output) if isinstance(v, LazyLogits)]
         if use.has_loss:
             if not torch.is_grad_enabled():  # no backward: the weights go now
                 use.end()
-            return None
-        if torch.is_grad_enabled() and any(isinstance(v, LazyLogits) for v in tree_leaves(output)):
+            return _with_full_logits(output, lambda v: v.is_plain) if lazy else None
+        if torch.is_grad_enabled() and any(v.put_off for v in lazy):
             say_once(
                 f"hf_dist.tiled_loss has no effect where the loss is not computed in the forward of {self._name} (no labels "
                 "given, label smoothing, a loss function of one's own): there the logits are computed in full"
             )
-        return _with_full_logits(output)
+        return _with_full_logits(output, lambda v: True) if lazy else None
 
     def _was_read(self, function: str) -> None:
-        self.enabled = False
+        self.tiles = False
         say_once(
             f"hf_dist.tiled_loss: {function} reads the logits of {self._name}, so they are computed in full from now on"
         )
 
 
-def _with_full_logits(output: Any) -> Any:
-    """`output`, in which no logits are lazy; ModelOutput and dicts are changed in place."""
-    if isinstance(output, LazyLogits):
-        return output.full()
+def _with_full_logits(output: Any, which: Callable[[LazyLogits], bool]) -> Any:
+    """`output` with plain tensors in place of the lazy logits that `which` says; ModelOutput and dicts are changed in place."""
+
+    def plain(value: Any) -> Any:
+        return value.full() if isinstance(value, LazyLogits) and which(value) else value
+
+    if isinstance(output, tuple):
+        return tuple(plain(value) for value in output)
+    if isinstance(output, torch.Tensor):
+        return plain(output)
     if isinstance(output, dict):
         for key, value in list(output.items()):
             if isinstance(value, LazyLogits):
-                output[key] = value.full()
+                output[key] = plain(value)
         return output
-    if isinstance(output, tuple):
-        return tuple(v.full() if isinstance(v, LazyLogits) else v for v in output)
     for key, value in list(getattr(output, "__dict__", {}).items()):
         if isinstance(value, LazyLogits):
-            setattr(output, key, value.full())
+            setattr(output, key, plain(value))
     return output
 
 
 def tiled_loss_for(model: nn.Module, kept: set[nn.Module], config: DistConfig) -> TiledLoss | None:
-    """The tiled loss of `model`, None where it cannot be or is not wanted.
+    """The loss of `model` in chunks or tiles, None where it cannot be or is not wanted.
 
     `kept`: modules whose weights can be read from the start of the model's forward to its
     end (the tiles run after the head's own forward).
     """
-    if not settled(config.hf_dist.tiled_loss):
+    wanted = settled(config.hf_dist.tiled_loss)
+    if wanted is False:
         return None
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
@@ -110,7 +122,7 @@ def tiled_loss_for(model: nn.Module, kept: set[nn.Module], config: DistConfig) -
         if config.source_of("hf_dist.tiled_loss") == "file":
             say_once(f"hf_dist.tiled_loss has no effect: {name} has no head over a vocabulary (get_output_embeddings)")
         return None
-    if not any(module in kept for module in head.modules()):
+    tiles = any(module in kept for module in head.modules())
+    if wanted and not tiles:
         say_once(f"hf_dist.tiled_loss has no effect: the head of {name} is a unit of its own (leaf_module)")
-        return None
-    return TiledLoss(model, head)
+    return TiledLoss(model, head, tiles=bool(wanted) and tiles)

@@ -9,18 +9,18 @@ head and loss, such as soft-capping.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-TILE_BYTES = 1 << 29
-"""Memory for one tile: logits and gradient in the compute dtype, and the fp32 copy, log-softmax and gradient of the loss."""
-BYTES_PER_LOGIT = 16
-_ROWS_MULTIPLE = 64
+from hf_dist.activation.chunks import Cast, Computed, Elementwise
 
-Elementwise = Callable[[torch.Tensor], torch.Tensor]
+TILE_BYTES = 1 << 29
+"""Memory for one tile: logits and gradient in the compute dtype, and on a CPU the gradient in fp32."""
+BYTES_PER_LOGIT = 8
+_ROWS_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,17 @@ class Linear:
     after: tuple[Elementwise, ...] = ()
     """What the model does to the logits, element by element, in order."""
 
+    def rows(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
+        """The same of other rows: `view` leaves the last dimension as it is."""
+        return replace(self, hidden=view(self.hidden))
+
     def full(self) -> torch.Tensor:
         """The logits of all rows, (..., V)."""
-        logits = functional.linear(self.hidden, self.weight, self.bias)
-        for step in self.after:
-            logits = step(logits)
-        return logits
+        return self.computed().full()
+
+    def computed(self) -> Computed:
+        """The product now, what comes after it still to come."""
+        return Computed(functional.linear(self.hidden, self.weight, self.bias), self.after)
 
 
 def tile_rows(vocabulary: int) -> int:
@@ -66,14 +71,6 @@ def tiled_cross_entropy(
     `mean`: over the targets other than `ignore_index`, else the sum. With no such target the mean is nan and its gradient 0,
     as torch's. `over` is called when backward passes through.
     """
-    learns = head.weight.requires_grad and torch.is_grad_enabled()
-    if not saves_memory(len(target), *head.weight.shape, learns=learns):
-        loss = functional.cross_entropy(
-            head.full(), target, reduction="mean" if mean else "sum", ignore_index=ignore_index
-        )
-        if loss.requires_grad:
-            loss.register_hook(lambda grad: over())
-        return loss
     job = _Job(head.after, target, ignore_index, torch.is_grad_enabled(), over)
     total: torch.Tensor = _TiledSum.apply(head.hidden, head.weight, head.bias, job)
     if mean:
@@ -83,13 +80,13 @@ def tiled_cross_entropy(
     return total.to(dtype)
 
 
-def saves_memory(num_rows: int, vocabulary: int, width: int, *, learns: bool) -> bool:
-    """Whether the logits of all rows are larger than a tile and the fp32 gradient of the head, which only tiles need.
+def saves_memory(num_rows: int, vocabulary: int, width: int, itemsize: int, *, learns: bool) -> bool:
+    """Whether all logits and their gradient are larger than a tile and the fp32 gradient of the head, which only tiles need.
 
-    `learns`: the head (vocabulary x width) gets a gradient.
+    `learns`: the head (vocabulary x width) gets a gradient. `itemsize`: bytes of a logit.
     """
     learned = 4 * vocabulary * width if learns else 0
-    return num_rows * vocabulary * BYTES_PER_LOGIT > TILE_BYTES + learned
+    return num_rows * vocabulary * itemsize * 2 > TILE_BYTES + learned
 
 
 class _TiledSum(torch.autograd.Function):
@@ -109,15 +106,8 @@ class _TiledSum(torch.autograd.Function):
             product = functional.linear(part, weight, bias)
             with torch.set_grad_enabled(any(wanted)):
                 product.requires_grad_(any(wanted))
-                logits = product
-                for step in job.after:
-                    logits = step(logits)
-                loss = functional.cross_entropy(
-                    logits.to(total.dtype),
-                    job.target[start : start + rows],
-                    reduction="sum",
-                    ignore_index=job.ignore_index,
-                )
+                logits = Computed(product, (*job.after, Cast(total.dtype)))
+                loss = logits.cross_entropy(job.target[start : start + rows], ignore_index=job.ignore_index, mean=False)
             total += loss.detach()
             if any(wanted):
                 (grad,) = torch.autograd.grad(loss, product)

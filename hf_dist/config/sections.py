@@ -296,8 +296,8 @@ class HfDistSection(Frozen):
     """`hf_dist.save_on_signal`: whether SIGTERM or SIGUSR1 at any rank makes all ranks save a checkpoint and exit."""
     check_load: Flag = True
     """`hf_dist.check_load`: whether weights are compared with their files before the first step."""
-    tiled_loss: FlagOrAuto = False
-    """`hf_dist.tiled_loss`: whether head and loss run in tiles, without the full logits; the Trainer's default is true."""
+    tiled_loss: FlagOrAuto | None = None
+    """`hf_dist.tiled_loss`: whether head and loss run in tiles; None is true in the Trainer, else the loss alone is chunked."""
     memory_budget: MemoryBudget | None = None
     """`hf_dist.memory_budget`: "auto", "20GB" or bytes of a rank's device; at stage 3 what is left of it saves gathers."""
     lazy_load: Flag = True

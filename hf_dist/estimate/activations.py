@@ -8,6 +8,7 @@ With checkpointing a block keeps its input, and in backward one block at a time 
 
     kept        outside + sum of saved (blocks that are kept) + sum of inputs (checkpointed blocks)
     recomputed  the largest saved of the checkpointed blocks, without its input
+    passing     two gradients of the size of the largest tensor that a block saves: that of an output, and that of its input
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hf_dist.config import DistConfig, settled
 from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.sharding.precision import precision_for
 
-_LOSS_NBYTES = 12
+_PLAIN_LOSS_NBYTES = 12
 """Per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits themselves are gone by then."""
 _ALL = -2
 """Marks what `all` returned."""
@@ -47,6 +48,8 @@ class Block:
     saved: int = 0
     saved_input: int = 0
     """The part of `saved` that is its input."""
+    largest: int = 0
+    """The largest storage in `saved`."""
     costly: int = 0
     """Outputs of matrix products and attention, which selective checkpointing keeps."""
 
@@ -60,6 +63,8 @@ class Kept:
     recomputed: int = 0
     """Besides, while one block is in backward."""
     host: int = 0
+    passing: int = 0
+    """Gradients of activations, while one block is in backward."""
 
 
 @dataclass
@@ -72,6 +77,8 @@ class Activations:
     rows: int = 0
     """Of the logits: tokens of the microbatch; 0 for a model without a head over a vocabulary."""
     vocabulary: int = 0
+    logit: int = 0
+    """Bytes of one, as the head gives it."""
     width: int = 0
     learns: bool = True
     """Whether the head is trained."""
@@ -81,10 +88,11 @@ class Activations:
         section = config.activation_checkpointing
         asked, every = asks_for_checkpointing(config)
         on = (asked or checkpointing) and self.blocks
-        device, host, recomputed, num_inputs = self.outside, 0, 0, 0
+        device, host, recomputed, num_inputs, largest = self.outside, 0, 0, 0, 0
         for i, block in enumerate(self.blocks):
             if paths is not None and block.path not in paths:
                 continue
+            largest = max(largest, block.largest)
             if not on or (every is not None and i % every):
                 device += block.saved
                 continue
@@ -96,16 +104,16 @@ class Activations:
             if not section.cpu_checkpointing or num_inputs <= NUM_KEPT:
                 device += block.input
             recomputed = max(recomputed, block.saved - block.saved_input - costly)
-        return Kept(device, max(recomputed, 0), host)
+        return Kept(device, max(recomputed, 0), host, 2 * largest)
 
     def logits(self, config: DistConfig) -> int:
-        """Bytes of what the loss makes of the logits, where backward begins; in tiles if it is tiled."""
-        plain = self.rows * self.vocabulary * _LOSS_NBYTES
-        if not settled(config.hf_dist.tiled_loss):
-            return plain
-        if not saves_memory(self.rows, self.vocabulary, self.width, learns=self.learns):
-            return plain
-        return TILE_BYTES + 4 * self.width * (self.rows + (self.vocabulary if self.learns else 0))
+        """Bytes of the logits and of what the loss makes of them, where backward begins."""
+        wanted = settled(config.hf_dist.tiled_loss)
+        if wanted is False:
+            return self.rows * self.vocabulary * _PLAIN_LOSS_NBYTES
+        if wanted and saves_memory(self.rows, self.vocabulary, self.width, self.logit, learns=self.learns):
+            return TILE_BYTES + 4 * self.width * (self.rows + (self.vocabulary if self.learns else 0))
+        return self.rows * self.vocabulary * self.logit * 2  # in chunks: they and their gradient
 
 
 def measure_activations(
@@ -229,6 +237,7 @@ class _Recorder(TorchDispatchMode):
     def _after_head(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
             self.found.rows += output.numel() // output.shape[-1]
+            self.found.logit = output.element_size()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves `tensor`."""
@@ -243,6 +252,7 @@ class _Recorder(TorchDispatchMode):
             self.found.outside += nbytes
             return tensor
         self._block.saved += nbytes
+        self._block.largest = max(self._block.largest, nbytes)
         if number == self._input:
             self._block.saved_input = nbytes
         return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +46,7 @@ def planned_config(engine: Engine, micro: int) -> DistConfig:
         {
             "train_micro_batch_size_per_gpu": (micro, "plan"),
             "gradient_accumulation_steps": (engine.batch.accumulation, "plan"),
-            "hf_dist.tiled_loss": (engine.tiled_loss is not None and engine.tiled_loss.enabled, "plan"),
+            "hf_dist.tiled_loss": (engine.tiled_loss is not None and (engine.tiled_loss.tiles or None), "plan"),
         }
     )
 
@@ -96,7 +96,8 @@ def _decide(engine: Engine, args: Any, kwargs: Any) -> None:
         reason = f"the model does not run on meta ({problem})" if problem else "the memory of the machine is not known"
         say(f"hf_dist.memory_budget: no weights are kept gathered, as no peak is planned: {reason}")
         return
-    fullest = Kept(*(max(getattr(k, name) for k in activations) for name in ("device", "recomputed", "host")))
+    names = [field.name for field in fields(Kept)]
+    fullest = Kept(*(max(getattr(k, name) for k in activations) for name in names))
     plan = replace(plan, kept=fullest, logits=max(logits for _, _, logits, _ in everyone))
     chosen = keep_within(plan, min(budgets))
     for unit in sharded.units:

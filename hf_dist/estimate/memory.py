@@ -82,6 +82,11 @@ class MemoryPlan:
         return self.kept.recomputed if self.kept else 0
 
     @property
+    def passing(self) -> int:
+        """Gradients of activations in a block's backward."""
+        return self.kept.passing if self.kept else 0
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients wait for later microbatches."""
         return (settled(self.states.config.gradient_accumulation_steps) or 1) > 1 or self.in_flight > 1
@@ -99,8 +104,8 @@ class MemoryPlan:
         states = self.states
         if self.accumulates and states.collects_window:
             # The window's sums give way to what is reduced, which is never more: the beginning is the fullest.
-            return self.activations + self.waiting + states.gathered_nbytes + self.recomputed
-        return states.backward_nbytes(self.activations, self.recomputed, accumulated=self.accumulates)
+            return self.activations + self.waiting + states.gathered_nbytes + self.recomputed + self.passing
+        return states.backward_nbytes(self.activations, self.recomputed + self.passing, accumulated=self.accumulates)
 
     @cached_property
     def device_peak(self) -> int:
@@ -131,6 +136,7 @@ class MemoryPlan:
             ("gradients of earlier microbatches", self.waiting, "estimate"),
             ("activations", self.activations, "measured on meta"),
             ("one block computed again", self.recomputed, "measured on meta"),
+            ("gradients of a block's activations", self.passing, "estimate"),
             ("activations on the host", self.kept.host * self.in_flight if self.kept else 0, "measured on meta"),
             ("logits and loss", self.logits, "estimate"),
             ("all that comes and goes in backward", self.backward, "at most"),

@@ -367,9 +367,9 @@ class States:
     def backward_nbytes(self, activations: int, recomputed: int, *, accumulated: bool) -> int:
         """The most of gathered weights, activations, and gradients on their way and reduced, as units follow each other.
 
-        `activations`: at the beginning, taken as equally many of every unit; `recomputed`: of the block whose turn it is;
-        `accumulated`: reduced gradients of earlier microbatches are there. The root begins with the head. If it ends with an
-        embedding, its gradients stay on their way.
+        `activations`: at the beginning, taken as equally many of every unit; `recomputed`: what the block whose turn it is
+        adds; `accumulated`: reduced gradients of earlier microbatches are there. The root begins with the head. If it ends
+        with an embedding, its gradients stay on their way.
         """
         wire = self.wire.itemsize
         root, blocks = self.units[0], self.units[:0:-1]

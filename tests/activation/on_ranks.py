@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.activation.families import make_batch, make_model
+from tests.activation.families import VOCAB, make_batch, make_model
 
 STEPS, ROWS = 3, 4
 DROPOUT = {"attention_dropout": 0.2}
@@ -47,7 +47,7 @@ def steps(rank: int, world: int, kind: str, stage: int, section: dict[str, Any])
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
-            enabled.append(engine.tiled_loss is not None and engine.tiled_loss.enabled)
+            enabled.append(engine.tiled_loss is not None and engine.tiled_loss.tiles)
         norms.append(engine.get_global_grad_norm())
     with hf_dist.gathered(model):
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -58,10 +58,11 @@ def run_cases(
     rank: int, world: int, cases: list[tuple[str, int, dict[str, Any]]], tile_bytes: int | None = None
 ) -> list[Any]:
     """Every case; a traceback where one raised."""
-    from hf_dist.activation import tiles
+    from hf_dist.activation import chunks, tiles
 
     if tile_bytes is not None:
         tiles.TILE_BYTES = tile_bytes
+    chunks.CHUNK_BYTES["cpu"] = 4 * VOCAB * 7
     results: list[Any] = []
     for case in cases:
         try:
@@ -88,4 +89,4 @@ def train_and_evaluate(folder: Any, recipe: str, stage: int, **changes: Any) -> 
     trainer.train()
     switch = trainer.accelerator.engine.tiled_loss
     loss = trainer.evaluate()["eval_loss"]
-    return {**record_of(trainer), "eval_loss": loss, "tiled": switch is not None and switch.enabled}
+    return {**record_of(trainer), "eval_loss": loss, "tiled": switch is not None and switch.tiles}

@@ -1,4 +1,4 @@
-"""On ranks, at the two ends of ZeRO: checkpointing changes no bit, tiles change nothing beyond rounding."""
+"""On ranks, at the two ends of ZeRO: checkpointing and chunks change no bit, tiles change nothing beyond rounding."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ CHECKPOINTING = {
     "all": {"activation_checkpointing": {"selective": True, "cpu_checkpointing": True, "every_n_layers": 2}},
 }
 TILED: dict[str, Any] = {"hf_dist": {"tiled_loss": True}}
+AS_IT_IS: dict[str, Any] = {"hf_dist": {"tiled_loss": False}}
 KINDS = ("whole", "gpt2", "lora", "frozen")
 WORLDS, STAGES = (1, 2), (0, 3)
 LAYOUTS = [(world, stage) for world in WORLDS for stage in STAGES]
@@ -30,7 +31,8 @@ RTOL = 1e-5
 @pytest.fixture(scope="module")
 def records() -> dict[tuple[Any, ...], Any]:
     """(world, kind, stage, section's name) -> what each rank recorded."""
-    named = {"plain": {}, **CHECKPOINTING, "tiled": TILED, "tiled and host": {**TILED, **CHECKPOINTING["on the host"]}}
+    named = {"plain": {}, "as it is": AS_IT_IS, **CHECKPOINTING}
+    named |= {"tiled": TILED, "tiled and host": {**TILED, **CHECKPOINTING["on the host"]}}
     cases = [(kind, stage, name) for kind in (*KINDS, "tied") for stage in STAGES for name in named]
     found: dict[tuple[Any, ...], Any] = {}
     for world in WORLDS:
@@ -48,10 +50,10 @@ def parts(records: dict[tuple[Any, ...], Any], *key: Any) -> list[dict[str, Any]
     return records[key]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTING)
+@pytest.mark.parametrize("name", ["as it is", *CHECKPOINTING])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"world{layout[0]}-z{layout[1]}")
-def test_checkpointing_changes_no_bit(records: Any, layout: tuple[int, int], kind: str, name: str) -> None:
+def test_checkpointing_and_chunks_change_no_bit(records: Any, layout: tuple[int, int], kind: str, name: str) -> None:
     world, stage = layout
     for plain, found in zip(
         parts(records, world, kind, stage, "plain"), parts(records, world, kind, stage, name), strict=True
@@ -81,7 +83,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     job = "tests.activation.on_ranks:train_and_evaluate"
     common: dict[str, Any] = {"recipe": "plain", "stage": 3, "max_steps": 4}
     jobs = [
-        (job, {**common, "config": {"hf_dist": {"tiled_loss": False}}}),
+        (job, {**common, "config": AS_IT_IS}),
         (job, {**common}),
         (job, {**common, "config": {**TILED, **CHECKPOINTING["all"]}}),
         (job, {**common, "label_smoothing_factor": 0.1}),

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_dist.activation.chunks import Cast, Computed
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,22 @@ def make_ours(model: Any, config: dict[str, Any]) -> tuple[Any, Callable[[dict[s
     import hf_dist
 
     engine = hf_dist.initialize(model, config=config, device="cpu")
+    chunked = config["hf_dist"].get("tiled_loss") is None
 
     def micro_step(batch: dict[str, torch.Tensor]) -> None:
-        engine.backward(engine(**batch).loss)
+        fake = isinstance(batch["input_ids"], FakeTensor)
+        engine.backward(_chunked_loss(engine, **batch) if fake and chunked else engine(**batch).loss)
         engine.step()
 
     return engine, micro_step
+
+
+def _chunked_loss(engine: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What HF's loss becomes with real tensors: fake ones cannot be marked on their way into the head."""
+    logits = engine(input_ids=input_ids).logits
+    rows = Computed(logits, (Cast(torch.float32),)).rows(lambda t: t.flatten(0, 1))
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    return rows.cross_entropy(shifted.flatten(), ignore_index=-100, mean=True)
 
 
 def make_fsdp2(model: Any, mesh: Any, ends: bool = False) -> tuple[Any, Callable[[dict[str, torch.Tensor]], None]]:

@@ -15,13 +15,15 @@ from tests.scale.world import FakeRank, Traffic, fake_world, forget_launcher
 
 _STEPS = 3
 """The first makes the optimizer's states and agrees on orders, the others are measured."""
+PLAIN_LOSS = "hf_dist, HF's loss"
 Counts = dict[str, tuple[int, int]]
 
 
 def measure(
     engine: str, case: Case, size: int, config: dict[str, Any] | None = None, rank: int = 0, steps: int = _STEPS
 ) -> dict[str, Any]:
-    """One rank of `size` under `engine` ("hf_dist", "fsdp2", "fsdp2 ends"), with `config` for the first. Keys:
+    """One rank of `size` under `engine` ("hf_dist", "fsdp2", "fsdp2 ends"), with `config` for the first; `PLAIN_LOSS` is
+    the first with the loss as HF computes it. Keys:
 
     traffic: (number, bytes sent) of a step by kind · rest, peak: bytes of all tensors between steps and at most ·
     resident: of weights, masters and optimizer states · set_up, first, step: host CPU seconds, operators not counted.
@@ -30,7 +32,7 @@ def measure(
     config = config or config_of(3)
     with fake_world(size, rank):
         start = time.thread_time()
-        mesh = init_device_mesh("cpu", (size,)) if engine != "hf_dist" else None
+        mesh = init_device_mesh("cpu", (size,)) if engine.startswith("fsdp2") else None
         made = time.thread_time() - start
         with FakeRank() as tensors, tensors.live:
             model = case.llama()
@@ -102,4 +104,5 @@ def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], ran
 def measure_case(rank: int, world: int, engine: str, model: str, size: int, stage: int) -> dict[str, Any]:
     """`measure` in a process of its own."""
     forget_launcher()
-    return measure(engine, LLAMA_3[model], size, config_of(stage))
+    more = {"hf_dist": {"stall_report_seconds": 0, "tiled_loss": False}} if engine == PLAIN_LOSS else {}
+    return measure(engine, LLAMA_3[model], size, config_of(stage, **more))

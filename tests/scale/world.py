@@ -131,6 +131,8 @@ class FakeRank(FakeTensorMode):
         if func in _COUNTED:
             kind, whole = _COUNTED[func]
             self._count(kind, whole(args), CollectiveOp.get_process_group(func, args).size())
+        if func is aten.silu_backward.default:  # its fake version is made of fp32 operators that no kernel has
+            func, args, kwargs = aten.empty_like.default, args[:1], {}
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
