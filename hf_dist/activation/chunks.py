@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 """One fp32 tensor of a chunk: in a CPU's cache; on a GPU long enough for the launch of its kernels not to count."""
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
