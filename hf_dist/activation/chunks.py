@@ -60,6 +60,15 @@ class Computed:
         return functional.nll_loss(picked, zero, ignore_index=-100, reduction="mean" if mean else "sum")
 
 
+def loss_nbytes(num_logits: int, itemsize: int, device: str) -> int:
+    """The most that logits of `itemsize` bytes and their loss take at a time.
+
+    They, their gradient, and of a chunk the cast, the log-softmax and two gradients.
+    """
+    chunk = min(4 * num_logits, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]))
+    return 2 * num_logits * itemsize + chunk * (3 if itemsize >= 4 else 4)
+
+
 def _apply(steps: tuple[Elementwise, ...], logits: torch.Tensor) -> torch.Tensor:
     for step in steps:
         logits = step(logits)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
+from hf_dist.activation.chunks import loss_nbytes
 from hf_dist.activation.host_copies import NUM_KEPT
 from hf_dist.activation.tiles import TILE_BYTES, saves_memory
 from hf_dist.config import DistConfig, settled
@@ -113,7 +114,8 @@ class Activations:
             return self.rows * self.vocabulary * _PLAIN_LOSS_NBYTES
         if wanted and saves_memory(self.rows, self.vocabulary, self.width, self.logit, learns=self.learns):
             return TILE_BYTES + 4 * self.width * (self.rows + (self.vocabulary if self.learns else 0))
-        return self.rows * self.vocabulary * self.logit * 2  # in chunks: they and their gradient
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return loss_nbytes(self.rows * self.vocabulary, self.logit, device)
 
 
 def measure_activations(
