@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""One fp32 tensor of a chunk: in a CPU's cache; on a GPU long enough for the launch of its kernels not to count."""
+"""One fp32 tensor of a chunk: in a CPU's cache; on a GPU, not measured, meant to outlast the launch of its kernels."""
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
