@@ -58,7 +58,7 @@ class Hooks:
         """Right after it, also when the stage left early."""
 
     def before_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
-        """Before a backward that adds to weights: B or W, or I where the model recomputes activations (then I does all).
+        """Before a backward that adds to weights: B, I (weights that several nodes lead to) or W.
 
         `is_last`: no other one of this stage follows in the step.
         """
@@ -185,7 +185,8 @@ class ScheduleRun:
         if not self._splits:
             return self._backward(action)
         graph, gradients = self._take(action)
-        graph.backward_input(gradients)
+        # A weight that several nodes lead to is not put off: its gradient arrives here, and the last one with W at the latest.
+        self._hooked(action, False, lambda: graph.backward_input(gradients))
         self._hand_back(action, graph)
         self._graphs[action.stage, action.microbatch] = graph
 
@@ -195,7 +196,9 @@ class ScheduleRun:
 
     def _add_to_weights(self, action: Action, backward: Callable[[], None]) -> None:
         self._backwards_left[action.stage] -= 1
-        is_last = self._backwards_left[action.stage] == 0
+        self._hooked(action, self._backwards_left[action.stage] == 0, backward)
+
+    def _hooked(self, action: Action, is_last: bool, backward: Callable[[], None]) -> None:
         self.hooks.before_backward(action.stage, action.microbatch, is_last)
         backward()
         self.hooks.after_backward(action.stage, action.microbatch, is_last)

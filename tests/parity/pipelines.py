@@ -34,11 +34,14 @@ class PipelineCase:
     offload: bool = False
     precision: str = "fp32"
     """`bf16` or `fp16`: the model is built in fp32 and run in that."""
+    experts: str | None = None
+    """How the experts of a mixture run (`eager`: a loop that uses one weight once per expert), None for HF's choice."""
 
     def __str__(self) -> str:
         flags = [name for name in ("tied", "checkpointing", "reshard", "offload") if getattr(self, name)]
         often = f"x{self.virtual}" if self.virtual > 1 else ""
         flags += [self.precision] if self.precision != "fp32" else []
+        flags += [self.experts] if self.experts else []
         shape = [self.family, f"pp{self.pp}", f"dp{self.dp}", f"z{self.stage}", self.schedule + often]
         return "-".join([*shape, f"m{self.microbatches}", *flags])
 
@@ -128,6 +131,8 @@ def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu"
     import hf_dist
 
     model = build(case.family, case.tied, case.checkpointing)
+    if case.experts:
+        model.set_experts_implementation(case.experts)
     before = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
     engine = hf_dist.initialize(
         model,
@@ -160,7 +165,7 @@ def run_cases(rank: int, world: int, cases: list[PipelineCase], device: str = "c
     for case in cases:
 
         def planned(model: Any, batch: Any, num_stages: int, case: PipelineCase = case, **more: Any) -> Any:
-            key = (case.family, case.tied, case.checkpointing, case.precision, num_stages)
+            key = (case.family, case.tied, case.checkpointing, case.precision, case.experts, num_stages)
             if key not in plans:
                 plans[key] = plan(model, batch, num_stages, **more)
             return plans[key]

@@ -39,8 +39,19 @@ def llama_cases(pp: int, dp: int) -> list[PipelineCase]:
 
 
 FAMILIES = [PipelineCase(family, 2, 2, 3) for family in CONFIGS if family != "Llama"]
+MIXTURES = ("Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3")
+USED_OFTEN = [  # weights that a stage uses several times: experts in a loop, tables of relative positions
+    *(PipelineCase(family, 2, 1, 1, "zb_h1", experts=how) for family in MIXTURES for how in ("eager", "batched_mm")),
+    *(PipelineCase(family, 2, 1, 1, "zb_h1") for family in ("DebertaV2", "T5")),
+    PipelineCase("Mixtral", 2, 1, 0, "zb_h1", microbatches=2, experts="eager", checkpointing=True),
+]
+USED_OFTEN_ON_FOUR = [
+    PipelineCase("Qwen3Moe", 2, 2, 3, "zb_h1", microbatches=5, experts="eager"),
+    PipelineCase("GptOss", 2, 2, 2, "zb_h1", experts="eager", offload=True),
+]
 GRID = {f"pp{pp}-dp{dp}": llama_cases(pp, dp) for pp in (2, 3, 4) for dp in (1, 2)}
 GRID |= {"families": FAMILIES[::2], "more families": FAMILIES[1::2]}
+GRID |= {"used often": USED_OFTEN, "used often, 4 ranks": USED_OFTEN_ON_FOUR}
 
 
 @functools.cache
@@ -77,7 +88,7 @@ def test_equals_one_process(row: str, index: int) -> None:
 HALF = [
     PipelineCase(family, precision="bf16") for family in ("Llama", "Gemma3", "Mixtral", "GPT2", "ViT", "T5", "Bart")
 ]
-HALF += [PipelineCase(precision="fp16")]
+HALF += [PipelineCase(precision="fp16"), PipelineCase("Mixtral", schedule="zb_h1", precision="bf16", experts="eager")]
 BF16_RESOLUTION = 2**-8
 
 
