@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from hf_dist.activation import set_up_checkpointing, tiled_loss_for
 from hf_dist.config import (
     BatchSizes,
     DistConfig,
+    axes_of,
     hidden_size_of,
     load_config,
     resolve_without_trainer,
@@ -76,12 +78,12 @@ def initialize(
     read = config if isinstance(config, DistConfig) else load_config(config)
     mesh = mesh_for(read, device=device, timeout=timeout)
     hidden_size = hidden_size_of(getattr(model, "config", None))
-    resolved = resolve_without_trainer(read, data_ranks=mesh.dp.size, hidden_size=hidden_size)
+    resolved = resolve_without_trainer(read, data_ranks=mesh.data.size, hidden_size=hidden_size)
     batch = solve_batch(
         settled(resolved.train_batch_size),
         settled(resolved.train_micro_batch_size_per_gpu),
         settled(resolved.gradient_accumulation_steps),
-        mesh.dp.size,
+        mesh.data.size,
     )
     example = Example(lambda: dict(example_batch) if example_batch is not None else example_of(model))
     return build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler, example=example)
@@ -95,8 +97,7 @@ def mesh_for(
         reason = "is not available together with pipeline.stages above 1"
         raise ConfigError(Problem("compile.enabled", "true", reason, "Remove one of the two."))
     mesh = build_mesh(
-        shard_size=config.zero_optimization.shard_group_size,
-        pipeline_stages=config.pipeline.stages,
+        axes=functools.partial(axes_of, config),
         device=device,
         timeout=timeout,
         facts=_facts(config),

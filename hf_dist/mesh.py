@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -19,11 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_dist.axes import AXES, EXPERTS, Axes
 from hf_dist.errors import TopologyError
 from hf_dist.launch import Launch, detect_launch
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 BACKGROUND_TIMEOUT = timedelta(days=1)
+_BLOCKING = ("dp", "world", "pp", "model", "data", "batch")
+"""Views for what every rank waits for at the same place of its program: those with the same lines share a group."""
+_TWO_GROUPS = ("shard", "edp")
+"""Views with a second group for gradients; they share their groups where they have the same lines."""
 _FAKE = "fake"
 """torch's backend without other processes: what one rank of a job of any size does and holds."""
 
@@ -63,7 +68,7 @@ class MeshAxis:
     """One axis of the mesh, as this process sees it."""
 
     name: str
-    """world, pp, dp, dp_shard, dp_replicate, control, background; of a tied parameter: its holders."""
+    """Of an axis or a view (`axes.py`), control, background; of a tied parameter: holders."""
     size: int
     """Number of processes along the axis."""
     rank: int
@@ -78,24 +83,16 @@ class MeshAxis:
 
 @dataclass(frozen=True, eq=False)
 class ParallelMesh:
-    """All axes of this process. world = `pp` x `dp_replicate` x `dp_shard`, ranks in that order (dp_shard innermost).
-
-    Ranks that differ only on `pp` hold different layers and read the same data; ranks that differ only on `dp` hold the same
-    layers and read different data.
-    """
+    """The axes of the job (`axes.py`), as this process sees them, with their process groups."""
 
     launch: Launch
     device: torch.device
     backend: str
     """nccl, gloo, fake, or none in a single process without a process group."""
-    world: MeshAxis
-    """All ranks: what concerns the whole job, such as checkpoints and the agreement on the model."""
-    pp: MeshAxis
-    """Pipeline stages."""
-    dp: MeshAxis
-    """Ranks that share a batch, `dp_replicate` x `dp_shard`."""
-    dp_shard: MeshAxis
-    dp_replicate: MeshAxis
+    axes: Axes
+    """Sizes, coordinates and lines of all ranks."""
+    views: Mapping[str, MeshAxis]
+    """What this rank takes part in, by the name of an axis or view."""
     control: MeshAxis
     """All ranks over gloo, for what the host asks of the others (has anyone been told to stop?) while GPUs compute."""
     background: MeshAxis
@@ -110,43 +107,71 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """One line for the start-up report, such as `4 ranks = dp_replicate 2 x dp_shard 2, gloo on cpu`."""
-        world = self.world.size
-        stages = f"pp {self.pp.size} x " if self.pp.size > 1 else ""
-        return (
-            f"{world} rank{'s' if world > 1 else ''} = {stages}dp_replicate {self.dp_replicate.size} x dp_shard "
-            f"{self.dp_shard.size}, {self.backend} on {self.device.type}"
-        )
+        return f"{self.axes.describe()}, {self.backend} on {self.device.type}"
 
     @property
-    def pipelines(self) -> list[list[int]]:
-        """Global ranks of every pipeline of the job, first stage first."""
-        return _rows(self.world.size, self.dp.size)[1]
+    def world(self) -> MeshAxis:
+        """All ranks: what concerns the whole job, such as checkpoints and the agreement on the model."""
+        return self.views["world"]
+
+    @property
+    def pp(self) -> MeshAxis:
+        """Pipeline stages."""
+        return self.views["pp"]
+
+    @property
+    def dp(self) -> MeshAxis:
+        """Ranks that hold the same part of the model; losses, gradients and norms are combined over them."""
+        return self.views["dp"]
+
+    @property
+    def data(self) -> MeshAxis:
+        """Ranks that read different rows."""
+        return self.views["data"]
+
+    @property
+    def model(self) -> MeshAxis:
+        """Ranks that hold one copy of the model between them."""
+        return self.views["model"]
+
+    @property
+    def shard(self) -> MeshAxis:
+        """Ranks that dense weights are sharded over."""
+        return self.views["shard"]
+
+    @property
+    def dp_shard(self) -> MeshAxis:
+        """`shard`, as groups name it so far."""
+        return self.views["shard"]
+
+    @property
+    def dp_replicate(self) -> MeshAxis:
+        """Copies of what is sharded (HSDP)."""
+        return self.views["dp_replicate"]
 
     def holders(self, stages: Sequence[int]) -> MeshAxis:
         """The ranks of some pipeline coordinates that have this rank's data; for weights that several stages hold.
 
         Collective over world: every rank calls it, also those that are not among them (they get an axis of size 0).
         """
-        rows = [[row[stage] for stage in stages] for row in self.pipelines]
+        rows = [[line[stage] for stage in stages] for line in self.axes.lines("pp")]
         groups = _Groups(self.world.rank, self.backend, self.timeout, self.lease)
         return groups.axis("holders", rows)
 
 
 def build_mesh(
     *,
-    shard_size: int | None = None,
-    pipeline_stages: int = 1,
+    axes: Callable[[int], Axes] = Axes.of,
     device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     facts: Mapping[str, str] | None = None,
 ) -> ParallelMesh:
     """Make the mesh; every process of the job must call it, in the same order as other meshes.
 
-    `shard_size`: ranks among which states are sharded (None: all); the remaining factor becomes `dp_replicate` (HSDP).
-    `pipeline_stages`: ranks in a row that hold one copy of the model between them; the rest is data parallel.
+    `axes`: what the number of ranks is cut into; asked when that is known, must be the same on every rank.
     `facts`: settings that must be equal on every rank (the configuration); compared before any group is made from them.
     Starts `torch.distributed` if nobody did: NCCL on GPUs, gloo on CPUs; a process without a launcher stays alone.
-    Raises `TopologyError` when `pipeline_stages` or `shard_size` do not divide the ranks, or when `facts` differ.
+    Raises what `axes` raises, and `TopologyError` when `facts` differ.
     """
     launch = detect_launch()
     chosen = _choose_device(launch, device)
@@ -165,39 +190,18 @@ def build_mesh(
             "process would train alone on the same data. On a machine without GPUs set ACCELERATE_USE_CPU=true."
         )
     _check_agreement(facts or {}, world)
-    if pipeline_stages < 1 or world % pipeline_stages:
-        raise TopologyError(
-            f"pipeline.stages: {pipeline_stages} does not divide the {world} ranks of this job. Start a multiple of "
-            f"{pipeline_stages} processes, or use a divisor of {world}."
-        )
-    size = world // pipeline_stages
-    shard = size if shard_size is None else shard_size
-    if shard < 1 or size % shard:
-        raise TopologyError(
-            f"zero_optimization.mics_shard_size / zero_hpz_partition_size: {shard} does not divide the {size} data ranks of "
-            f"this job. Use a divisor of {size}, or remove the key to shard over all of them."
-        )
+    cut = axes(world)
     backend = _backend(chosen) if ready else "none"
     groups = _Groups(rank, backend, timeout, GroupLease(backend))
     on_host = replace(groups, backend=_FAKE if backend == _FAKE else "gloo")
-    everyone = [list(range(world))]
-    rows, pipelines = _rows(world, size)
-    dp = groups.axis("dp", rows)
-    axes = {
-        "world": groups.axis("world", everyone) if pipeline_stages > 1 else dp,
-        "pp": groups.axis("pp", pipelines),
-        "dp": dp,
-        "dp_shard": groups.axis("dp_shard", [r[s : s + shard] for r in rows for s in range(0, size, shard)], two=True),
-        "dp_replicate": groups.axis("dp_replicate", [row[s::shard] for row in rows for s in range(shard)]),
-        "control": on_host.axis("control", everyone),
-        "background": replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone),
-    }
+    everyone = cut.lines("world")
+    views = groups.views(cut)
+    control = on_host.axis("control", everyone)
+    background = replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone)
     if ready:
         # A rank that drops its mesh at once would close connections that others are still making.
         dist.barrier(device_ids=[chosen.index] if dist.get_backend() == "nccl" else None)
-    return ParallelMesh(
-        launch=launch, device=chosen, backend=groups.backend, timeout=timeout, lease=groups.lease, **axes
-    )
+    return ParallelMesh(launch, chosen, backend, cut, views, control, background, timeout, groups.lease)
 
 
 def _give_back(groups: list[dist.ProcessGroup], under_way: set[Any]) -> None:
@@ -205,12 +209,6 @@ def _give_back(groups: list[dist.ProcessGroup], under_way: set[Any]) -> None:
     while groups and dist.is_initialized():
         with contextlib.suppress(ValueError, RuntimeError):  # ended already, by destroy_process_group()
             dist.destroy_process_group(groups.pop())
-
-
-def _rows(world: int, size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """(global ranks of each stage's data ranks, global ranks of each pipeline). Stages are blocks of `size` ranks, so
-    that data ranks, which send most, are neighbours."""
-    return [list(range(s, s + size)) for s in range(0, world, size)], [list(range(d, world, size)) for d in range(size)]
 
 
 def leave_agent_store() -> None:
@@ -367,6 +365,23 @@ class _Groups:
     backend: str
     timeout: timedelta
     lease: GroupLease
+
+    def views(self, axes: Axes) -> dict[str, MeshAxis]:
+        """Every axis and view, in one order on all ranks. An axis of one rank needs no group."""
+        found: dict[str, MeshAxis] = {}
+        for names, two in ((_BLOCKING, False), (_TWO_GROUPS, True)):
+            made: list[tuple[list[list[int]], MeshAxis]] = []
+            for name in names:
+                lines = axes.lines(name)
+                same = next((axis for others, axis in made if others == lines and axis.group is not None), None)
+                found[name] = same or self.axis(name, lines, two=two)
+                made.append((lines, found[name]))
+        for name in (*AXES, *EXPERTS):
+            # Every rank of `dp_shard` is one of `shard`, which is what is asked for.
+            if name not in found and name != "dp_shard":
+                alone = axes.size(name) == 1
+                found[name] = MeshAxis(name, 1, 0, None) if alone else self.axis(name, axes.lines(name))
+        return found
 
     def axis(self, name: str, rows: list[list[int]], two: bool = False) -> MeshAxis:
         """`rows`: the global ranks of every line along this axis. Every process makes every group, as torch demands."""

@@ -152,7 +152,7 @@ class Pipeline:
 
         cut.visits.make_readable = make_readable
         channels = make_channels(
-            mesh.pipelines, ring=config.virtual_stages > 1, backend=mesh.backend, timeout=mesh.timeout
+            mesh.axes.lines("pp"), ring=config.virtual_stages > 1, backend=mesh.backend, timeout=mesh.timeout
         )
         mesh.lease.groups.extend(ends.group for ends in channels.values())
         self.transport = P2PTransport(channels, mesh.device)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from hf_dist import collectives
+from hf_dist.axes import Axes
 from hf_dist.mesh import MeshAxis, ParallelMesh, build_mesh
 from tests.harness import run_ranks
 from tests.sharding.loop import attempt
@@ -115,14 +117,14 @@ def check(axis: MeshAxis, operation: Any, dtype: torch.dtype) -> None:
 
 def hybrid(mesh: ParallelMesh) -> None:
     """Two axes: shards are neighbours, replicas are apart."""
-    assert (mesh.dp_shard.size, mesh.dp_replicate.size) == (2, 2)
-    assert mesh.dp.rank == 2 * mesh.dp_replicate.rank + mesh.dp_shard.rank
-    assert collectives.all_gather_object(mesh.dp_shard, mesh.dp.rank) == [
-        2 * mesh.dp_replicate.rank + k for k in (0, 1)
+    assert (mesh.shard.size, mesh.views["dp_replicate"].size) == (2, 2)
+    assert mesh.dp.rank == 2 * mesh.views["dp_replicate"].rank + mesh.shard.rank
+    assert collectives.all_gather_object(mesh.shard, mesh.dp.rank) == [
+        2 * mesh.views["dp_replicate"].rank + k for k in (0, 1)
     ]
-    assert collectives.all_gather_object(mesh.dp_replicate, mesh.dp.rank) == [
-        mesh.dp_shard.rank,
-        mesh.dp_shard.rank + 2,
+    assert collectives.all_gather_object(mesh.views["dp_replicate"], mesh.dp.rank) == [
+        mesh.shard.rank,
+        mesh.shard.rank + 2,
     ]
 
 
@@ -130,12 +132,14 @@ def run(rank: int, world: int) -> dict[Any, Any]:
     """Every operation and dtype on the axis of all ranks."""
     mesh = build_mesh(device="cpu")
     found: dict[Any, Any] = {
-        (operation.__name__, name): attempt(lambda o=operation, d=dtype: check(mesh.dp_shard, o, d))
+        (operation.__name__, name): attempt(lambda o=operation, d=dtype: check(mesh.shard, o, d))
         for operation in OPERATIONS
         for name, dtype in DTYPES.items()
     }
-    found["axes"] = attempt(lambda: hybrid(build_mesh(shard_size=2, device="cpu"))) if world == 4 else None
-    found["divisor"] = attempt(lambda: build_mesh(shard_size=world + 1, device="cpu"))
+    found["axes"] = (
+        attempt(lambda: hybrid(build_mesh(axes=partial(Axes.of, shard=2), device="cpu"))) if world == 4 else None
+    )
+    found["divisor"] = attempt(lambda: build_mesh(axes=partial(Axes.of, shard=world + 1), device="cpu"))
     found["settings"] = attempt(lambda: build_mesh(device="cpu", facts={"stage": "3", "lr": str(rank)}))
     return found
 
@@ -165,7 +169,7 @@ def test_meshes(world: int) -> None:
     assert not isinstance(ranks, str), ranks
     for found in ranks:
         assert found["axes"] is None, found["axes"]
-        assert "does not divide" in found["divisor"]
+        assert "is not a divisor" in found["divisor"]
         if world > 1:
             assert "lr: 0 on rank 0, 1 on rank 1" in found["settings"]
             assert "stage" not in found["settings"].split("different settings")[1]
@@ -186,7 +190,7 @@ def leave_early(rank: int, world: int) -> list[float]:
     mesh = build_mesh()
     if rank:
         time.sleep(1)
-    handle = collectives.all_gather(mesh.dp_shard, full)
+    handle = collectives.all_gather(mesh.shard, full)
     if rank:
         handle.wait()
     del mesh, handle

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_dist.cli.script_arguments import sources_from
-from hf_dist.config import DistConfig, count_data_ranks, format_table, load_config, resolve, shown
+from hf_dist.config import DistConfig, axes_of, format_table, load_config, resolve, shown
 from hf_dist.config.convert import Conversion, from_accelerate, from_fsdp_arguments
 from hf_dist.config.json_schema import json_schema
 from hf_dist.config.meaning import meaning, sentences
@@ -101,7 +101,7 @@ def _resolved(file: Path, script: list[str] | None, world_size: int | None, mode
     config = load_config(file)
     if script is None and world_size is None and model is None:
         return config
-    data_ranks = None if world_size is None else count_data_ranks(config, world_size)
+    data_ranks = None if world_size is None else axes_of(config, world_size).size("data")
     return resolve(config, sources_from(script, data_ranks, model))
 
 

@@ -2,12 +2,13 @@
 
 from hf_dist.config.accelerate import LauncherSettings
 from hf_dist.config.auto import resolve, resolve_without_trainer
-from hf_dist.config.batch import BatchSizes, count_data_ranks, solve_batch
+from hf_dist.config.batch import BatchSizes, solve_batch
 from hf_dist.config.findings import Note
 from hf_dist.config.load import ConfigDocument, load_config, read_config
 from hf_dist.config.report import format_table
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.sources import AutoSources, hidden_size_of
+from hf_dist.config.topology import axes_of
 from hf_dist.config.values import settled, shown
 
 __all__ = [
@@ -17,7 +18,7 @@ __all__ = [
     "DistConfig",
     "LauncherSettings",
     "Note",
-    "count_data_ranks",
+    "axes_of",
     "format_table",
     "hidden_size_of",
     "load_config",

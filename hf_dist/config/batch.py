@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_dist.config.schema import DistConfig
 from hf_dist.errors import ConfigError, Problem
 
 TRAIN = "train_batch_size"
@@ -24,16 +23,6 @@ class BatchSizes:
     """Forward and backward passes per optimizer step."""
     data_ranks: int
     """Ranks that read different data."""
-
-
-def count_data_ranks(config: DistConfig, processes: int) -> int:
-    """Ranks that read different data: those of one pipeline share theirs. Raises ConfigError if the stages do not divide."""
-    stages = config.pipeline.stages
-    if processes % stages:
-        path, expected = "pipeline.stages", f"does not divide the {processes} processes of this job"
-        fix = f"Start a multiple of {stages} processes, or use a divisor of {processes}."
-        raise ConfigError(Problem(path, str(stages), expected, fix, config.place_of(path)))
-    return processes // stages
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, data_ranks: int) -> BatchSizes:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dist.activation.checkpoint import asks_for_checkpointing
-from hf_dist.config import DistConfig, settled
+from hf_dist.config import DistConfig, axes_of, settled
 from hf_dist.errors import HfDistError
 from hf_dist.estimate.memory import Limits, MemoryPlan, Planner
 
@@ -61,8 +61,8 @@ class Tried:
 def single_changes(planner: Planner, config: DistConfig) -> list[Change]:
     """One setting each that may help and that goes with the others of `config`."""
     zero = config.zero_optimization
-    ranks = planner.world_size // config.pipeline.stages
-    changes = [_stage(s) for s in range(zero.stage + 1, 4) if ranks > 1]
+    shards = axes_of(config, planner.world_size).size("shard")
+    changes = [_stage(s) for s in range(zero.stage + 1, 4) if shards > 1]
     if zero.stage > 0 and zero.offload_optimizer.device == "none":
         changes.append(_OFFLOADS["optimizer"])
     if zero.stage == 3 and zero.offload_param.device == "none":
@@ -72,8 +72,7 @@ def single_changes(planner: Planner, config: DistConfig) -> list[Change]:
     if not settled(config.hf_dist.tiled_loss):
         changes.append(_TILED)
     stages = config.pipeline.stages * 2
-    if planner.world_size % stages == 0:
-        changes.append(Change(f"pipeline stages {stages}", {"pipeline.stages": stages}))
+    changes.append(Change(f"pipeline stages {stages}", {"pipeline.stages": stages}))  # left out where it cannot be
     return changes + [c for c in _smaller(planner, config) if c.text and c.values][:1]
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.config import DistConfig, settled
-from hf_dist.errors import HfDistError, TopologyError
+from hf_dist.config import DistConfig, axes_of, settled
+from hf_dist.errors import HfDistError
 from hf_dist.estimate.activations import Activations, Kept, measure_activations, text_batch
 from hf_dist.estimate.residency import budget_nbytes, keep_within
 from hf_dist.estimate.states import States
@@ -169,11 +169,8 @@ class Planner:
         self._splits: dict[tuple[int, Any], PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
-        """The fullest rank under a resolved `config`, its `memory_budget` spent. Raises `TopologyError`, `ModelError`."""
-        stages = config.pipeline.stages
-        if self.world_size % stages:
-            raise TopologyError(f"pipeline.stages: {stages} does not divide {self.world_size} ranks")
-        plans = [self.plan_rank(config, rank) for rank in range(stages)]
+        """The fullest rank under a resolved `config`, its `memory_budget` spent. Raises `ConfigError`, `ModelError`."""
+        plans = [self.plan_rank(config, rank) for rank in range(config.pipeline.stages)]
         budget = budget_nbytes(config, self.device)
         if budget is not None:
             plans = [p if p.problem else keep_within(p, budget) for p in plans]
@@ -181,10 +178,7 @@ class Planner:
 
     def plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
         """One rank of a pipeline (0 without one) as it is without a `memory_budget`."""
-        stages, size = config.pipeline.stages, self.world_size // config.pipeline.stages
-        shards = config.zero_optimization.shard_group_size or size
-        if size % shards:
-            raise TopologyError(f"zero_optimization: a shard group of {shards} does not divide {size} data ranks")
+        stages, shards = config.pipeline.stages, axes_of(config, self.world_size).size("shard")
         names: frozenset[str] | None = None
         paths: frozenset[str] | None = None
         holders: dict[str, Any] = {}

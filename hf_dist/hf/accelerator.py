@@ -22,7 +22,7 @@ from hf_dist.config import (
     BatchSizes,
     DistConfig,
     LauncherSettings,
-    count_data_ranks,
+    axes_of,
     hidden_size_of,
     load_config,
     resolve,
@@ -72,7 +72,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         watchdog.start(read.hf_dist.stall_report_seconds)
         read = loop_config.without_trainer(read, self.gradient_accumulation_steps)
         sources = AutoSources(
-            data_world_size=count_data_ranks(read, self.num_processes),
+            data_world_size=axes_of(read, self.num_processes).size("data"),
             bf16=False,
             fp16=False,
             launcher_precision=str(wanted),
@@ -103,6 +103,8 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                 )
             )
         self.dist_config = config
+        self.axes = axes_of(config, launch.world_size)
+        """Who reads which rows, who holds which layers."""
         self.engines: list[Engine] = []
         """Of the models that are trained, in the order they were prepared."""
         self.frozen: list[Engine] = []
@@ -120,14 +122,14 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Processes that read different data: the ranks of a pipeline share theirs. Loaders and losses count with it."""
-        stages = self.dist_config.pipeline.stages if "dist_config" in vars(self) else 1
-        return int(self.state.num_processes) // stages
+        """Processes that read different rows: the ranks of a pipeline share theirs. Loaders and losses count with it."""
+        return self.axes.size("data") if "axes" in vars(self) else int(self.state.num_processes)
 
     @property
     def process_index(self) -> int:
         """Coordinate among `num_processes`; `is_main_process` still means one process of the job."""
-        return int(self.state.process_index) % self.num_processes
+        rank = int(self.state.process_index)
+        return self.axes.coordinate("data", rank) if "axes" in vars(self) else rank
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -204,7 +206,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                 )
             let_adapters_work(engine)
             (self.engines if trainable else self.frozen).append(engine)
-            if engine.sharded.placements.params is Placement.SHARD and self.mesh.dp_shard.size > 1:
+            if engine.sharded.placements.params is Placement.SHARD and self.mesh.shard.size > 1:
                 # HF's `generate` then keeps all ranks in step until the longest is done.
                 for module in containers(model, engine.sharded.units):
                     module.__dict__["_is_fsdp_managed_module"] = True

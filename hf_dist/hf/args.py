@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from hf_dist import failure, watchdog
-from hf_dist.config import AutoSources, DistConfig, LauncherSettings, count_data_ranks, load_config, resolve
+from hf_dist.config import AutoSources, DistConfig, LauncherSettings, axes_of, load_config, resolve
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
@@ -101,10 +101,10 @@ class DistArgsMixin:
 
     @property
     def world_size(self) -> int:
-        """Number of processes that read different data: the ranks of a pipeline share theirs. HF counts batches with it."""
+        """Number of processes that read different rows: the ranks of a pipeline share theirs. HF counts batches with it."""
         processes: int = super().world_size  # type: ignore[misc]
         config: DistConfig | None = getattr(self, "_dist", None)
-        return processes if config is None or self._counts_processes else processes // config.pipeline.stages
+        return processes if config is None or self._counts_processes else axes_of(config, processes).size("data")
 
     @contextmanager
     def main_process_first(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -169,7 +169,7 @@ def _take_compile(args: Any, config: DistConfig) -> DistConfig:
 
 
 def _check_pipeline(args: Any, config: DistConfig) -> None:
-    count_data_ranks(config, detect_launch().world_size)
+    axes_of(config, detect_launch().world_size)
     if config.pipeline.stages > 1 and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         raise ConfigError(
             Problem(

@@ -53,9 +53,9 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
 
 
 def _fits(engine: Engine, needed: int) -> bool:
-    """Whether all ranks of `dp_shard` have room for `needed` more bytes; equal on each of them. Collective over dp_shard."""
+    """Whether all ranks of `shard` have room for `needed` more bytes; equal on each of them. Collective over shard."""
     mine = needed <= _SHARE * free_nbytes(engine.device)
-    return all(collectives.all_gather_object(engine.mesh.dp_shard, mine))
+    return all(collectives.all_gather_object(engine.mesh.shard, mine))
 
 
 def free_nbytes(device: torch.device) -> int:

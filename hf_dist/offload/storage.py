@@ -124,8 +124,8 @@ def open_storage(
     needs: dict[tuple[int, str], int] = {}  # (device number, JSON path) -> bytes
     try:
         _open_files(storage, zero, config.aio, mesh.launch.rank)
-        trained = int(trained_numel // mesh.dp_shard.size * storage.ratio) * (MASTER_NBYTES + state_nbytes)
-        needs = _needs(storage, config, trained, total_numel // mesh.dp_shard.size)
+        trained = int(trained_numel // mesh.shard.size * storage.ratio) * (MASTER_NBYTES + state_nbytes)
+        needs = _needs(storage, config, trained, total_numel // mesh.shard.size)
     except ConfigError as error:
         problem = error.problems[0]
     everyone = collectives.all_gather_object(mesh.dp, (socket.gethostname(), problem, needs))
@@ -138,7 +138,7 @@ def open_storage(
     first = next((p for p in collectives.all_gather_object(mesh.dp, short) if p is not None), None)
     if first is not None:
         raise ConfigError(first)
-    _predict(storage, trained_numel // mesh.dp_shard.size, len(mine))
+    _predict(storage, trained_numel // mesh.shard.size, len(mine))
     return storage
 
 

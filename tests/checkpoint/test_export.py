@@ -54,7 +54,7 @@ def save_trained(rank: int, world: int, family: str, folder: str) -> dict[str, t
         full = torch.zeros(group.layout.numel)
         full[start:stop] = group.source
         if stop - start < full.numel():
-            collectives.all_gather(engine.mesh.dp_shard, full).wait()
+            collectives.all_gather(engine.mesh.shard, full).wait()
         whole.update({s.name: full[s.offset : s.stop].view(s.shape) for s in group.layout.slots})
     return whole if rank == 0 else None
 

@@ -12,7 +12,7 @@ import pytest
 from hf_dist.config import (
     AutoSources,
     DistConfig,
-    count_data_ranks,
+    axes_of,
     hidden_size_of,
     load_config,
     resolve,
@@ -126,7 +126,7 @@ def test_stage_three_sizes_are_defaults_at_other_stages() -> None:
 
 def test_under_a_pipeline_the_message_says_how_many_data_ranks_there_are() -> None:
     loaded = load_config({"train_batch_size": 128, "pipeline": {"stages": 2}})
-    assert count_data_ranks(loaded, 8) == 4
+    assert axes_of(loaded, 8).size("data") == 4
     words = "x data ranks (4) = 64"
     ranks = "; 8 processes in 2 stages are 4 data ranks. "
     with pytest.raises(ConfigError) as caught:

@@ -9,6 +9,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_dist import DistAccelerator, DistArgsMixin, DistTrainingArguments
+from hf_dist.axes import Axes
 from hf_dist.errors import ConfigError
 from tests.hf.recipes import RECIPES
 
@@ -207,3 +209,13 @@ def test_an_optimizer_in_the_json_has_no_effect_in_a_raw_loop_and_says_so(caplog
     with caplog.at_level(logging.WARNING, "hf_dist"):
         DistAccelerator(cpu=True, dist_config={"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
     assert '"optimizer" and "scheduler" of the configuration have no effect' in caplog.text
+
+
+def test_loaders_count_ranks_by_their_rows_whichever_axis_is_innermost() -> None:
+    accelerator = DistAccelerator(cpu=True, dist_config={"zero_optimization": {"stage": 1}})
+    accelerator.axes = Axes.of(8, pp=2, tp=2)
+    places = []
+    for rank in range(8):
+        accelerator.state = SimpleNamespace(process_index=rank, num_processes=8)
+        places.append((accelerator.process_index, accelerator.num_processes))
+    assert places == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2

@@ -70,13 +70,13 @@ def test_the_table_adds_up_calls_and_bytes_over_the_steps(caplog: pytest.LogCapt
     callback = CommunicationCallback()
     callback.on_train_begin(None, None, None)
     axis = MeshAxis.__new__(MeshAxis)
-    object.__setattr__(axis, "name", "dp_shard")
+    object.__setattr__(axis, "name", "shard")
     for _ in range(2):
         collectives._count("all_gather", axis, 1_500_000)
         callback.on_step_end(None, None, None)
     with caplog.at_level(logging.INFO, logger=log.logger.name):
         callback.on_train_end(None, None, None)
     assert caplog.text.count("all_gather") == 1
-    line = communication_table({("all_gather", "dp_shard"): [2, 3_000_000]}, 2).splitlines()[1]
-    assert line.split() == ["all_gather", "over", "dp_shard", "2", "calls", "3000000", "bytes", "1.500", "MB/step"]
+    line = communication_table({("all_gather", "shard"): [2, 3_000_000]}, 2).splitlines()[1]
+    assert line.split() == ["all_gather", "over", "shard", "2", "calls", "3000000", "bytes", "1.500", "MB/step"]
     assert line in caplog.text

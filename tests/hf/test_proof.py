@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hf_dist.cli import app
-from hf_dist.errors import ConfigError, TopologyError
+from hf_dist.errors import ConfigError
 from hf_dist.hf.model_class import keep_layers
 from hf_dist.hf.proof import Asked, prepare, prove
 from hf_dist.hf.proof.compare import FP32, compare
@@ -181,7 +181,7 @@ def test_rows_of_a_file_are_cut_padded_and_repeated(tmp_path: Path) -> None:
         ({"class_name": "nowhere:Model"}, "--class", ConfigError),
         ({"data": Path("missing.jsonl")}, "--data", ConfigError),
         ({"model": "a folder without a config"}, "--model", ConfigError),
-        ({"world": 3}, "pipeline.stages: 2 does not divide --ranks 3", TopologyError),
+        ({"world": 3}, "pipeline.stages: 2 does not divide the 3 processes", ConfigError),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], words: str, kind: Any, tmp_path: Path) -> None:

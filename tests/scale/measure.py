@@ -87,7 +87,7 @@ def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], ran
     from hf_dist.offload.store import Tier
 
     resolved = resolve_without_trainer(load_config(config), data_ranks=size, hidden_size=case.width)
-    shards = engine.mesh.dp_shard.size
+    shards = engine.mesh.shard.size
     with torch.device("meta"):
         meta = case.llama()
     states = States.of_model(meta, resolved, num_shards=shards, rank=rank % shards)

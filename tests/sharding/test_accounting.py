@@ -78,7 +78,7 @@ def measure(rank: int, world: int, stage: int, precision: str, accumulation: int
                 engine.step()
         model(ids)  # the gathers that follow the step belong to it
         sent = {op: log.nbytes(op) for op in ("all_gather", "reduce_scatter")}
-        reduced = sum(e.nbytes for e in log.entries if e.op == "all_reduce" and e.axis == "dp_shard")
+        reduced = sum(e.nbytes for e in log.entries if e.op == "all_reduce" and e.axis == "shard")
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for g in sharded.groups

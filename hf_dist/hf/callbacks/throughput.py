@@ -106,8 +106,8 @@ class ThroughputCallback(LogCallback):
         # Every stage of a rank runs each microbatch, and the ranks of a pipeline share the work on it.
         runs = engine.config.pipeline.virtual_stages if engine.pipeline else 1
         samples, tokens, pairs = (count // runs for count in self._counter.read())
-        ranks = engine.mesh.pp.size
-        speed = self._speed(seconds, samples * engine.mesh.dp.size, tokens // ranks, pairs // ranks)
+        ranks = engine.mesh.axes.size("batch")
+        speed = self._speed(seconds, samples * engine.mesh.data.size, tokens // ranks, pairs // ranks)
         return {**speed, **_split(seconds)}
 
     def _speed(self, seconds: dict[str, float], samples: int, tokens: int, pairs: int) -> dict[str, float | int]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.config import DistConfig, load_config, read_config
+from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.values import is_auto
-from hf_dist.errors import ModelError, TopologyError
+from hf_dist.errors import ModelError
 from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, without_dropout
 from hf_dist.hf.proof.data import microbatches
 
@@ -100,10 +100,7 @@ class Job:
 def prepare(asked: Asked, folder: Path) -> Job:
     """Write the model and the microbatches into `folder`. In one process, before any rank starts."""
     read = load_config(asked.config)
-    stages = read.pipeline.stages
-    if asked.world % stages:
-        raise TopologyError(f"pipeline.stages: {stages} does not divide --ranks {asked.world}")
-    data_ranks = asked.world // stages
+    data_ranks = axes_of(read, asked.world).size("data")
     micro, accumulation = _batch(read, data_ranks)
     model, class_name = _model(asked)
     window = data_ranks * accumulation

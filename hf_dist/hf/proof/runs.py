@@ -66,13 +66,13 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     reference = "plain" if job.precision == "fp32" else "same"
     result = _engine_steps(job, job.layout, rank, reference, then_save=True)
     engine = result.pop("engine")
-    data_rank, before = engine.mesh.dp.rank, {}
+    data_rank, before = engine.mesh.data.rank, {}
     for number, model in (("going on", None), ("resumed", job.make_model())):
         if model is not None:
             optimizer = job.make_optimizer(model)
             engine = initialize(model, config=job.layout, optimizer=optimizer)
             engine.load_checkpoint(_checkpoint(job))
-        loss = engine.train_batch(_share(job, job.steps, data_rank, engine.mesh.dp.size))
+        loss = engine.train_batch(_share(job, job.steps, data_rank, engine.mesh.data.size))
         before[number] = (float(loss), float(engine.get_global_grad_norm()))
     result["next"] = before
     if rank == 0:

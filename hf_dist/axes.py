@@ -1,0 +1,162 @@
+"""Which rank stands where: the axes of a job, their sizes, and the lines of ranks along every axis and view.
+
+    world = pp x dp_replicate x dp_shard x cp x tp        ranks are counted with tp innermost (neighbours), pp outermost
+    shard = dp_shard x cp = edp x ep                      experts fold into the ranks that ZeRO shards over
+
+Pure arithmetic: no process group, no torch. `mesh.py` makes the groups; whoever needs to know who reads which rows, who
+holds which layers, or how many there are of them, asks an `Axes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hf_dist.errors import ConfigError, Problem
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    "pp": ("world", "model", "batch"),  # pipeline stages
+    "dp_replicate": ("world", "dp", "data"),  # copies of what is sharded (HSDP)
+    "dp_shard": ("world", "dp", "data", "shard"),  # ZeRO's shards
+    "cp": ("world", "dp", "shard", "batch"),  # parts of a sequence
+    "tp": ("world", "model", "batch"),  # parts of a matrix
+}
+"""Axis -> the views it belongs to; outermost first. The views:
+
+    world   all ranks
+    dp      ranks that hold the same part of the model: losses, gradients and norms are combined over them
+    data    ranks that read different rows
+    shard   ranks that ZeRO shards dense weights over
+    model   ranks that hold one copy of the model between them
+    batch   ranks that read the same rows
+"""
+EXPERTS: tuple[str, ...] = ("edp", "ep")
+"""What the axes of `shard` are to the experts of a layer: `ep` neighbours hold different ones, `edp` ranks share each."""
+PATHS: Mapping[str, str] = {
+    "pp": "pipeline.stages",
+    "shard": "zero_optimization.mics_shard_size",
+    "cp": "sequence_parallel_size",
+    "tp": "tensor_parallel.autotp_size",
+    "ep": "expert_parallel.autoep_size",
+}
+"""The key (or its name elsewhere) that sets a size, for messages."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of the axes; a coordinate and a line for every rank. `axis` below is the name of an axis or of a view."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Ranks along each of `AXES` and along `ep`; 1 for what is not named."""
+
+    @classmethod
+    def of(
+        cls,
+        world: int,
+        *,
+        pp: int = 1,
+        shard: int | None = None,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        paths: Mapping[str, str] = PATHS,
+    ) -> Axes:
+        """The axes of `world` ranks; `shard`: ranks among which states are sharded (None: all that hold the same layers).
+
+        What is left becomes `dp_replicate`. Raises `ConfigError`, the same on every rank, for sizes that do not divide.
+        """
+        wrong = [(name, size) for name, size in (("pp", pp), ("cp", cp), ("tp", tp), ("ep", ep)) if size < 1]
+        if wrong:
+            raise ConfigError([Problem(paths[name], str(size), "is not at least 1", "") for name, size in wrong])
+        left, among = world, f"{world} processes of this job"
+        for name, size in (("pp", pp), ("tp", tp), ("cp", cp)):
+            if left % size:
+                remedy = f"Start a multiple of {world // left * size} processes, or use a divisor of {left}."
+                raise ConfigError(Problem(paths[name], str(size), f"does not divide the {among}", remedy))
+            left //= size
+            among = f"{left} that remain of {world} processes for each of the {world // left} parts of the model"
+        ranks = left * cp
+        shard = ranks if shard is None else shard
+        multiple = f" that is a multiple of {paths['cp']} ({cp})" if cp > 1 else ""
+        if shard < 1 or ranks % shard or shard % cp:
+            expected = f"is not a divisor of the {ranks} ranks that hold the same layers{multiple}"
+            remedy = f"Use a divisor of {ranks}{multiple}, or remove the key to shard over all of them."
+            raise ConfigError(Problem(paths["shard"], str(shard), expected, remedy))
+        if shard % ep:
+            expected = f"does not divide the {shard} ranks among which states are sharded"
+            raise ConfigError(Problem(paths["ep"], str(ep), expected, f"Use a divisor of {shard}."))
+        return cls({"pp": pp, "dp_replicate": ranks // shard, "dp_shard": shard // cp, "cp": cp, "tp": tp, "ep": ep})
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis, or in a view."""
+        if axis == "edp":
+            return self.size("shard") // self.size("ep")
+        if axis in AXES or axis == "ep":
+            return self.sizes.get(axis, 1)
+        return math.prod(self.size(part) for part in self._parts(axis))
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.size("world")
+
+    def coordinate(self, axis: str, rank: int) -> int:
+        """Where a rank stands on an axis or in a view, 0 .. size - 1."""
+        found = 0
+        parts = self._parts(axis)
+        for part, at in self._position(axis, rank):
+            if part in parts:
+                found = found * self.size(part) + at
+        return found
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank with these coordinates on `AXES`; 0 for what is not named."""
+        found = 0
+        for part in AXES:
+            found = found * self.size(part) + coordinates.get(part, 0)
+        return found
+
+    def lines(self, axis: str) -> list[list[int]]:
+        """All lines along an axis or view, in the order of their first ranks: each rank is in exactly one.
+
+        A line holds its ranks by coordinate; the ranks of one line differ in nothing but the axis.
+        """
+        lines: dict[Sequence[int], list[int]] = {}
+        parts = self._parts(axis)
+        for rank in range(self.world):
+            elsewhere = tuple(at for part, at in self._position(axis, rank) if part not in parts)
+            lines.setdefault(elsewhere, []).append(rank)
+        return list(lines.values())
+
+    def line(self, axis: str, rank: int) -> list[int]:
+        """The line that a rank is in."""
+        return next(line for line in self.lines(axis) if rank in line)
+
+    def describe(self) -> str:
+        """Such as `8 ranks = pp 2 x dp_replicate 1 x dp_shard 4`; what has one rank is left out, but for the data ranks."""
+        shown = [axis for axis, views in AXES.items() if self.size(axis) > 1 or "data" in views]
+        sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
+        experts = f" (edp {self.size('edp')} x ep {self.size('ep')})" if self.size("ep") > 1 else ""
+        return f"{self.world} rank{'s' if self.world > 1 else ''} = {sizes}{experts}"
+
+    def _parts(self, name: str) -> list[str]:
+        """The axes that an axis or a view consists of."""
+        parts = [axis for axis, views in AXES.items() if name == axis or name in views]
+        if not parts and name not in EXPERTS:
+            known = dict.fromkeys([*AXES, *EXPERTS, *(view for views in AXES.values() for view in views)])
+            raise KeyError(f"no axis or view {name!r}; there are {', '.join(known)}")
+        return parts or [name]
+
+    def _position(self, name: str, rank: int) -> list[tuple[str, int]]:
+        """(axis, coordinate) of a rank, outermost first, in the factors that know `name`."""
+        factors = list(AXES)
+        if name in EXPERTS:
+            inside = self._parts("shard")
+            first = factors.index(inside[0])
+            factors[first : first + len(inside)] = EXPERTS
+        position = []
+        for part in reversed(factors):
+            rank, at = divmod(rank, self.size(part))
+            position.append((part, at))
+        return position[::-1]

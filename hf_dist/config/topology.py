@@ -1,0 +1,24 @@
+"""The axes of a job as its configuration asks for them: the one place where keys become sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_dist.axes import PATHS, Axes
+from hf_dist.config.schema import DistConfig
+from hf_dist.errors import ConfigError
+
+_HPZ = "zero_optimization.zero_hpz_partition_size"
+
+
+def axes_of(config: DistConfig, processes: int) -> Axes:
+    """Who reads what and who holds what among `processes` ranks. Raises `ConfigError` for sizes that do not divide them.
+
+    One copy of the model has `pipeline.stages` ranks or more; cp, tp and ep have no keys, they are 1.
+    """
+    zero = config.zero_optimization
+    paths = PATHS if zero.mics_shard_size > 0 else {**PATHS, "shard": _HPZ}
+    try:
+        return Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, paths=paths)
+    except ConfigError as error:
+        raise ConfigError([replace(p, file=config.place_of(p.path)) for p in error.problems]) from None
