@@ -31,6 +31,7 @@ from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.in_backward import KEY as IN_BACKWARD
 from hf_dist.optim.in_backward import StepInBackward, steps_in_backward
 from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.optim.taken_over import load_schedule, saved_options
 from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.runtime import ShardedModel
@@ -350,6 +351,11 @@ class Engine:
                     "the key."
                 )
 
+    @property
+    def has_own_options(self) -> bool:
+        """Whether the optimizer's options are its own still, after a load too (it was another optimizer's)."""
+        return self.fragments is not None and self.fragments.has_own_options
+
     def zero_grad(self) -> None:
         """Drop the window's gradients. `step()` does this; call it to abandon a window."""
         self.sharded.drop_gradients()
@@ -407,9 +413,13 @@ class Engine:
     def load_checkpoint(self, directory: str | os.PathLike[str], *, weights_only: bool = False) -> None:
         """Restore what `save_checkpoint` wrote on any number of ranks, ZeRO stage and precision; random states, too.
 
+        It takes the place of what was there: the optimizer's state, schedule, loss scale, counters, and a window that was
+        under way is abandoned. Another optimizer than the saved one starts empty, with its own options.
+
         Every rank calls it. Raises `CheckpointError` on every rank when a file is missing, damaged, or of another model.
         """
         resume.load_whole_checkpoint(self, Path(directory), weights_only=weights_only)
+        self.micro_steps = 0
         if not weights_only:
             resume.restore_random_state(self.mesh, Path(directory), seed=torch.initial_seed(), step=self.global_steps)
 
@@ -432,9 +442,8 @@ class Engine:
     def plain_state(self) -> dict[str, Any]:
         """Numbers and strings of the training state, equal on every rank. Local."""
         optimizer = None
-        if self.optimizer is not None:
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-            optimizer = {"type": type(self.optimizer).__name__, "param_groups": groups}
+        if self.optimizer is not None and self.fragments is not None:
+            optimizer = saved_options(self.optimizer, self.fragments.param_names)
         return {
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict() if self.scaler else None,
@@ -443,14 +452,11 @@ class Engine:
         }
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
-        """Restore `plain_state()`. Local."""
-        if self.optimizer is not None and state["optimizer"]:
-            for group, options in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
-                group.update(options)
-        if self.scaler and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        """Restore `plain_state()` but for the optimizer's options, which come first (`take_options`). Local."""
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"] or self.scaler.initial_state)
         if self.lr_scheduler is not None and state["lr_scheduler"]:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            load_schedule(self.lr_scheduler, state["lr_scheduler"], own_options=self.has_own_options)
         self.global_steps = state["counters"]["global_steps"]
         self.skipped_steps = state["counters"]["skipped_steps"]
 

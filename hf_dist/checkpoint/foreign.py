@@ -80,8 +80,11 @@ def load_foreign(engine: Stateful, directory: Path, program: str) -> Imported:
     one of another model, and for files that cannot be read.
     """
     problem, imported = None, Imported(program, weights=False)
+    engine.zero_grad()  # gradients of the weights that go
     try:
         imported = _load(engine, directory, program)
+        if engine.fragments is not None and not imported.optimizer:
+            engine.fragments.start_anew()
     except CheckpointError as error:
         problem = str(error)
     except Exception as error:  # raised here alone it would leave the other ranks waiting

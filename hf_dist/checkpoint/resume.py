@@ -20,6 +20,7 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
     """
     missing: set[str] = set()
     problem = None
+    engine.zero_grad()  # gradients of the weights that go
     try:
         check_readable(directory)
         missing = load_state(engine, directory / folder.STATE, weights_only=weights_only)

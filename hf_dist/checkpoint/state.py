@@ -22,11 +22,11 @@ from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.parts import OwnedPart
 from hf_dist.errors import CheckpointError
-from hf_dist.log import warn_once
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.store import Tier, opened
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.taken_over import take_options
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -58,7 +58,10 @@ class Stateful(Protocol):
         """Numbers and strings, equal on every rank."""
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore them, but for the optimizer's options."""
+
+    def zero_grad(self) -> None:
+        """Abandon the window under way."""
 
 
 def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, OwnedPart]]:
@@ -137,9 +140,12 @@ def load_state(engine: Stateful, folder: Path, *, weights_only: bool = False) ->
     common = read_common(folder)
     read = functools.partial(dcp.read_state, folder)
     fill_weights(groups, stored, read)
-    if not weights_only and engine.fragments is not None and _same_optimizer(engine.fragments, common, folder):
-        fill_optimizer(engine.fragments, stored, read)
     if not weights_only:
+        if engine.fragments is not None:
+            optimizer, names = engine.fragments.optimizer, engine.fragments.param_names
+            same = take_options(optimizer, names, common.get("optimizer"), folder.parent)
+            engine.fragments.has_own_options = not same
+            fill_optimizer(engine.fragments, stored if same else {}, read)
         engine.load_plain_state(common)
     return missing
 
@@ -177,15 +183,17 @@ def fill_weights(groups: Iterable[FlatGroup], stored: Stored, read: Read) -> Non
 
 
 def fill_optimizer(fragments: FragmentedOptimizer, stored: Stored, read: Read) -> None:
-    """Fill the optimizer's state of this rank's fragments as far as it is stored."""
+    """Make the optimizer's state of this rank's fragments what is stored; as it was at first where nothing is. Local."""
     for some in _rounds(fragments.batches, lambda batch: batch.groups[0]):
         with ExitStack() as stack:
             scalars: Scalars = []
             wanted: dict[str, FlatSlice | torch.Tensor] = {}
             for batch in some:
                 stack.enter_context(fragments.opened(batch))
+                fragments.forget(batch)
                 wanted |= optimizer_targets(fragments, batch.fragments, stored, scalars)
-            read(wanted)
+            if wanted:
+                read(wanted)
             set_scalars(scalars)
 
 
@@ -205,25 +213,6 @@ def set_scalars(scalars: Scalars) -> None:
     """Put values that were read into the optimizer's state; plain numbers become plain again."""
     for owner, key, value in scalars:
         owner[key] = value.item() if value.dtype in (torch.float64, torch.int64, torch.bool) else value
-
-
-def _same_optimizer(fragments: FragmentedOptimizer, common: Mapping[str, Any], folder: Path) -> bool:
-    saved = common.get("optimizer")
-    if saved is None:
-        return False
-    now = type(fragments.optimizer).__name__
-    if saved["type"] != now:
-        warn_once(
-            f"the checkpoint's optimizer is {saved['type']}, this run's is {now}: its state starts empty (from {folder.parent})"
-        )
-        return False
-    groups = fragments.optimizer.param_groups
-    if len(saved["param_groups"]) != len(groups):
-        raise CheckpointError(
-            f"{folder}: the optimizer had {len(saved['param_groups'])} param groups, this one has {len(groups)}; resume with "
-            "the same optimizer settings"
-        )
-    return True
 
 
 def optimizer_targets(

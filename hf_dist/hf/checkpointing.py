@@ -25,6 +25,7 @@ from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
 from hf_dist.hf.state import loading
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
 from hf_dist.log import say
+from hf_dist.optim.taken_over import load_schedule
 
 _SCHEDULER = "scheduler.pt"
 
@@ -276,7 +277,10 @@ class CheckpointingMixin:
             if read_plan(directory) is None and program is not None:
                 self._import_foreign(engine, directory, program)
                 return
+            engine.zero_grad()
             self._restore_weights(directory)
+            if engine.fragments is not None:
+                engine.fragments.start_anew()
             say(f"{directory} holds no training state: its weights are loaded, the optimizer starts with empty state")
             return
         manifest = folder.read_manifest(directory) or {}
@@ -286,7 +290,9 @@ class CheckpointingMixin:
         resume.load_whole_checkpoint(engine, directory)
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+            load_schedule(
+                self.lr_scheduler, torch.load(scheduler, weights_only=True), own_options=engine.has_own_options
+            )
 
     def _import_foreign(self, engine: Engine, directory: Path, program: str) -> None:
         """What can be had of a checkpoint that another program wrote; one line says what that was. Collective."""
@@ -297,11 +303,9 @@ class CheckpointingMixin:
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
             schedule = torch.load(scheduler, map_location="cpu", weights_only=True)
-            self.lr_scheduler.load_state_dict(schedule)
-            taken.append("schedule")
             # The state of a schedule does not set the rates; those of the param groups may not have been read.
-            for group, rate in zip(self.optimizer.param_groups, schedule.get("_last_lr", []), strict=False):
-                group["lr"] = rate
+            load_schedule(self.lr_scheduler, schedule, own_options=True)
+            taken.append("schedule")
         engine.global_steps = self.state.global_step
         left = f"; not taken: {'; '.join(imported.notes)}" if imported.notes else ""
         say(f"{directory} was written by {imported.program}; taken: {', '.join(taken)}{left}")

@@ -25,6 +25,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
+from hf_dist.optim.taken_over import load_schedule
 from hf_dist.sharding.guard import replace_method
 
 _CUSTOM = re.compile(r"^custom_checkpoint_(\d+)\.pkl$")
@@ -189,7 +190,9 @@ class LoopCheckpointsMixin:
         manifest = folder.read_manifest(directory) or {}
         self.step = manifest.get("step", self.step)
         for index, scheduler in enumerate(self._schedulers):
-            scheduler.load_state_dict(_plain(directory / _scheduler_name(index)))
+            load_schedule(
+                scheduler, _plain(directory / _scheduler_name(index)), own_options=self.engine.has_own_options
+            )
         saved, registered = sum(bool(_CUSTOM.match(p.name)) for p in directory.iterdir()), len(self._custom_objects)
         if saved != registered:
             raise CheckpointError(

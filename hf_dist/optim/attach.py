@@ -8,6 +8,7 @@ unused parameters too; torch's fused AdamW runs a hundred tensors as fast as one
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ class FragmentedOptimizer:
         """
         self.sharded = sharded
         self.optimizer = optimizer
+        self.has_own_options = True
+        """False when param groups took theirs from a checkpoint."""
         self.fragments = make_fragments(sharded.trainable_groups)
         by_owner = {(id(f.group), f.index): f for f in self.fragments}
         places = {id(p): (id(g), i) for g in sharded.groups for i, p in enumerate(g.params)}
@@ -68,6 +71,11 @@ class FragmentedOptimizer:
                     if state:
                         optimizer.state[fragment.tensor] = {k: _cut(k, v, p, fragment) for k, v in state.items()}
             group["params"] = own
+        self._initial = {
+            f: {key: _remembered(value) for key, value in optimizer.state[f.tensor].items()}
+            for f in self.fragments
+            if f.tensor in optimizer.state
+        }
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.fragments = [f for f in self.fragments if id(f.tensor) in stepped]
         self.batches = make_batches(sharded.trainable_groups, self.fragments, one_by_one=one_by_one)
@@ -163,6 +171,19 @@ class FragmentedOptimizer:
             batch.runs = None
             self.sharded.storage.link.wait_device()
 
+    def forget(self, batch: StepBatch) -> None:
+        """Inside `opened(batch)`: its states are again what the optimizer was made with, nothing for most. Local."""
+        for f in batch.fragments:
+            self.optimizer.state.pop(f.tensor, None)
+            if f in self._initial:
+                self.optimizer.state[f.tensor] = {key: _recalled(value) for key, value in self._initial[f].items()}
+
+    def start_anew(self) -> None:
+        """Forget all states. Local."""
+        for batch in self.batches:
+            with self.opened(batch):
+                self.forget(batch)
+
     def states(self, fragment: Fragment) -> Iterator[tuple[str, Sliceable]]:
         """(key, 1-D elements) of what the optimizer keeps for every element of `fragment`; on disk they are not read yet."""
         return self._batch_of[id(fragment)].states(fragment, self.optimizer)
@@ -200,6 +221,7 @@ class FragmentedOptimizer:
             )
         for batch in self.batches:
             with self.opened(batch):
+                self.forget(batch)
                 for f in batch.fragments:
                     if f.name in saved["state"]:
                         self.optimizer.state[f.tensor] = dict(saved["state"][f.name])
@@ -216,3 +238,20 @@ def _cut(key: str, value: Any, param: nn.Parameter, fragment: Fragment) -> Any:
     first = fragment.group.resting[0] + fragment.start - slot.offset
     part = value.detach().reshape(-1)[first : first + fragment.stop - fragment.start]
     return part.to(fragment.tensor.device, torch.float32, copy=True)
+
+
+def _remembered(value: Any) -> Any:
+    """A copy of a state; one element of a tensor that is filled with one value (Adagrad's sums), seen as all of them."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    first = value.reshape(-1)[:1]
+    constant = value.dim() == 1 and value.numel() > 1 and bool((value == first).all())
+    return first.clone().expand(value.shape) if constant else value.clone()
+
+
+def _recalled(value: Any) -> Any:
+    """A state of its own from what was remembered."""
+    if isinstance(value, torch.Tensor):
+        return value.clone(memory_format=torch.contiguous_format)
+    return copy.deepcopy(value)

@@ -74,6 +74,8 @@ class DynamicLossScaler:
         self._overflows_left = hysteresis  # the scale falls at the overflow that finds 1 here
         self._num_updates = 0
         self._last_overflow = -1
+        self.initial_state = self.state_dict()
+        """For a checkpoint that has none."""
 
     @classmethod
     def from_config(cls, fp16: Fp16Settings) -> DynamicLossScaler:

@@ -1,0 +1,100 @@
+"""What a run takes over from a saved optimizer and schedule: options of param groups, progress, learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_dist.errors import CheckpointError
+from hf_dist.log import warn_once
+
+__all__ = ["load_schedule", "saved_options", "take_options"]
+
+
+def saved_options(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """What `take_options` needs: the class, and options and parameter names of each param group. Local."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return {"type": type(optimizer).__name__, "param_groups": groups, "param_names": [list(own) for own in names]}
+
+
+def take_options(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any] | None, where: Any
+) -> bool:
+    """Give each param group the options of the saved one with its parameters; False for another optimizer's, all kept then.
+
+    `names`: full parameter names of each group. Groups may come in another order, and hold parameters that were frozen.
+    Raises `CheckpointError` when they were divided otherwise: whose learning rate should hold? Local.
+    """
+    if saved is None:
+        return False
+    now = type(optimizer).__name__
+    if saved["type"] != now:
+        warn_once(
+            f"the checkpoint's optimizer is {saved['type']}, this run's is {now}: its state starts empty, and it keeps its own "
+            f"learning rate and other options (from {where})"
+        )
+        return False
+    options = saved["param_groups"]
+    if len(options) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{where}: the optimizer had {len(options)} param groups, this one has {len(optimizer.param_groups)}; resume with "
+            "the same optimizer settings"
+        )
+    sources = _sources(names, saved.get("param_names"), where)
+    for group, source in zip(optimizer.param_groups, sources, strict=True):
+        if source is not None:
+            group.update(options[source])
+    return True
+
+
+def _sources(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None, where: Any) -> list[int | None]:
+    """For each group the saved one that holds its parameters; None where all of them are new."""
+    if saved is None:  # written before names were
+        return [*range(len(names))]
+    of = {name: number for number, group in enumerate(saved) for name in group}
+    found = [sorted({of[name] for name in group if name in of}) for group in names]
+    taken = [number for numbers in found for number in numbers]
+    for group, numbers in enumerate(found):
+        others = len(numbers) > 1 or any(taken.count(number) > 1 for number in numbers)
+        if others:
+            raise CheckpointError(
+                f"{where}: param group {group} holds parameters of the checkpoint's group(s) {', '.join(map(str, numbers))}, "
+                "which this run divides otherwise, so it is not clear whose learning rate holds. Resume with the same param "
+                "groups (in any order), or load the weights alone (weights_only=True)."
+            )
+    return [numbers[0] if numbers else None for numbers in found]
+
+
+def load_schedule(scheduler: Any, state: Mapping[str, Any], *, own_options: bool) -> None:
+    """`scheduler.load_state_dict(state)`, and then at that point of the schedule on the optimizer's own base rates.
+
+    `own_options`: the optimizer kept its options (`take_options`), so its rates are not those of that point yet. torch's
+    schedules save their base rates, and would bring the other optimizer's back at the next step. Local; call it after the
+    options.
+    """
+    scheduler.load_state_dict(state)
+    _rebase(getattr(scheduler, "scheduler", scheduler), state, own_options)  # accelerate wraps
+
+
+def _rebase(scheduler: Any, state: Mapping[str, Any], own_options: bool) -> None:
+    for inner, its in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
+        _rebase(inner, its, own_options)
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    if not state.get("base_lrs") or any("initial_lr" not in group for group in groups):
+        return  # its rates are functions of its progress alone, or of nothing that was saved
+    own = [group["initial_lr"] for group in groups]
+    scheduler.base_lrs = own  # groups in another order have theirs in another order, too
+    if "_last_lr" not in state or not own_options:
+        return
+    # The rate at this point is the saved one times the ratio of the bases; a base of 0 tells nothing.
+    factors = [rate / base if base else 1.0 for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)]
+    if len(factors) != len(own):
+        factors = factors[:1] * len(own)
+    scheduler._last_lr = [base * factor for base, factor in zip(own, factors, strict=True)]
+    for group, rate in zip(groups, scheduler._last_lr, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
