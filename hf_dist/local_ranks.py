@@ -5,6 +5,7 @@ Processes come from a fork server that has loaded the heavy modules once, so tha
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing as mp
 import os
@@ -117,6 +118,7 @@ def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], pat
     # Spawned gloo children sometimes abort at interpreter exit; nothing is left to clean up here.
     from hf_dist.mesh import leave_job
 
-    leave_job()
+    with contextlib.suppress(RuntimeError):  # a peer has failed, and its traceback is the one to read
+        leave_job()
     sys.stdout.flush()
     os._exit(0)

@@ -2,4 +2,13 @@
 
 import os
 
+import pytest
+
+from tests.durations import Durations
+
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every run says what its files cost."""
+    config.pluginmanager.register(Durations(), "durations")

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import datasets
 from accelerate import PartialState
 
 from hf_dist import run
@@ -17,7 +18,8 @@ from hf_dist import run
 
 def run_scripts(rank: int, world: int, jobs: list[tuple[str, str, list[str]]], sharded: bool, root: str) -> list[Any]:
     """What each script wrote into its `--output_dir`; a traceback where it failed. `sharded`: through `hf_dist.run`."""
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=f"{root}/cache_{sharded}")
+    os.environ.update(HF_HUB_OFFLINE="1")
+    datasets.config.HF_DATASETS_CACHE = Path(f"{root}/cache_{sharded}")  # its variable was read when it was imported
     # Of a script that ends; the next one goes on with the group.
     PartialState.destroy_process_group = lambda *_: None  # type: ignore[method-assign]
     if sharded:

@@ -3,64 +3,56 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.covering import FULL_GRID, cells
 from tests.harness import run_ranks
 from tests.parity.families import FAMILIES
 from tests.parity.train import Case, reference, relative, run_cases
 
 TOLERANCE = 1e-5
 STAGES = (0, 1, 2, 3)
-PAIRS = tuple(itertools.product((False, True), (False, True)))
+BOTH = (False, True)
+SWITCHES = {"checkpointing": BOTH, "lora": BOTH}
+OTHERS = tuple(family for family in FAMILIES if family != "llama")
+AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
+    # The whole grid for one family.
+    "llama": (3, {"world": (1, 2, 3, 4), "stage": STAGES, "accumulation": (1, 3), "tied": BOTH, **SWITCHES}),
+    "families": (2, {"family": OTHERS, "stage": STAGES, "world": (2, 3), "accumulation": (3,), **SWITCHES}),
+    "hsdp": (2, {"world": (4,), "shard_size": (2,), "stage": STAGES, "accumulation": (1, 3)}),
+    "once": (2, {"once": (True,), "world": (2, 3), "stage": (2, 3), "accumulation": (3,), **SWITCHES}),
+    "once-hsdp": (2, {"once": (True,), "world": (4,), "shard_size": (2,), "stage": (2, 3), "accumulation": (3,)}),
+}
+"""Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values)."""
 
 
-def llama_cases() -> list[Case]:
-    """The whole grid for one family."""
-    flags = itertools.product((1, 3), (False, True), (False, True), (False, True))
-    return [
-        Case("llama", stage, accumulation, tied, checkpointing, lora)
-        for accumulation, tied, checkpointing, lora in flags
-        for stage in STAGES
-    ]
+def rows() -> dict[tuple[str, int], list[Case]]:
+    """The cases of each grid by their number of ranks; accumulation of 3 comes with a short last window."""
+    found: dict[tuple[str, int], list[Case]] = {}
+    for name, (strength, axes) in AXES.items():
+        for cell in cells(axes, strength):
+            found.setdefault((name, cell["world"]), []).append(Case(**cell))
+    return found
 
 
-def family_cases(family: str) -> list[Case]:
-    """Accumulation with a short last window, with and without checkpointing, full and LoRA."""
-    return [
-        Case(family, stage, 3, checkpointing=checkpointing, lora=lora)
-        for checkpointing, lora in PAIRS
-        for stage in STAGES
-    ]
-
-
-GRID: dict[tuple[str, int], list[Case]] = {("llama", world): llama_cases() for world in (1, 2, 3, 4)}
-GRID |= {(family, world): family_cases(family) for family in FAMILIES if family != "llama" for world in (2, 3)}
-GRID |= {("hsdp", 4): [Case("llama", stage, acc, shard_size=2) for stage in STAGES for acc in (1, 3)]}
-ONCE = [Case("llama", stage, 3, checkpointing=c, lora=lora, once=True) for stage in (2, 3) for c, lora in PAIRS]
-GRID |= {("once", world): ONCE for world in (2, 3)}
-GRID |= {("once-hsdp", 4): [Case("llama", stage, 3, shard_size=2, once=True) for stage in (2, 3)]}
+GRID = rows()
 
 
 @functools.cache
 def results(name: str, world: int) -> list[list[Any]] | str:
     """One spawn for all cases of a row of the grid; its error if it failed as a whole, so that it is not tried again."""
     try:
-        return run_ranks(run_cases, world, (GRID[name, world],), timeout=900)
+        return run_ranks(run_cases, world, (GRID[name, world],), timeout=2400 if FULL_GRID else 900)
     except RuntimeError as error:
         return str(error)
 
 
 @pytest.mark.parametrize(
     ("name", "world", "index"),
-    [
-        pytest.param(name, world, i, id=f"{case}-w{world}")
-        for (name, world), cases in GRID.items()
-        for i, case in enumerate(cases)
-    ],
+    [pytest.param(*row, i, id=str(case)) for row, cases in GRID.items() for i, case in enumerate(cases)],
 )
 def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: int) -> None:
     case = GRID[name, world][index]
@@ -69,7 +61,7 @@ def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: in
     ranks = [rank[index] for rank in row]
     for outcome in ranks:
         assert not isinstance(outcome, str), outcome
-    expected = reference(replace(case, stage=0, shard_size=None, once=False))
+    expected = reference(replace(case, stage=0, world=1, shard_size=None, once=False))
     for outcome in ranks:
         assert outcome["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
         assert outcome["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)

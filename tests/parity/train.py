@@ -22,6 +22,8 @@ class Case:
     family: str = "llama"
     stage: int = 0
     accumulation: int = 1
+    world: int = 1
+    """Ranks. A GPU's cases run on what there is, and leave this alone."""
     tied: bool = False
     checkpointing: bool = False
     lora: bool = False
@@ -32,7 +34,7 @@ class Case:
     def __str__(self) -> str:
         flags = [name for name in ("tied", "checkpointing", "lora", "once") if getattr(self, name)]
         hsdp = [f"shard{self.shard_size}"] if self.shard_size else []
-        return "-".join([self.family, f"z{self.stage}", f"acc{self.accumulation}", *flags, *hsdp])
+        return "-".join([self.family, f"z{self.stage}", f"acc{self.accumulation}", *flags, *hsdp, f"w{self.world}"])
 
     @property
     def model(self) -> tuple[str, bool, bool, bool]:
