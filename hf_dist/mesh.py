@@ -139,16 +139,6 @@ class ParallelMesh:
         """Ranks that dense weights are sharded over."""
         return self.views["shard"]
 
-    @property
-    def dp_shard(self) -> MeshAxis:
-        """`shard`, as groups name it so far."""
-        return self.views["shard"]
-
-    @property
-    def dp_replicate(self) -> MeshAxis:
-        """Copies of what is sharded (HSDP)."""
-        return self.views["dp_replicate"]
-
     def holders(self, stages: Sequence[int]) -> MeshAxis:
         """The ranks of some pipeline coordinates that have this rank's data; for weights that several stages hold.
 

@@ -65,17 +65,14 @@ class Stateful(Protocol):
 
 
 def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, OwnedPart]]:
-    """The parts of all weights that this rank writes. Replicas of a shard group write nothing, nor do later holders of
-    what several pipeline stages hold."""
-    if sharded.mesh.dp_replicate.rank > 0:
-        return
-    for group in (g for g in sharded.groups if g.counts):
+    """The parts of all weights that this rank writes: of several ranks with the same elements one owns them."""
+    for group in (g for g in sharded.groups if g.axes.owns):
         start, stop = (position - group.resting[0] for position in group.owned)
         values = group.master.part(start, stop)
         if group.trainable:  # frozen weights do not change while a copy is being written
             values = take(f"weights.{group.layout.slots[0].name}", values)
         for slot in group.layout.slots:
-            first, last = group.layout.fragment(slot, sharded.mesh.dp_shard.rank)
+            first, last = group.layout.fragment(slot, group.axes.shard.rank)
             at = slot.offset + first - group.owned[0]
             if last > first:
                 yield group, OwnedPart(slot.name, slot.shape, first, last, values.narrow(0, at, last - first))
@@ -90,11 +87,11 @@ def saved_state(
         for group, part in parts
         if group.trainable
     }
-    if engine.fragments is None or engine.mesh.dp_replicate.rank > 0:
+    if engine.fragments is None:
         return state
     for fragment in engine.fragments.fragments:
         first, last, offset = _owned_interval(fragment)
-        if last == first or not fragment.group.counts:
+        if last == first or not fragment.group.axes.owns:
             continue
         slot = fragment.group.layout.slots[fragment.index]
         for key, elements in engine.fragments.states(fragment):
@@ -112,7 +109,7 @@ def _owned_interval(fragment: Fragment) -> tuple[int, int, int]:
     """(start, stop) within the parameter that this rank writes, and where that begins in the fragment."""
     group = fragment.group
     slot = group.layout.slots[fragment.index]
-    first, last = group.layout.fragment(slot, group.mesh.dp_shard.rank)
+    first, last = group.layout.fragment(slot, group.axes.shard.rank)
     begins = group.resting[0] + fragment.start - slot.offset
     return first, last, first - begins
 

@@ -210,7 +210,7 @@ class States:
         for path, members in unit_members(model, modules).items():
             named = [(n, p) for n, p in members if names is None or n in names]
             groups = []
-            for together in travel_together(named, precision, holders or {}):
+            for together in travel_together(named, precision, (holders or {}).get):
                 name, first = together[0]
                 dtype = precision.compute_dtype(name, first.dtype)
                 layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in together], num_shards)

@@ -70,7 +70,7 @@ def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter in full, one after the other, also those of other pipeline stages. Collective."""
     pp = engine.mesh.pp
     for stage in range(pp.size):
-        groups = [g for g in engine.sharded.groups if g.counts]
+        groups = [g for g in engine.sharded.groups if g.axes.is_first_holder]
         rows = [
             (s.name, s.shape, dtype) for g in groups for s, dtype in zip(g.layout.slots, g.loaded_dtypes, strict=True)
         ]

@@ -30,7 +30,7 @@ def summarize_gradients(
 ) -> GradientSummary:
     """Norm of `scale` times the reduced gradients, and which parameters had a gradient anywhere.
 
-    Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats; then over pp, of one float. Every
+    Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats; then over `model`, of one float. Every
     rank counts the interval it owns, so shared and replicated elements count once. The flags are read on the host only by a
     rank that has a parameter without a gradient; on the others nothing waits. `stepped`: id of a group whose gradient is gone
     already -> its `owned_norm`.
@@ -42,7 +42,7 @@ def summarize_gradients(
     vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
     norms = []
     for g in groups:
-        if not g.counts:
+        if not g.axes.owns:
             continue
         if stepped and id(g) in stepped:
             norms.append(stepped[id(g)].to(mesh.device))
@@ -54,8 +54,8 @@ def summarize_gradients(
         vector[1:] = torch.tensor(flags)
     collectives.all_reduce(mesh.dp, vector, op="sum").wait()
     squared = vector[:1].clone()
-    collectives.all_reduce(mesh.pp, squared, op="sum").wait()
-    norm = (squared[0] / mesh.dp_replicate.size).sqrt() * scale
+    collectives.all_reduce(mesh.model, squared, op="sum").wait()
+    norm = squared[0].sqrt() * scale
     places = [(id(g), i) for g in groups for i in range(len(g.window.used))]
     missing = [k for k, used in enumerate(flags) if not used]
     if not missing:

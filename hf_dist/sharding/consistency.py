@@ -145,7 +145,7 @@ def check_load(model: nn.Module, groups: list[FlatGroup], sources: dict[str, Wei
             }
             where = ", ".join(map(str, sorted(owners)))
             problems.append(f"parameter {slot.name} is not what its file says (shard {where})")
-    found = collectives.all_gather_object(mesh.world, (problems, _checksums(model, rows, mesh)))
+    found = collectives.all_gather_object(mesh.world, (problems, _checksums(model, rows)))
     problems = [line for lines, _ in found for line in lines] + _differences([sums for _, sums in found])
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
@@ -163,7 +163,7 @@ def _spread(numel: int) -> list[int]:
 
 
 def _held_samples(rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh) -> torch.Tensor:
-    """(len(rows), _SAMPLES) on the host: the sampled elements as the ranks hold them. Collective over dp_shard."""
+    """(len(rows), _SAMPLES) on the host: the sampled elements as the ranks hold them. Collective over the shard axes."""
     held = torch.zeros(len(rows), _SAMPLES, dtype=torch.float64)
     for k, (group, slot) in enumerate(rows):
         first, last = group.owned
@@ -172,23 +172,24 @@ def _held_samples(rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh) -
         if mine:
             columns, positions = (torch.tensor(column) for column in zip(*mine, strict=True))
             held[k, columns] = group.source[positions.to(group.source.device)].double().cpu()
-    flat = held.view(-1).to(mesh.device)
-    collectives.all_reduce(mesh.dp_shard, flat, "sum").wait()
-    return flat.cpu().view(len(rows), _SAMPLES)
+    for axis in {id(group.axes.shard): group.axes.shard for group, _ in rows}.values():
+        own = [k for k, (group, _) in enumerate(rows) if group.axes.shard is axis]
+        flat = held[own].view(-1).to(mesh.device)
+        collectives.all_reduce(axis, flat, "sum").wait()
+        held[own] = flat.cpu().view(len(own), _SAMPLES)
+    return held
 
 
-def _checksums(
-    model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh
-) -> dict[tuple[str, int], int]:
+def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dict[tuple[str, int], int]:
     """By (name, which shard; -1 for whole tensors)."""
     sums = {(f"buffer {name}", -1): _checksum(buffer) for name, buffer in model.named_buffers()}
     for group, slot in rows:
         name = f"parameter {slot.name}"
         if group.placements.params is not Placement.SHARD:
             sums[name, -1] = _checksum(group.full[slot.offset : slot.stop])
-        elif mesh.dp_replicate.size > 1:
+        elif group.axes.then:  # others hold the same shard
             start, stop = group.fragment(slot)
-            sums[name, mesh.dp_shard.rank] = _checksum(group.source[start:stop])
+            sums[name, group.axes.shard.rank] = _checksum(group.source[start:stop])
     return sums
 
 

@@ -103,7 +103,7 @@ def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[
 def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     """(slot, full tensor on the device) of each parameter, in the dtype the model was loaded in.
 
-    Collective over dp_shard. Taken from the fp32 master weights where there are any, so that a model loaded in fp32 and
+    Collective over the shard axis. Taken from the fp32 master weights where there are any, so that a model loaded in fp32 and
     trained in bf16 is saved with all its bits.
     """
     wide = group.source.dtype if torch.float32 in group.loaded_dtypes else group.dtype
@@ -112,7 +112,7 @@ def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     with opened(group.master) as masters:
         full[start:stop].copy_(masters)
     if stop - start < group.layout.numel:
-        collectives.all_gather(group.mesh.dp_shard, full).wait()
+        collectives.all_gather(group.axes.shard, full).wait()
     for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True):
         yield slot, full[slot.offset : slot.stop].view(slot.shape).to(dtype)
 

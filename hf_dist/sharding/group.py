@@ -16,10 +16,11 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.errors import FreedParameterError, ModelError
-from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Resident, Resting, Tier, opened
 from hf_dist.pages import in_huge_pages
+from hf_dist.sharding.group_axes import Combination, GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_source
@@ -39,20 +40,20 @@ class FlatGroup:
         mesh: ParallelMesh,
         precision: Precision,
         storage: Storage,
-        holders: MeshAxis | None = None,
+        axes: GroupAxes,
     ) -> None:
-        """`holders`: ranks of other pipeline stages that hold the same weights; their gradients are added up."""
+        """Collective over the axes' `shard` where a parameter is lazy and rests replicated, else local."""
         self.params = [p for _, p in params]
         self.mesh = mesh
         self.placements = placements
         self.precision = precision
-        self.holders = holders
+        self.axes = axes
         self.storage = storage
         self.trainable = self.params[0].requires_grad
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
-        self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], mesh.dp_shard.size)
-        wire = precision.wire(mesh.dp_shard.size)
+        self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], axes.shard.size)
+        wire = precision.wire(axes.shard.size)
         self.window = WindowGradient(self.params, self.layout, mesh.device, accumulated=precision.grads, wire=wire)
         self.fresh = True  # `full` holds (or is being filled with) the current weights
         self.pins = 0  # `gathered()` blocks that want the full weights to stay
@@ -68,7 +69,7 @@ class FlatGroup:
     def _build_storage(self) -> None:
         """Move the elements into flat buffers and make every parameter a view of `full`, once and for all.
 
-        Collective over dp_shard when a parameter is lazy and its weights rest replicated: each rank then reads its own part
+        Collective over `axes.shard` when a parameter is lazy and its weights rest replicated: each rank then reads its own part
         of the file, and the parts are gathered.
         """
         layout, device = self.layout, self.mesh.device
@@ -76,7 +77,7 @@ class FlatGroup:
         streamed = any(source is not None for source in sources)
         self.places = plan_places(
             layout,
-            self.mesh.dp_shard.rank,
+            self.axes.shard.rank,
             self.trainable,
             self.dtype,
             placements=self.placements,
@@ -138,9 +139,9 @@ class FlatGroup:
             p.data = view
 
     def _gather_streamed(self) -> None:
-        """Every rank has read its own part of `source`: fill what rests replicated. Collective over dp_shard."""
+        """Every rank has read its own part of `source`: fill what rests replicated. Collective over `axes.shard`."""
         if self.resting == (0, self.layout.numel):  # the source itself, so that masters keep all bits of an fp32 file
-            collectives.all_gather(self.mesh.dp_shard, self.source).wait()
+            collectives.all_gather(self.axes.shard, self.source).wait()
         self.fresh = False
         self.unshard()
         self.wait_unshard()
@@ -162,18 +163,13 @@ class FlatGroup:
     def interval(self, placement: Placement) -> tuple[int, int]:
         """Interval of the flat buffer that this rank holds at `placement`."""
         if placement is Placement.SHARD:
-            return self.layout.shard(self.mesh.dp_shard.rank)
+            return self.layout.shard(self.axes.shard.rank)
         return 0, self.layout.numel
 
     @property
     def owned(self) -> tuple[int, int]:
-        """Interval that this rank answers for when every element must be counted once over `dp_shard`."""
-        return self.layout.shard(self.mesh.dp_shard.rank)
-
-    @property
-    def counts(self) -> bool:
-        """Whether this pipeline stage answers for the group; of several holders the first one does."""
-        return self.holders is None or self.holders.rank == 0
+        """Interval that this rank answers for when every element must be counted once over `axes.shard`."""
+        return self.layout.shard(self.axes.shard.rank)
 
     def fragment(self, slot: ParamSlot) -> tuple[int, int]:
         """Interval of `source` (and of `grad`) that belongs to `slot`; start == stop when none does."""
@@ -189,7 +185,7 @@ class FlatGroup:
         return self.layout.numel == 0 or self.full.untyped_storage().nbytes() > 0
 
     def unshard(self) -> None:
-        """Start to fill `full` with the current weights; nothing to do when it holds them. Collective over dp_shard."""
+        """Start to fill `full` with the current weights; nothing to do when it holds them. Collective over `axes.shard`."""
         if self.fresh:
             return
         storage = self.full.untyped_storage()
@@ -212,7 +208,7 @@ class FlatGroup:
     def _gather_full(self) -> collectives.Handle:
         if self.resting == (0, self.layout.numel):
             return collectives.Handle([])
-        return collectives.all_gather(self.mesh.dp_shard, self.full)
+        return collectives.all_gather(self.axes.shard, self.full)
 
     def wait_unshard(self) -> None:
         """After this the parameters can be read. Local."""
@@ -320,35 +316,37 @@ class FlatGroup:
         return self.window.begin_backward(reduces, self.dtype)
 
     def reduce(self) -> collectives.Handle:
-        """Start the mean of the window's gradient over `dp_shard`; it is added to `grad` when the handle completes.
+        """Start the mean of the window's gradient over `axes.shard`; it is added to `grad` when the handle completes.
 
-        Collective over dp_shard, in the same order on every rank. A parameter without a gradient contributes zeros.
+        Collective over `axes.shard`, in the same order on every rank. A parameter without a gradient contributes zeros.
         """
         full = self.window.take()
         if self.placements.optim is not Placement.SHARD:
-            handle, out = collectives.all_reduce(self.mesh.dp_shard, full), full
-        elif self.mesh.dp_shard.size == 1:
+            handle, out = collectives.all_reduce(self.axes.shard, full), full
+        elif self.axes.shard.size == 1:
             handle, out = collectives.Handle([]), full
         else:
             out = in_huge_pages(torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device))
-            handle = collectives.reduce_scatter(self.mesh.dp_shard, full, out)
+            handle = collectives.reduce_scatter(self.axes.shard, full, out)
         return collectives.Handle([handle], lambda: self.gradient.add(out))
 
-    def replicate(self) -> collectives.Handle:
-        """Start the mean of the gradient over the replicas (HSDP). Collective over dp_replicate."""
-        values = self.gradient.on_device()
-        handle = collectives.all_reduce(self.mesh.dp_replicate, values)
-        return collectives.Handle([handle], lambda: self.gradient.replace(values))
+    def combine(self, row: Combination) -> collectives.Handle:
+        """Start what one row of `axes.then` does to the window's gradient. Collective over its axis, once per window.
 
-    def add_up_holders(self) -> None:
-        """The sum of the gradients of all pipeline stages that hold these weights, on each. Collective over `holders`."""
-        assert self.holders is not None
+        At the window's end it is also made known who had a gradient.
+        """
         values = self.gradient.on_device()
+        handles = [collectives.all_reduce(row.axis, values, row.operation)]
+        if not row.at_end:
+            return collectives.Handle(handles, lambda: self.gradient.replace(values))
         used = torch.tensor(self.window.used, dtype=torch.float32, device=values.device)
-        for handle in [collectives.all_reduce(self.holders, tensor, op="sum") for tensor in (values, used)]:
-            handle.wait()
-        self.gradient.replace(values)
-        self.window.used = (used > 0).tolist()
+        handles.append(collectives.all_reduce(row.axis, used, "sum"))
+
+        def finish() -> None:
+            self.gradient.replace(values)
+            self.window.used = (used > 0).tolist()
+
+        return collectives.Handle(handles, finish)
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes that weights and masters take at rest, by kind of memory; on the host also the place of gradients."""

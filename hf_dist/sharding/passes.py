@@ -262,7 +262,7 @@ class Passes:
     def begin_backward(self, finishing: Container[int]) -> None:
         """Of a pipeline stage and microbatch, before autograd runs: a stage may take several runs for one backward.
 
-        `finishing`: units whose gradients are complete after it. Select the stage's pass first. Collective over dp_shard.
+        `finishing`: units whose gradients are complete after it. Select the stage's pass first. Collective over the shard axes.
         """
         self.reducer.finishing = finishing
         self._start_backward()

@@ -18,14 +18,14 @@ from hf_dist.config import DistConfig
 
 
 class Placement(Enum):
-    """What one rank of `dp_shard` holds of a flat tensor."""
+    """What one rank of the shard axis holds of a flat tensor."""
 
     REPLICATE = "replicate"
     """All elements, equal on every rank."""
     PARTIAL = "partial"
     """All elements, but only this rank's contribution to their mean."""
     SHARD = "shard"
-    """One of `dp_shard` equal intervals."""
+    """One of `size` equal intervals."""
 
 
 class Stay(IntEnum):

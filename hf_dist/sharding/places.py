@@ -57,7 +57,7 @@ def plan_places(
     storage: Storage,
     grads: torch.dtype = torch.float32,
 ) -> GroupPlaces:
-    """The places of one group on `rank` of `dp_shard`; groups must be asked for in the order of the units.
+    """The places of one group on `rank` of its shard axis; groups must be asked for in the order of the units.
 
     `dtype`: of the weights in use; `grads`: of the gradient. Storage counts what it has handed out (`ratio`, `max_in_cpu`).
     """

@@ -10,6 +10,7 @@ from hf_dist.collectives import Handle
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import HostLink
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.group_axes import Combination
 from hf_dist.sharding.order import IssueOrder
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.unit import ShardUnit
@@ -41,8 +42,8 @@ class Reducer:
         self.when_final: Callable[[FlatGroup], None] | None = None
         """Called when the gradient of a group is complete for the window, with nothing left to add over the ranks."""
         self._in_flight: deque[tuple[int, Handle]] = deque()  # (elements, handle)
-        self._replicating: list[Handle] = []
-        self._held_elsewhere: list[FlatGroup] = []
+        self._combining: deque[Handle] = deque()
+        self._at_end: list[tuple[FlatGroup, Combination]] = []
 
     def reduces(self, index: int) -> bool:
         """Whether unit `index` is reduced after the backward under way."""
@@ -79,19 +80,23 @@ class Reducer:
         for group in unit.trainable:
             handle = group.reduce()
             if unit.index in self.finishing:
-                if self.mesh.dp_replicate.size > 1:
-                    handle = Handle([handle], functools.partial(self._replicate, group))
-                elif group.holders is None and self.when_final is not None:
+                if group.axes.then:
+                    handle = Handle([handle], functools.partial(self._combine, group, 0))
+                elif self.when_final is not None:
                     handle = Handle([handle], functools.partial(self.when_final, group))
-                if group.holders is not None:
-                    self._held_elsewhere.append(group)
             self._in_flight.append((group.layout.numel, handle))
         if not self.max_numel:
             self.settle()
 
-    def _replicate(self, group: FlatGroup) -> None:
-        """HSDP: the mean over the replicas, once per window."""
-        self._replicating.append(group.replicate())
+    def _combine(self, group: FlatGroup, index: int) -> None:
+        """The window's gradient of `group` is reduced, and combined over the first `index` of its further axes: go on."""
+        if index == len(group.axes.then):
+            return
+        row = group.axes.then[index]
+        if row.at_end:
+            self._at_end.append((group, row))
+        else:
+            self._combining.append(Handle([group.combine(row)], functools.partial(self._combine, group, index + 1)))
 
     def settle(self) -> None:
         """Wait for the reductions in flight. Local."""
@@ -99,18 +104,17 @@ class Reducer:
             self._in_flight.popleft()[1].wait()
 
     def wait(self) -> None:
-        """Until nothing is in flight, nor on its way to the host.
+        """Until nothing is in flight, nor on its way to the host, and what waits for the end of the window is combined.
 
-        Weights that several pipeline stages hold get the sum of their gradients.
-        Collective over the holders of such weights, once per window; local otherwise.
+        Collective over the axes that wait for it (of weights that several pipeline stages hold), once per window; else local.
         """
         self.settle()
-        for handle in self._replicating:
-            handle.wait()
-        self._replicating.clear()
-        for group in self._held_elsewhere:
-            group.add_up_holders()
-        self._held_elsewhere.clear()
+        while self._combining:
+            self._combining.popleft().wait()
+        # By name: stages reduce their units in different orders, and each waits for the others here.
+        for group, row in sorted(self._at_end, key=lambda waiting: waiting[0].layout.slots[0].name):
+            group.combine(row).wait()
+        self._at_end.clear()
         self.link.wait_host()
 
     def drop(self) -> None:

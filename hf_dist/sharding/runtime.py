@@ -14,6 +14,7 @@ from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Tier
 from hf_dist.sharding.budgets import Budgets
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.group_axes import axes_by_name
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves, replace_method
 from hf_dist.sharding.passes import Passes
 from hf_dist.sharding.pipeline_share import PipelineShare
@@ -52,9 +53,8 @@ class ShardedModel:
         self.budgets = budgets or Budgets()
         self.pipeline = pipeline
         self.storage = storage or Storage(mesh.device)
-        self.units = build_units(
-            model, placements, mesh, precision, self.storage, leaf_modules, pipeline.holders if pipeline else None
-        )
+        axes = axes_by_name(mesh, pipeline.holders if pipeline else None)
+        self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes)
         self.root = self.units[0]
         self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.budgets.reduce)
         self.passes = Passes(
@@ -137,7 +137,7 @@ class ShardedModel:
     def weights_changed(self) -> None:
         """Call after `source` was written: weights that rest replicated are gathered, overlapping what follows.
 
-        Collective over dp_shard at stages 1 and 2. Each unit waits for its own gather just before it is read.
+        Collective over the shard axes at stages 1 and 2. Each unit waits for its own gather just before it is read.
         """
         check_still_frozen(g for g in self.groups if not g.trainable)
         for group in self.groups:

@@ -79,7 +79,7 @@ class ShardUnit:
             group.fetch()
 
     def unshard(self) -> None:
-        """Start gathering; idempotent. Collective over dp_shard."""
+        """Start gathering; idempotent. Collective over the shard axes."""
         for group in self.groups:
             group.unshard()
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
-from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.group_axes import GroupAxes, axes_by_name
 from hf_dist.sharding.placement import StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.unit import ShardUnit
@@ -83,22 +84,24 @@ def build_units(
     precision: Precision,
     storage: Storage,
     leaf: LeafModules = ((), (), ()),
-    holders: Mapping[str, MeshAxis] | None = None,
+    axes: Callable[[str], GroupAxes] | None = None,
 ) -> list[ShardUnit]:
     """Flatten all parameters of `model` into units; unit 0 is the root. Rearranges memory, keeps the parameter objects.
 
-    `holders`: parameters that other pipeline stages hold, too. They are groups of their own, so that the layouts are equal.
+    `axes`: of each parameter by name (default: all dense). What several pipeline stages hold has axes of its own, so that
+    the layouts of these groups are equal.
     """
     _check_materialized(model)
     modules = find_unit_modules(model, leaf)
     members = unit_members(model, modules)
+    axes = axes or axes_by_name(mesh)
     units: list[ShardUnit] = []
     for path, named in members.items():
         if not named and path:
             continue
         groups = [
-            FlatGroup(g, placements, mesh, precision, storage, (holders or {}).get(g[0][0]))
-            for g in travel_together(named, precision, holders or {})
+            FlatGroup(g, placements, mesh, precision, storage, axes(g[0][0]))
+            for g in travel_together(named, precision, axes)
         ]
         used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
         units.append(ShardUnit(len(units), path, used_by, groups, not path, placements.stay))
@@ -141,13 +144,12 @@ def _direct_owners(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Modul
 
 
 def travel_together(
-    named: list[tuple[str, nn.Parameter]], precision: Precision, holders: Mapping[str, Any]
+    named: list[tuple[str, nn.Parameter]], precision: Precision, axes: Callable[[str], object]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of one unit, split into groups. `holders`: equal objects for what the same pipeline stages hold."""
+    """The parameters of one unit, split into groups. `axes`: by name, one object for those that may share a group."""
     groups: dict[tuple[torch.dtype, bool, int], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in named:
-        shared = id(holders[name]) if name in holders else 0
-        groups[precision.compute_dtype(name, p.dtype), p.requires_grad, shared].append((name, p))
+        groups[precision.compute_dtype(name, p.dtype), p.requires_grad, id(axes(name))].append((name, p))
     return list(groups.values())
 
 

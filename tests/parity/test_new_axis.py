@@ -1,0 +1,87 @@
+"""A new axis is a row of the table of axes and a row of what is done to a group's gradient; nothing else knows its name.
+
+`dp_outer` exists in this test only: copies of the copies, outside of `dp_replicate`. On 4 ranks it equals one process, alone
+with shards inside, and together with `dp_replicate`; so does `cp` where it is used as more ranks to shard over.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.parity.train import Case, reference, relative, train_on_rank
+
+STAGES = (0, 1, 2, 3)
+SIZES: dict[str, dict[str, int]] = {
+    "outer-over-shards": {"dp_outer": 2, "dp_shard": 2},
+    "outer-over-copies": {"dp_outer": 2, "dp_replicate": 2},
+    "parts-of-a-sequence": {"dp_shard": 2, "cp": 2},
+}
+CASES = [(name, Case("llama", stage, accumulation=3, tied=True)) for name in SIZES for stage in STAGES]
+
+
+def add_the_row() -> None:
+    """All that a second axis of copies needs."""
+    from hf_dist.axes import AXES
+    from hf_dist.sharding import group_axes
+
+    rows: Any = dict(AXES)
+    AXES.clear()  # type: ignore[attr-defined]
+    AXES.update({"pp": rows.pop("pp"), "dp_outer": ("world", "dp", "data"), **rows})  # type: ignore[attr-defined]
+    group_axes.DENSE = (*group_axes.DENSE, ("dp_outer", "mean"))
+
+
+def train(rank: int, world: int) -> list[Any]:
+    """Every case; what it owns of all weights is counted beside."""
+    from hf_dist import build
+    from hf_dist.axes import Axes
+    from hf_dist.checkpoint.state import owned_parts
+    from hf_dist.engine import Engine
+
+    add_the_row()
+    owned: list[int] = []
+    step = Engine.step
+
+    def counted(self: Engine) -> Any:
+        owned.append(sum(part.values.numel() for _, part in owned_parts(self.sharded, lambda name, values: values)))
+        return step(self)
+
+    Engine.step = counted  # type: ignore[method-assign]
+    results: list[Any] = []
+    for name, case in CASES:
+        build.axes_of = lambda config, ranks, name=name: Axes(SIZES[name])  # type: ignore[assignment]
+        try:
+            results.append({**train_on_rank(rank, world, case), "owned": owned[-1]})
+        except Exception:
+            results.append(traceback.format_exc())
+    return results
+
+
+@functools.cache
+def results() -> list[list[Any]] | str:
+    """One spawn."""
+    try:
+        return run_ranks(train, 4, timeout=600)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-z{case.stage}" for name, case in CASES])
+def test_an_axis_that_is_a_row_equals_one_process(index: int) -> None:
+    everyone = results()
+    assert not isinstance(everyone, str), everyone
+    ranks = [outcomes[index] for outcomes in everyone]
+    for outcome in ranks:
+        assert not isinstance(outcome, str), outcome
+    expected = reference(Case("llama", accumulation=3, tied=True))
+    for outcome in ranks:
+        assert outcome["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert outcome["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    for name, weight in ranks[0]["weights"].items():
+        assert relative(weight, expected["weights"][name]) < 1e-5, name
+    # Every element is written by one rank.
+    assert sum(outcome["owned"] for outcome in ranks) == sum(w.numel() for w in expected["weights"].values())
