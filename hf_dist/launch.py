@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from hf_dist.errors import TopologyError
@@ -35,12 +35,20 @@ _LAUNCHERS = (
 )
 
 
+_LOCAL_SIZES = {
+    "torchrun": "LOCAL_WORLD_SIZE",
+    "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpich": "MPI_LOCALNRANKS",
+}
+"""Launcher -> its variable for the processes on this machine; srun has a list over machines."""
+
+
 def detect_launch(env: MutableMapping[str, str] | None = None) -> Launch:
     """This process's place from the launcher's variables; plain `python` is rank 0 of 1.
 
-    Also writes torchrun's names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) where they are missing, so that
-    torch and accelerate see the same job whatever the launcher was. Raises `TopologyError` when a rank variable is
-    missing, or when the rendezvous address of a job of several machines cannot be known.
+    Also writes torchrun's names (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) where they are
+    missing and known, so that torch and accelerate see the same job whatever the launcher was. Raises `TopologyError` when
+    a rank variable is missing, or when the rendezvous address of a job of several machines cannot be known.
     """
     env = os.environ if env is None else env
     for launcher, rank_key, size_key, local_key in _LAUNCHERS:
@@ -63,6 +71,9 @@ def _export(launch: Launch, env: MutableMapping[str, str]) -> None:
     env.setdefault("RANK", str(launch.rank))
     env.setdefault("WORLD_SIZE", str(launch.world_size))
     env.setdefault("LOCAL_RANK", str(launch.local_rank))
+    local_size = _local_size(launch, env)
+    if local_size is not None:
+        env.setdefault("LOCAL_WORLD_SIZE", str(local_size))
     if launch.world_size > 1 and "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _master_address(launch, env)
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "") or env.get("PMIX_NAMESPACE", "")) or "0"
@@ -75,10 +86,31 @@ def _master_address(launch: Launch, env: MutableMapping[str, str]) -> str:
         found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
         if found:
             return found[1] + (found[2] or "")
-    local_size = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("MPI_LOCALNRANKS")
-    if local_size is not None and int(local_size) == launch.world_size:
+    if _local_size(launch, env) == launch.world_size:
         return "127.0.0.1"
     raise TopologyError(
         f"{launch.launcher} started {launch.world_size} processes but MASTER_ADDR is not set and cannot be derived. "
         "Export MASTER_ADDR=<host of rank 0> (and MASTER_PORT) for all processes."
     )
+
+
+def _local_size(launch: Launch, env: Mapping[str, str]) -> int | None:
+    """Processes of this job on this machine; None where the launcher does not say."""
+    if launch.launcher in _LOCAL_SIZES:
+        size = env.get(_LOCAL_SIZES[launch.launcher], "")
+        return int(size) if size.isdigit() else None
+    # Per machine of the step: "2(x3),1" is 2, 2, 2, 1. The last one is a number for all, known where the user gave it.
+    for key in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        counts = [
+            int(found[1])
+            for part in env.get(key, "").split(",")
+            if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()))
+            for _ in range(int(found[2] or 1))
+        ]
+        machine = int(env.get("SLURM_NODEID", "0"))
+        # Of the allocation rather than of this step: its counts are others, unless they add up.
+        if key == "SLURM_NTASKS_PER_NODE" and counts:
+            return min(counts[0], launch.world_size)
+        if machine < len(counts) and sum(counts) == launch.world_size:
+            return counts[machine]
+    return None

@@ -95,8 +95,8 @@ def _end_with_parent() -> None:
 def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], path: list[str]) -> None:
     module, name, rank, world, port, args, pipe = job
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "hf_dist"
 
 LAYERS = [
-    {"axes", "config", "errors", "failure", "launch", "log", "pages", "version"},
+    {"axes", "config", "errors", "failure", "launch", "log", "machine", "pages", "version"},
     {"mesh", "collectives", "offload", "activation", "watchdog"},
     {"sharding", "tensor_parallel", "pipeline"},
     {"checkpoint", "optim"},

@@ -6,6 +6,7 @@ import pytest
 
 from hf_dist.errors import TopologyError
 from hf_dist.launch import Launch, detect_launch
+from hf_dist.machine import ranks_here
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -97,3 +98,37 @@ def test_a_size_without_a_rank_is_an_error(env: dict[str, str]) -> None:
 def test_a_missing_local_rank_is_taken_from_the_rank() -> None:
     env = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert detect_launch(env).local_rank == 2
+
+
+# ---- ranks on one machine
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said", "here"),
+    [
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "4"}, "4"),
+        (TORCHRUN, {}, None),
+        (OPENMPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "2"),
+        (MPICH, {}, "4"),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "2"),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "3"),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1"}, "1"),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "2"}, "2"),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "8(x2)"}, "2"),
+        (SRUN, {"SLURM_TASKS_PER_NODE": "8(x2)"}, None),  # of the allocation, whose step has fewer tasks
+        (SRUN, {"SLURM_TASKS_PER_NODE": "2(x2)"}, "2"),
+        (SRUN, {"SLURM_NTASKS_PER_NODE": "2"}, "2"),
+        (SRUN, {}, None),
+        ({**SRUN, "LOCAL_WORLD_SIZE": "1"}, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "1"),  # the user knows better
+    ],
+)
+def test_ranks_on_this_machine(launcher: dict[str, str], said: dict[str, str], here: str | None) -> None:
+    env = {**launcher, **said, "MASTER_ADDR": "node1"}
+    detect_launch(env)
+    assert env.get("LOCAL_WORLD_SIZE") == here
+
+
+def test_where_no_launcher_says_how_many_ranks_a_machine_has_all_may_be_here() -> None:
+    assert ranks_here({}) == 1
+    assert ranks_here({"WORLD_SIZE": "8"}) == 8
+    assert ranks_here({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == 4

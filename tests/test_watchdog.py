@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dist.watchdog import host, thread
+from hf_dist.watchdog import thread
 from hf_dist.watchdog.place import Place, find_place
 from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers
 from hf_dist.watchdog.wire import Collector, Sender
@@ -190,18 +190,6 @@ def test_a_collector_hears_who_spoke_who_left_and_why() -> None:
     assert collector.heard[2].ended is not None
     collector.close()
     one.send({"status": {}})  # nobody listens: dropped, without an error
-
-
-def test_a_kill_for_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
-    (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
-    (tmp_path / "memory.max").write_text("120000000000\n")
-    assert host.memory_kills(tmp_path) == 2
-    assert host.memory_report(2, tmp_path) == ""
-    assert "killed 1 process for host memory" in host.memory_report(1, tmp_path)
-    assert "120.00 GB" in host.memory_report(1, tmp_path)
-    assert host.memory_kills(tmp_path / "none") == 0
-    assert host.resident_nbytes() > 1_000_000
-    assert host.process_state(os.getpid()) in "RS"
 
 
 def test_one_process_has_no_watchdog(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -16,13 +15,12 @@ from hf_dist.estimate.describe import gigabytes, kept_units
 from hf_dist.estimate.memory import MemoryPlan, Planner, Workload
 from hf_dist.estimate.residency import budget_nbytes, has_budget, keep_within
 from hf_dist.log import say
+from hf_dist.machine import free_nbytes
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.sharding.placement import Placement, Stay
 
 if TYPE_CHECKING:
     from hf_dist.engine import Engine
-
-_MEMINFO = "/proc/meminfo"
 
 
 def keep_by_budget(engine: Engine) -> None:
@@ -65,16 +63,12 @@ def memory_of(engine: Engine) -> int | None:
 
     On a CPU the ranks of a machine share what is available.
     """
-    if engine.device.type == "cuda":
-        return torch.cuda.mem_get_info(engine.device)[0] + torch.cuda.memory_reserved(engine.device)
-    try:
-        with open(_MEMINFO, encoding="ascii") as lines:
-            rows = dict(line.split(":", 1) for line in lines)
-    except OSError:
+    free = free_nbytes(engine.device)
+    if free is None:
         return None
-    available = int(rows["MemAvailable"].split()[0]) * 1024
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.mesh.world.size))
-    return available // ranks + sum(engine.sharded.resident_nbytes().values())
+    if engine.device.type == "cuda":
+        return free + torch.cuda.memory_allocated(engine.device)
+    return free + sum(engine.sharded.resident_nbytes().values())
 
 
 def _decide(engine: Engine, args: Any, kwargs: Any) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_dist import collectives
 from hf_dist.engine import Engine
 from hf_dist.log import say_once
+from hf_dist.machine import free_nbytes
 from hf_dist.sharding.gather import gathered
 from hf_dist.sharding.guard import replace_method
-from hf_dist.watchdog.host import available_nbytes
 
 __all__ = ["let_generate_gather"]
 
@@ -54,13 +52,5 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
 
 def _fits(engine: Engine, needed: int) -> bool:
     """Whether all ranks of `shard` have room for `needed` more bytes; equal on each of them. Collective over shard."""
-    mine = needed <= _SHARE * free_nbytes(engine.device)
+    mine = needed <= _SHARE * (free_nbytes(engine.device) or 0)
     return all(collectives.all_gather_object(engine.mesh.shard, mine))
-
-
-def free_nbytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`; of a host's memory the part of one process."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return available_nbytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -13,9 +13,8 @@ import uuid
 import weakref
 from typing import Any
 
-from hf_dist import collectives, failure, mesh
+from hf_dist import collectives, failure, machine, mesh
 from hf_dist.launch import detect_launch
-from hf_dist.watchdog import host
 from hf_dist.watchdog.place import Place, find_place
 from hf_dist.watchdog.report import Status, describe_stall, late_words, lost_rank
 from hf_dist.watchdog.wire import Collector, Sender
@@ -68,7 +67,7 @@ class Watchdog(threading.Thread):
         self._since = time.monotonic()
         self._next_report = 0.0
         self._stalled_at: float | None = None
-        self._kills = host.memory_kills()
+        self._kills = machine.memory_kills()
         self._stop = threading.Event()
         self._sending = threading.Lock()
         if rank in self._listeners:
@@ -113,7 +112,7 @@ class Watchdog(threading.Thread):
             step=step,
             still=still,
             place=place,
-            rss=host.resident_nbytes(),
+            rss=machine.resident_nbytes(),
         )
 
     def _place(self) -> Place:
@@ -181,7 +180,7 @@ class Watchdog(threading.Thread):
                     silent=now - heard.at,
                     ended=heard.ended is not None,
                     last_words=heard.last_words,
-                    state=host.process_state(said["pid"]) if local else "",
+                    state=machine.process_state(said["pid"]) if local else "",
                 )
             )
         return statuses
@@ -215,7 +214,7 @@ class Watchdog(threading.Thread):
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
             statuses = [s for s in self._statuses() if s.rank != self.rank]
-            found = lost_rank(statuses, host.memory_report(self._kills))
+            found = lost_rank(statuses, machine.memory_report(self._kills))
             if found is not None:
                 first = max((s for s in statuses if s.ended), key=lambda s: s.silent)
                 speaks = self.rank == min(set(self._listeners) - {first.rank})
