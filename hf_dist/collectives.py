@@ -1,7 +1,8 @@
 """Collectives on 1-D tensors, and the recorder of the bytes they send.
 
-The only file besides `mesh.py` that calls `torch.distributed`. Every function takes a `MeshAxis`; an axis with one process
-costs nothing. Handles complete on `wait()`; on GPUs that makes the current stream wait, on CPUs it blocks.
+With `mesh.py` (groups) and `pipeline/p2p.py` (from stage to stage) all that calls `torch.distributed`. Every function
+takes a `MeshAxis`; an axis with one process costs nothing. Handles complete on `wait()`; on GPUs that makes the
+current stream wait, on CPUs it blocks.
 
 On gloo a reduce-scatter is an exchange of parts plus a local sum, and an all-gather is pairwise transfers: gloo's own
 `reduce_scatter_tensor` puts twice the needed bytes on the wire, its all-gather takes about three times as long.

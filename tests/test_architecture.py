@@ -7,7 +7,8 @@ import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "hf_dist"
 
-LAYERS = [
-    {"axes", "config", "errors", "failure", "launch", "log", "machine", "pages", "version"},
-    {"mesh", "collectives", "offload", "activation", "watchdog"},
-    {"sharding", "tensor_parallel", "pipeline"},
-    {"checkpoint", "optim"},
-    {"build", "engine", "estimate", "local_ranks", "pipelined", "report"},
-    {"bench", "hf", "cli", "run"},
-]
-"""Bottom first. A module imports from its own layer or from one below."""
-SIBLINGS = LAYERS[2]
+SIBLINGS = {"sharding", "tensor_parallel", "pipeline"}
 """Each must be usable, testable and removable without the others."""
 CONFIG_MAY_IMPORT = {"axes", "config", "errors"}
 HUGGING_FACE = {"transformers", "accelerate", "peft", "datasets", "evaluate", "trl"}
@@ -46,6 +38,14 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 # ---- reading the code
+
+
+@functools.cache
+def layers() -> list[set[str]]:
+    """The areas of each line of the map in hf_dist/README.md, bottom first."""
+    block = (PACKAGE / "README.md").read_text(encoding="utf-8").split("```")[1]
+    found = [set(re.findall(r"(\w+)(?:/|\.py)(?=\s|$)", line)) for line in block.strip().splitlines()]
+    return found[::-1]
 
 
 @functools.cache
@@ -128,30 +128,52 @@ def check(problems: list[str], remedy: str) -> None:
 
 def layer_of(name: str) -> int | None:
     """The layer number of an area, None when it has not been given one."""
-    return next((number for number, names in enumerate(LAYERS) if name in names), None)
+    return next((number for number, names in enumerate(layers()) if name in names), None)
 
 
-def test_every_module_has_a_layer() -> None:
-    areas = {area(path): path for path in python_files("hf_dist")}
-    missing = [f"{relative(path)}: `{name}`" for name, path in areas.items() if layer_of(name) is None]
-    check([line for line in missing if "`hf_dist`" not in line], "Add the module to LAYERS in this file.")
+def test_every_module_has_a_layer_and_every_layer_its_modules() -> None:
+    areas = {area(path) for path in python_files("hf_dist")} - {"hf_dist"}
+    named = [name for names in layers() for name in names]
+    check(sorted(areas ^ set(named)), "The map in hf_dist/README.md names every module and package, and nothing else.")
+    check([name for name in named if named.count(name) > 1], "Name it in one line of the map in hf_dist/README.md.")
 
 
 def test_imports_point_down() -> None:
     problems = []
     for path in python_files("hf_dist"):
         here = layer_of(area(path))
-        if here is None:
-            continue
         for node, name in package_imports(path):
             there = layer_of(name)
-            if there is None:
-                problems.append(f"{at(path, node)}: imports `{name}`, which is in no layer (see LAYERS in this test)")
-            elif there > here:
-                problems.append(f"{at(path, node)}: `{area(path)}` imports `{name}`, which is above it")
-            elif here == there and name != area(path) and name in SIBLINGS:
+            if here is None or there is None or name == area(path):
+                continue
+            if there >= here:
+                problems.append(f"{at(path, node)}: `{area(path)}` imports `{name}`, which is not below it")
+            elif {name, area(path)} <= SIBLINGS:
                 problems.append(f"{at(path, node)}: `{area(path)}` imports its sibling `{name}`")
     check(problems, "Move the shared part down, or pass the object in from above (hf_dist/build.py assembles).")
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Wherever the import stands: one inside of a function or under TYPE_CHECKING is a circle, too."""
+    modules = {".".join(path.relative_to(REPO).with_suffix("").parts): path for path in python_files("hf_dist")}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    needs: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        needs[module] = {found for _, name in imports(path) if (found := _module_of(name, modules))} - {module}
+    order = TopologicalSorter(needs)
+    try:
+        order.prepare()
+    except CycleError as error:
+        check(
+            [" -> ".join(error.args[1])], "Move the shared part below both, or describe what is needed by a Protocol."
+        )
+
+
+def _module_of(name: str, modules: Container[str]) -> str:
+    """The module that an import loads: hf_dist.a.b of `from hf_dist.a import b` where there is one, else hf_dist.a."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def test_config_axes_and_errors_import_nothing_else_of_the_package() -> None:
@@ -189,7 +211,9 @@ def distributed_uses(path: Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def test_few_files_communicate() -> None:
-    problems = []
+    law = (PACKAGE / "README.md").read_text(encoding="utf-8").partition("\n4. ")[2].partition("\n5. ")[0]
+    problems = [f"{name} is not named" for name in MAY_COMMUNICATE if f"`{name.removeprefix('hf_dist/')}`" not in law]
+    check(problems, "Law 4 of hf_dist/README.md names who calls torch.distributed.")
     for path in python_files("hf_dist"):
         if relative(path) in MAY_COMMUNICATE or relative(path).startswith(PEERS):
             continue

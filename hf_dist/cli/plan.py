@@ -59,7 +59,7 @@ def plan(
     """
     from hf_dist.estimate.advice import suggest as cheapest
     from hf_dist.estimate.advice import try_each
-    from hf_dist.estimate.memory import Planner, Workload
+    from hf_dist.estimate.planner import Planner, Workload
 
     limits = _limits(device_memory, host_memory, world_size)
     meta = _meta_model(model)

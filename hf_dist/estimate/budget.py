@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,18 +12,17 @@ from hf_dist import collectives
 from hf_dist.config import DistConfig
 from hf_dist.estimate.activations import Kept
 from hf_dist.estimate.describe import gigabytes, kept_units
-from hf_dist.estimate.memory import MemoryPlan, Planner, Workload
+from hf_dist.estimate.memory import MemoryPlan
+from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.residency import budget_nbytes, has_budget, keep_within
+from hf_dist.estimate.running import Running
 from hf_dist.log import say
 from hf_dist.machine import free_nbytes
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.sharding.placement import Placement, Stay
 
-if TYPE_CHECKING:
-    from hf_dist.engine import Engine
 
-
-def keep_by_budget(engine: Engine) -> None:
+def keep_by_budget(engine: Running) -> None:
     """Plan before the first training forward which units stay gathered, if the config has a budget. Local."""
     sharded = engine.sharded
     if not has_budget(engine.config) or sharded.placements.params is not Placement.SHARD:
@@ -38,7 +37,7 @@ def keep_by_budget(engine: Engine) -> None:
     sharded.passes.before_training = decide
 
 
-def planned_config(engine: Engine, micro: int) -> DistConfig:
+def planned_config(engine: Running, micro: int) -> DistConfig:
     """The config with what is known at run time."""
     return engine.config.replaced(
         {
@@ -49,7 +48,7 @@ def planned_config(engine: Engine, micro: int) -> DistConfig:
     )
 
 
-def planner_for(engine: Engine, micro: int, seq: int, *arguments: Any) -> Planner:
+def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Planner:
     """A planner for the engine's model as it is: `micro` samples of `seq` tokens, or (args, kwargs) of its own."""
     whole = meta_twin(engine.sharded.whole)
     checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
@@ -58,7 +57,7 @@ def planner_for(engine: Engine, micro: int, seq: int, *arguments: Any) -> Planne
     )
 
 
-def memory_of(engine: Engine) -> int | None:
+def memory_of(engine: Running) -> int | None:
     """Bytes that this rank may use on its device, those that it uses already included; None if nobody tells.
 
     On a CPU the ranks of a machine share what is available.
@@ -71,7 +70,7 @@ def memory_of(engine: Engine) -> int | None:
     return free + sum(engine.sharded.resident_nbytes().values())
 
 
-def _decide(engine: Engine, args: Any, kwargs: Any) -> None:
+def _decide(engine: Running, args: Any, kwargs: Any) -> None:
     """Set how long every unit stays. Collective over dp; the arguments are those of this rank's first microbatch."""
     sharded = engine.sharded
     mine: tuple[int | None, Kept | None, int, str]
@@ -99,7 +98,7 @@ def _decide(engine: Engine, args: Any, kwargs: Any) -> None:
     say(_told(chosen, min(budgets)))
 
 
-def _plan(engine: Engine, args: Any, kwargs: Any) -> MemoryPlan:
+def _plan(engine: Running, args: Any, kwargs: Any) -> MemoryPlan:
     """What this rank's stage needs, before anything is kept."""
     shapes = [v.shape for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
     micro = engine.batch.micro or (shapes[0][0] if shapes else 1)

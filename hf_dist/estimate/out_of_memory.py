@@ -6,7 +6,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,7 @@ from hf_dist.estimate.advice import try_each
 from hf_dist.estimate.budget import planned_config, planner_for
 from hf_dist.estimate.describe import gigabytes, plan_table, settings
 from hf_dist.estimate.memory import Limits
-
-if TYPE_CHECKING:
-    from hf_dist.engine import Engine
+from hf_dist.estimate.running import Running
 
 NUM_SETTINGS = 3
 _OF_THE_HOST = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
@@ -25,7 +23,7 @@ DEFAULT_SEQ = 2048
 
 
 @contextmanager
-def explained(find: Callable[[], Engine | None], shape: Callable[[], Sequence[int] | None]) -> Iterator[None]:
+def explained(find: Callable[[], Running | None], shape: Callable[[], Sequence[int] | None]) -> Iterator[None]:
     """Re-raise an out-of-memory error of the block, of the same class, with a message that says what to change. Local.
 
     `find`: the engine, None where it was not made yet. `shape`: (samples, tokens) of the last `input_ids`, or None.
@@ -52,7 +50,7 @@ def shape_of(batch: Any) -> Sequence[int] | None:
     return tuple(ids.shape) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
 
 
-def _message(error: BaseException, engine: Engine, shape: Sequence[int] | None) -> str:
+def _message(error: BaseException, engine: Running, shape: Sequence[int] | None) -> str:
     lines = [str(error) or "out of memory", "", "hf_dist measured:", *_indented(_measured(engine))]
     try:
         lines += _planned(engine, shape)
@@ -61,7 +59,7 @@ def _message(error: BaseException, engine: Engine, shape: Sequence[int] | None) 
     return "\n".join(lines)
 
 
-def _measured(engine: Engine) -> list[str]:
+def _measured(engine: Running) -> list[str]:
     held = ", ".join(f"{gigabytes(nbytes)} on {tier}" for tier, nbytes in engine.resident_nbytes().items() if nbytes)
     lines = [f"states at rest: {held}"]
     if engine.device.type == "cuda":
@@ -79,7 +77,7 @@ def _measured(engine: Engine) -> list[str]:
     return lines
 
 
-def _planned(engine: Engine, shape: Sequence[int] | None) -> list[str]:
+def _planned(engine: Running, shape: Sequence[int] | None) -> list[str]:
     micro, seq = (engine.batch.micro or 1, DEFAULT_SEQ) if shape is None else shape[:2]
     config = planned_config(engine, micro)
     planner = planner_for(engine, micro, seq)

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.config.values import is_auto, memory_nbytes
+from hf_dist.estimate.memory import MemoryPlan
 from hf_dist.estimate.states import PlannedUnit
 from hf_dist.sharding.placement import Placement, Stay
-
-if TYPE_CHECKING:
-    from hf_dist.estimate.memory import MemoryPlan
-
 
 AUTO_SHARE = 0.9
 """Of the memory that "auto" finds: fragments, NCCL's buffers and kernels take some, and a plan is an estimate."""

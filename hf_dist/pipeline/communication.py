@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from hf_dist.pipeline.schedule import Action, Kind, Schedule
+from hf_dist.pipeline.actions import Action, Kind, Schedule
 
 __all__ = ["Channel", "add_communication", "channel_of", "matching_send"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_dist.pipeline.schedule import Kind, Schedule
+from hf_dist.pipeline.actions import Kind, Schedule
 from hf_dist.pipeline.simulate import Costs, Simulation, Span, simulate
 
 __all__ = ["draw_svg", "draw_text"]

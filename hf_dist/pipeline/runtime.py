@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from hf_dist.failure import lost_peer
 from hf_dist.log import logger
+from hf_dist.pipeline.actions import Action, Kind, Schedule
 from hf_dist.pipeline.backward import StageGraph
 from hf_dist.pipeline.communication import Channel, channel_of
 from hf_dist.pipeline.probe import TensorSpec
-from hf_dist.pipeline.schedule import Action, Kind, Schedule
 from hf_dist.pipeline.split import StagedModel
 
 __all__ = ["Hooks", "ScheduleRun", "Transport", "signature"]

@@ -1,8 +1,4 @@
-"""Schedules as data: for every rank, the list of what it computes, from a pure function of P, M and V.
-
-Letters: `F` forward; `B` whole backward; `I` and `W` its two parts where it is split, the gradient of the stage's inputs
-(which the previous stage waits for) and that of its weights (which nobody waits for). `communication.py` adds `SF RF SB RB`:
-send or receive activations (F) or gradients (B). An action prints as stage, kind, microbatch: `2F0`, `1RB3`.
+"""The schedules: what every rank computes (`actions.py`), from a pure function of P, M and V.
 
 P ranks, V stages per rank, stage s on rank s % P; M microbatches. In every schedule each stage takes the backwards of its
 microbatches in the order 0 .. M-1, so that the last microbatch is the last one everywhere (gradients are reduced in it).
@@ -12,67 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 
-from hf_dist.errors import HfDistError, TopologyError
+from hf_dist.errors import TopologyError
+from hf_dist.pipeline.actions import Action, Kind, Schedule
+from hf_dist.pipeline.simulate import runs_through
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "ScheduleError", "forward_only", "make_schedule"]
-
-
-class ScheduleError(HfDistError, ValueError):
-    """A list of actions cannot be run: it misses, repeats or inverts something. The message ends with the grid."""
-
-
-class Kind(str, Enum):
-    """What an action does."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-    SEND_FORWARD = "SF"
-    RECV_FORWARD = "RF"
-    SEND_BACKWARD = "SB"
-    RECV_BACKWARD = "RB"
-
-    @property
-    def computes(self) -> bool:
-        """Whether it runs the model; the others move tensors."""
-        return len(self.value) == 1
-
-
-@dataclass(frozen=True)
-class Action:
-    """One entry of a rank's list. Sends and receives name the stage that executes them."""
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What every rank does in one step, in order."""
-
-    name: str
-    num_ranks: int
-    num_stages: int
-    """Stages of the model: a multiple of `num_ranks`; stage s runs on rank s % num_ranks."""
-    num_microbatches: int
-    ranks: tuple[tuple[Action, ...], ...]
-    """`ranks[r]`: the actions of rank r."""
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that runs `stage`."""
-        return stage % self.num_ranks
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` runs, first to last."""
-        return tuple(range(rank, self.num_stages, self.num_ranks))
+__all__ = ["SCHEDULES", "forward_only", "make_schedule"]
 
 
 Order = list[tuple[int, int]]  # (stage, microbatch)
@@ -106,8 +47,6 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, virtual_stages: int 
     Any M: the rounds are as equal as they can be, none below P where M allows. Where the paper's warm-up dead-locks, it is
     made longer by the fewest forwards that run through, found by trying.
     """
-    from hf_dist.pipeline.simulate import runs_through  # it reads schedules, so it is above this file
-
     rounds = _rounds(num_ranks, num_microbatches)
     total = num_microbatches * virtual_stages
 

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hf_dist.pipeline.actions import Action, Kind, Schedule, ScheduleError
 from hf_dist.pipeline.communication import Channel, add_communication, channel_of, matching_send
-from hf_dist.pipeline.schedule import Action, Kind, Schedule, ScheduleError
 
 __all__ = ["Costs", "Simulation", "Span", "runs_through", "simulate", "validate"]
 

@@ -22,7 +22,7 @@ from hf_dist.pipeline import (
     partition,
     probe,
 )
-from hf_dist.pipeline.schedule import Schedule
+from hf_dist.pipeline.actions import Schedule
 from tests.harness import run_ranks
 from tests.pipeline.zoo import SEQ2SEQ, make_microbatches, make_model
 

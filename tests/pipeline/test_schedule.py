@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hf_dist.errors import TopologyError
+from hf_dist.pipeline.actions import Action, Kind, Schedule, ScheduleError
 from hf_dist.pipeline.communication import add_communication, channel_of, matching_send
 from hf_dist.pipeline.draw import draw_svg, draw_text
-from hf_dist.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, ScheduleError, forward_only, make_schedule
+from hf_dist.pipeline.schedule import SCHEDULES, forward_only, make_schedule
 from hf_dist.pipeline.simulate import Costs, simulate, validate
 
 RANKS, MICROBATCHES = st.integers(1, 6), st.integers(1, 14)

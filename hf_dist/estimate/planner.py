@@ -1,0 +1,112 @@
+"""Plans of the memory of a job's fullest rank, from a config and a meta model: many configs, one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.config import DistConfig, axes_of, settled
+from hf_dist.errors import HfDistError
+from hf_dist.estimate.activations import Activations, measure_activations, text_batch
+from hf_dist.estimate.memory import MemoryPlan
+from hf_dist.estimate.residency import budget_nbytes, keep_within
+from hf_dist.estimate.states import States
+from hf_dist.pipeline import make_schedule, plan_stages, simulate
+from hf_dist.pipeline.planning import PlannedSplit
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank computes at a time."""
+
+    micro: int
+    """Samples per rank and microbatch."""
+    seq: int
+    """Tokens per sample."""
+    checkpointing: bool = False
+    """Whether `gradient_checkpointing` of the TrainingArguments is on."""
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    """Of one call of the model with a microbatch, without labels, instead of token numbers of that size."""
+
+
+class Planner:
+    """Plans for one model on a number of ranks, under one config or many; what does not change is measured once."""
+
+    def __init__(self, model: nn.Module, world_size: int, workload: Workload, device: int | None = None) -> None:
+        """`model` may be on meta; `world_size` counts all ranks; `device`: bytes that a rank has there, if known."""
+        self.model = model
+        self.world_size = world_size
+        self.workload = workload
+        self.device = device
+        self._measured: dict[tuple[int, str], Activations | str] = {}
+        self._splits: dict[tuple[int, Any], PlannedSplit] = {}
+
+    def plan(self, config: DistConfig) -> MemoryPlan:
+        """The fullest rank under a resolved `config`, its `memory_budget` spent. Raises `ConfigError`, `ModelError`."""
+        plans = [self.plan_rank(config, rank) for rank in range(config.pipeline.stages)]
+        budget = budget_nbytes(config, self.device)
+        if budget is not None:
+            plans = [p if p.problem else keep_within(p, budget) for p in plans]
+        return max(plans, key=lambda p: (p.device_peak, p.host))
+
+    def plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
+        """One rank of a pipeline (0 without one) as it is without a `memory_budget`."""
+        stages, shards = config.pipeline.stages, axes_of(config, self.world_size).size("shard")
+        names: frozenset[str] | None = None
+        paths: frozenset[str] | None = None
+        holders: dict[str, Any] = {}
+        in_flight, is_last = 1, True
+        if stages > 1:
+            split = self._split(config).plan
+            mine = range(pp_rank, split.num_stages, stages)
+            names = frozenset(n for s in mine for n in split.names_of(s))
+            paths = frozenset(c.module for s in mine for c in split.calls[split.bounds[s] : split.bounds[s + 1]])
+            sets = {shared.stages: object() for shared in split.shared}
+            holders = {shared.names[0]: sets[shared.stages] for shared in split.shared}
+            count = settled(config.gradient_accumulation_steps) or 1
+            schedule = make_schedule(config.pipeline.schedule, stages, count, config.pipeline.virtual_stages)
+            in_flight = max(simulate(schedule).in_flight[s] for s in mine)
+            is_last = split.num_stages - 1 in mine
+        states = States.of_model(self.model, config, num_shards=shards, names=names, holders=holders)
+        measured = self._activations(config)
+        known = isinstance(measured, Activations)
+        return MemoryPlan(
+            states,
+            measured.kept(config, self.workload.checkpointing, paths) if isinstance(measured, Activations) else None,
+            in_flight,
+            measured.logits(config) if isinstance(measured, Activations) and is_last else 0,
+            self._checkpoint_nbytes(states),
+            pp_rank,
+            "" if known else str(measured),
+        )
+
+    def _activations(self, config: DistConfig) -> Activations | str:
+        micro = settled(config.train_micro_batch_size_per_gpu) or self.workload.micro
+        key = (micro, config.dtype)
+        if key not in self._measured:
+            try:
+                args, batch = self.workload.arguments or ((), text_batch(self.model, micro, self.workload.seq))
+                self._measured[key] = measure_activations(self.model, config, batch, args)
+            except HfDistError:
+                raise
+            except Exception as error:  # whatever a model's own code does on meta
+                self._measured[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return self._measured[key]
+
+    def _split(self, config: DistConfig) -> PlannedSplit:
+        pipeline = config.pipeline
+        key = (pipeline.stages * pipeline.virtual_stages, pipeline.partition_method)
+        if key not in self._splits:
+            batch = {k: v for k, v in text_batch(self.model, 1, 32).items() if isinstance(v, torch.Tensor)}
+            batch["labels"] = batch["input_ids"]
+            self._splits[key] = plan_stages(self.model, batch, key[0], method=pipeline.partition_method)
+        return self._splits[key]
+
+    def _checkpoint_nbytes(self, states: States) -> int:
+        params = list(self.model.parameters())
+        trained = sum(p.numel() for p in params if p.requires_grad)
+        return sum(p.numel() * p.element_size() for p in params) + trained * (4 + sum(states.optimizer.elements))
