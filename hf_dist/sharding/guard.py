@@ -44,7 +44,8 @@ _FACTORIES = "zeros_like ones_like full_like empty_like rand_like randn_like"
 
 
 def _metadata() -> frozenset[Any]:
-    found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel}
+    # The last one asks whether two tensors are of a kind, as `module.to` does.
+    found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
     for name in _READS.split():
         descriptor: Any = getattr(torch.Tensor, name, None)
         if hasattr(descriptor, "__get__"):
@@ -60,6 +61,7 @@ def _metadata() -> frozenset[Any]:
 
 _METADATA = _metadata()
 _EQUAL = (torch.equal, torch.Tensor.equal)
+_ASSIGN: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # another object at each look, so never `is`
 _ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 
 
@@ -82,7 +84,7 @@ class _Guard:
             return f"<parameter {_name(tensor)} not in memory, shape {tuple(tensor.shape)}, {tensor.dtype}>"
         if func is torch.Tensor.to and _changes_nothing(*args, **kwargs):
             return args[0]
-        if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == _ASSIGN:
             if args[0] is args[1]:
                 return None  # how `module.to(...)` ends where `to` had nothing to do
             release(args[0])  # a lazy parameter gets other elements: its own need not be read

@@ -165,6 +165,16 @@ def test_metadata_and_lora_read_nothing(paths: dict[str, Path]) -> None:
     assert bytes_read() == before
 
 
+def test_a_parameter_that_is_given_other_elements_is_not_read_first(paths: dict[str, Path]) -> None:
+    model = hf_dist.from_pretrained(tf.AutoModelForCausalLM, paths["llama"])
+    weight, count, before = model.lm_head.weight, len(lazy_sources(model)), bytes_read()
+    weight.data = torch.ones(101, 32)
+    assert (weight == 1).all() and type(weight) is torch.nn.Parameter
+    model.to(torch.float32)  # nothing to do
+    assert bytes_read() == before
+    assert len(lazy_sources(model)) == count - 1
+
+
 def test_reading_one_parameter_reads_only_it(paths: dict[str, Path]) -> None:
     ours, stock = both(paths["llama"])
     weight = ours.model.layers[1].mlp.up_proj.weight
