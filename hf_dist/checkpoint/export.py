@@ -24,9 +24,10 @@ from hf_dist.checkpoint.describe import FOREIGN_WEIGHTS, is_training_file
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.merge_lora import MergedTensor, base_folder, merge
 from hf_dist.checkpoint.model_files import read_plan
+from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
 from hf_dist.checkpoint.weight_file import OpenFiles
-from hf_dist.checkpoint.weight_plan import Piece, Place, StoredTensor, WeightPlan
+from hf_dist.checkpoint.weight_plan import Place, StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import CHUNK
 from hf_dist.errors import CheckpointError
 

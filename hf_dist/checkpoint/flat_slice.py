@@ -1,4 +1,4 @@
-"""A rank's interval of a parameter, as `torch.distributed.checkpoint` (DCP) reads and writes it: under the global shape."""
+"""A rank's interval of a parameter, as `torch.distributed.checkpoint` (DCP) reads and writes it: under the whole shape."""
 
 from __future__ import annotations
 
@@ -8,28 +8,38 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hf_dist.checkpoint.boxes import Box, boxes
+from hf_dist.boxes import Box, TensorSlice
 from hf_dist.checkpoint.dcp_storage import without_neighbours
 
 
 class FlatSlice:
-    """Elements [start, start + values.numel()) of a tensor of `shape`; implements DCP's protocol for foreign tensors.
+    """Elements [start, start + values.numel()) of what a rank keeps of a tensor; implements DCP's protocol for foreign tensors.
 
     `values`: 1-D tensor; for saving alone, any `Sliceable`. Saving reads it, loading fills it in place, whatever intervals
-    the checkpoint was written from.
+    the checkpoint was written from. `held`: what is kept; a plain shape is all of it.
     """
 
-    def __init__(self, values: Any, start: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, values: Any, start: int, held: TensorSlice | tuple[int, ...]) -> None:
         self.values = values
         self.start = start
-        self.shape = torch.Size(shape)
-        self._boxes: list[Box] = list(boxes(start, start + values.numel(), tuple(shape)))
-        if not shape and values.numel():
-            self._boxes = [Box((), (), 0)]
+        self.held = TensorSlice.of(held)
+        self._boxes = list(self.held.boxes(start, start + values.numel()))
 
     def size(self) -> torch.Size:
-        """Global shape; DCP compares it with the stored one."""
-        return self.shape
+        """Whole shape; DCP compares it with the stored one."""
+        return torch.Size(self.held.whole)
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Copy this interval out of the whole tensor."""
+        for box in self._boxes:
+            self._part(box).copy_(whole[box.index])
+
+    def _part(self, box: Box) -> torch.Tensor:
+        first = box.start - self.start
+        part: torch.Tensor = self.values[first : first + box.span]
+        if box.span == box.numel:
+            return without_neighbours(part).view(box.sizes)
+        return part.as_strided(box.sizes, box.strides)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=self.values.dtype))
@@ -37,7 +47,7 @@ class FlatSlice:
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offsets), i),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.size()),
             )
             for i, box in enumerate(self._boxes)
         ]
@@ -46,9 +56,7 @@ class FlatSlice:
         return [_chunk(box) for box in self._boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        box = next(b for b in self._boxes if index.offset is not None and b.offsets == tuple(index.offset))
-        first = box.start - self.start
-        return without_neighbours(self.values[first : first + box.numel]).view(box.sizes)
+        return self._part(next(b for b in self._boxes if index.offset is not None and b.offsets == tuple(index.offset)))
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

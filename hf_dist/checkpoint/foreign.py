@@ -271,7 +271,7 @@ def _fill(engine: Stateful, source: _Source, where: Path, wanted: Imported) -> N
 
 
 def _shapes(engine: Stateful) -> dict[str, tuple[int, ...]]:
-    return {slot.name: slot.shape for group in engine.sharded.groups for slot in group.layout.slots}
+    return {slot.name: slot.held.whole for group in engine.sharded.groups for slot in group.layout.slots}
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
@@ -288,7 +288,7 @@ class _MappedSource:
         for name, target in targets.items():
             stored = self.tensors[name]
             if isinstance(target, FlatSlice):
-                target.values.copy_(stored.reshape(-1)[target.start : target.start + target.values.numel()])
+                target.fill(stored)
             else:
                 target.copy_(stored.reshape(target.shape))
 

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import torch
 
+from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
 from hf_dist.checkpoint.source_tree import Leaf, TreeSource
-from hf_dist.checkpoint.weight_plan import Piece, StoredTensor, WeightPlan
+from hf_dist.checkpoint.weight_plan import StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import MeshAxis
 from hf_dist.offload.store import opened
+from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.runtime import ShardedModel
 
 PLAN = "hf_dist_weights.json"
@@ -74,17 +77,15 @@ def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
 def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
     """Names of `state_dict()`; a tensor with two names is written under the first."""
     dtypes = loaded_dtypes(sharded)
-    tensors = [
-        StoredTensor(name, tuple(p.shape), dtypes[name], (Piece.whole(name, p.numel()),))
-        for name, p in sharded.whole.named_parameters()
-    ]
+    held = {name: held_slice(p) for name, p in sharded.whole.named_parameters()}
+    tensors = [StoredTensor(n, h.whole, dtypes[n], (Piece.whole(n, h.whole_numel),)) for n, h in held.items()]
     persistent = set(sharded.model.state_dict(keep_vars=True))
     buffers = [
-        OwnedPart(name, tuple(b.shape), 0, b.numel(), b.detach().reshape(-1).clone())
+        OwnedPart(name, TensorSlice.all(b.shape), 0, b.numel(), b.detach().reshape(-1).clone())
         for name, b in sharded.model.named_buffers()
         if name in persistent
     ]
-    tensors += [StoredTensor(b.name, b.shape, b.values.dtype, (Piece.whole(b.name, b.stop),)) for b in buffers]
+    tensors += [StoredTensor(b.name, b.held.whole, b.values.dtype, (Piece.whole(b.name, b.stop),)) for b in buffers]
     order = {name: i for i, name in enumerate(sharded.whole.state_dict(keep_vars=True))}
     tensors.sort(key=lambda t: order[t.name])
     return ModelFiles(WeightPlan.pack(tensors, max_shard_size=max_shard_size), buffers)
@@ -110,12 +111,12 @@ def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: I
     wanted = None if names is None else set(names)
     missing: set[str] = set()
 
-    def fill(name: str, start: int, out: torch.Tensor) -> None:
+    def fill(name: str, start: int, out: torch.Tensor, held: TensorSlice | None = None) -> None:
         for place, piece in plan.by_param[name]:
             if place.file not in files:
                 files[place.file] = SafetensorsFile(folder / place.file).tensors()
             stored = TreeSource(Leaf(files[place.file][place.tensor.name]))
-            for run in piece.runs(start, start + out.numel()):
+            for run in piece.runs(start, start + out.numel(), held):
                 stored.read(
                     run.target, run.target + run.numel, out[run.source - start : run.source - start + run.numel]
                 )
@@ -129,7 +130,7 @@ def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: I
             if held:
                 with opened(group.master, changed=True) as masters:
                     for slot, first, last in held:
-                        fill(slot.name, group.resting[0] + first - slot.offset, masters[first:last])
+                        fill(slot.name, group.resting[0] + first - slot.offset, masters[first:last], slot.held)
                 group.masters_changed()
         for name, buffer in sharded.model.named_buffers():
             if name in plan.by_param:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_dist.boxes import TensorSlice
 from hf_dist.offload.store import Sliceable
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedPart:
-    """Elements [start, stop) of a flattened parameter. Over all writing ranks every element is in exactly one part."""
+    """Elements [start, stop) of what a rank keeps of a parameter, flattened. Over all writing ranks every element of the
+    whole parameter is in exactly one part."""
 
     name: str
     """Full parameter name."""
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
+    held: TensorSlice
+    """What the rank keeps of the parameter; files have all of it."""
     start: int
     stop: int
     values: Sliceable

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_dist.checkpoint.weight_plan import Piece
+from hf_dist.checkpoint.pieces import Piece
 
 __all__ = ["Provenance", "UntraceableError"]
 

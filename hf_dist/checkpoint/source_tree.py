@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 
+from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.safetensors_source import FileTensor
 from hf_dist.sharding.lazy import CHUNK_NUMEL
 
@@ -245,6 +246,15 @@ class TreeSource:
                 element = f.get_slice(tensor.name)[tuple(slice(i, i + 1) for i in position) or ...]
             values[k] = element.reshape(())
         return values
+
+    def sliced(self, held: TensorSlice) -> TreeSource:
+        """See `WeightSource`."""
+        node = self.node
+        for dim, ranges in enumerate(held.ranges):
+            if ranges != ((0, held.whole[dim]),):
+                cuts: list[Node] = [Cut(node, dim, first, last - first) for first, last in ranges]
+                node = cuts[0] if len(cuts) == 1 else Join(cuts, dim)
+        return TreeSource(node)
 
 
 def _chunks(start: int, stop: int, block: int) -> list[tuple[int, int]]:

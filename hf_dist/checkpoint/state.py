@@ -75,7 +75,7 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
             first, last = group.layout.fragment(slot, group.axes.shard.rank)
             at = slot.offset + first - group.owned[0]
             if last > first:
-                yield group, OwnedPart(slot.name, slot.shape, first, last, values.narrow(0, at, last - first))
+                yield group, OwnedPart(slot.name, slot.held, first, last, values.narrow(0, at, last - first))
 
 
 def saved_state(
@@ -83,7 +83,7 @@ def saved_state(
 ) -> dict[str, FlatSlice | torch.Tensor]:
     """This rank's tensors: every element of the training state is in exactly one rank's. Local."""
     state: dict[str, FlatSlice | torch.Tensor] = {
-        f"weights.{part.name}": FlatSlice(part.values, part.start, part.shape)
+        f"weights.{part.name}": FlatSlice(part.values, part.start, part.held)
         for group, part in parts
         if group.trainable
     }
@@ -97,16 +97,16 @@ def saved_state(
         for key, elements in engine.fragments.states(fragment):
             name = f"optimizer.{key}.{fragment.name}"
             values = take(name, elements.narrow(0, offset, last - first))
-            state[name] = FlatSlice(values, first, slot.shape)
+            state[name] = FlatSlice(values, first, slot.held)
         for key, value in engine.fragments.scalars(fragment):
-            if value is not None and first == 0:
+            if value is not None and first == 0 and slot.held.in_whole(0) == 0:  # one rank's, whoever holds the others
                 name = f"optimizer_scalar.{key}.{fragment.name}"
                 state[name] = take(name, _scalar(value))
     return state
 
 
 def _owned_interval(fragment: Fragment) -> tuple[int, int, int]:
-    """(start, stop) within the parameter that this rank writes, and where that begins in the fragment."""
+    """(start, stop) within its slice of the parameter that this rank writes, and where that begins in the fragment."""
     group = fragment.group
     slot = group.layout.slots[fragment.index]
     first, last = group.layout.fragment(slot, group.axes.shard.rank)
@@ -154,9 +154,9 @@ def missing_weights(groups: Iterable[FlatGroup], stored: Stored, where: Path) ->
         name = f"weights.{slot.name}"
         if name not in stored:
             missing.add(slot.name)
-        elif stored[name][0] != slot.shape:
+        elif stored[name][0] != slot.held.whole:
             raise CheckpointError(
-                f"{where}: {slot.name} has shape {stored[name][0]} there, {slot.shape} in the model. It was saved from "
+                f"{where}: {slot.name} has shape {stored[name][0]} there, {slot.held.whole} in the model. It was saved from "
                 "another model."
             )
     return missing
@@ -173,7 +173,7 @@ def fill_weights(groups: Iterable[FlatGroup], stored: Stored, read: Read) -> Non
                     start, stop = group.fragment(slot)
                     if stop > start and f"weights.{slot.name}" in stored:
                         first = group.resting[0] + start - slot.offset
-                        wanted[f"weights.{slot.name}"] = FlatSlice(masters[start:stop], first, slot.shape)
+                        wanted[f"weights.{slot.name}"] = FlatSlice(masters[start:stop], first, slot.held)
             read(wanted)
         for group in some:
             group.masters_changed()
@@ -238,7 +238,7 @@ def optimizer_targets(
             shape, dtype = stored[name]
             if kind == "optimizer":
                 state[key] = torch.empty(fragment.stop - fragment.start, dtype=dtype, device=device)
-                targets[name] = FlatSlice(state[key], first, shape)
+                targets[name] = FlatSlice(state[key], first, slot.held)
             else:
                 # torch keeps step counters on the CPU, unless one kernel reads them there.
                 value = torch.empty(shape, dtype=dtype, device=device if on_device[id(fragment.tensor)] else "cpu")

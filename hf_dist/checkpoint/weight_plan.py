@@ -1,33 +1,26 @@
 """Which elements of which parameters lie at which bytes of which safetensors file. Pure arithmetic, and JSON.
 
-    parameter  gate_up_proj [E, 2I, H]      one Piece per stored tensor: a box of the parameter, a box of the tensor
-    on disk    experts.e.gate_proj.weight   offset e*2I*H,        sizes (I*H,), strides (1,)
-               experts.e.up_proj.weight     offset e*2I*H + I*H,  sizes (I*H,), strides (1,)
-
-A row-major interval of a parameter is one contiguous byte range of the file where the strides allow it, so every rank
-writes its own. The plan is stored with the checkpoint: `hf-dist export` needs no model code.
+The plan is stored with the checkpoint: `hf-dist export` needs no model code.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from hf_dist.checkpoint.pieces import Piece
 from hf_dist.errors import CheckpointError, ConfigError
 
-__all__ = ["SAFETENSORS_DTYPES", "Piece", "Place", "Run", "StoredTensor", "WeightFile", "WeightPlan"]
+__all__ = ["SAFETENSORS_DTYPES", "Place", "StoredTensor", "WeightFile", "WeightPlan"]
 
 WEIGHTS = "model.safetensors"
-SHORTEST_RUN = 64
-"""Elements. A parameter that reaches the disk in shorter runs is put together first: a write per element would crawl."""
 VERSION = 1
 
 # In the order in which safetensors sorts tensors within a file, last first (its `Dtype` enum).
@@ -54,87 +47,6 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
 }
 _RANKS = {dtype: number for number, dtype in enumerate(SAFETENSORS_DTYPES)}
 _TORCH = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring elements of a parameter that are neighbours on disk too."""
-
-    source: int
-    """First element in the flattened parameter."""
-    target: int
-    """First element in the flattened stored tensor."""
-    numel: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a parameter that is a box of a stored tensor: `as_strided` arguments of both, in elements."""
-
-    param: str
-    sizes: tuple[int, ...]
-    offset: int
-    strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, param: str, numel: int) -> Piece:
-        """All of a parameter, as it is."""
-        return cls(param, (numel,), 0, (1,), 0, (1,))
-
-    def merged(self) -> Piece:
-        """The same box with as few dimensions as possible."""
-        dims: list[tuple[int, int, int]] = []
-        for size, stride, target in zip(self.sizes, self.strides, self.target_strides, strict=True):
-            if size == 1:
-                continue
-            if dims and dims[-1][1] == size * stride and dims[-1][2] == size * target:
-                dims[-1] = (dims[-1][0] * size, stride, target)
-            else:
-                dims.append((size, stride, target))
-        sizes, strides, targets = zip(*(dims or [(1, 1, 1)]), strict=True)
-        return Piece(self.param, sizes, self.offset, strides, self.target_offset, targets)
-
-    @property
-    def numel(self) -> int:
-        """Elements in the box."""
-        return math.prod(self.sizes)
-
-    @property
-    def stop(self) -> int:
-        """One past its last element in the flattened parameter."""
-        steps = ((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        return self.offset + sum(steps) + 1 if self.numel else 0
-
-    @property
-    def run_numel(self) -> int:
-        """Elements that are neighbours on both sides."""
-        return self.sizes[-1] if self.strides[-1] == self.target_strides[-1] == 1 else 1
-
-    @property
-    def scattered(self) -> bool:
-        """Whether neighbours of the parameter lie apart on disk, as those of a transposed one do."""
-        return self.run_numel < SHORTEST_RUN and self.numel > SHORTEST_RUN * self.run_numel
-
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """The runs inside the elements [start, stop) of the parameter, in the order of the stored tensor."""
-        length = self.run_numel
-        outer = len(self.sizes) - (1 if length == self.sizes[-1] else 0)
-        source: np.ndarray = np.full((), self.offset, dtype=np.int64)
-        target: np.ndarray = np.full((), self.target_offset, dtype=np.int64)
-        for size, stride, target_stride in zip(
-            self.sizes[:outer], self.strides[:outer], self.target_strides[:outer], strict=True
-        ):
-            steps = np.arange(size, dtype=np.int64)
-            source = source[..., None] + steps * stride
-            target = target[..., None] + steps * target_stride
-        source, target = source.reshape(-1), target.reshape(-1)
-        low, high = np.maximum(source, start), np.minimum(source + length, stop)
-        inside = np.flatnonzero(low < high)
-        for i in inside[np.argsort(target[inside], kind="stable")].tolist():
-            first = int(low[i])
-            yield Run(first, int(target[i]) + first - int(source[i]), int(high[i]) - first)
 
 
 @dataclass(frozen=True)

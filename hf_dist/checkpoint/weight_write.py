@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from hf_dist import collectives
+from hf_dist.boxes import TensorSlice, strides_of
 from hf_dist.checkpoint import weight_file
 from hf_dist.checkpoint.parts import OwnedPart
 from hf_dist.checkpoint.weight_file import OpenFiles
@@ -31,7 +32,8 @@ CHUNK = 8 * 2**20
 """Bytes that are cast, sent and written at once."""
 _PROBE = ".write-probe"
 
-Interval = tuple[str, int, int]
+Interval = tuple[str, int, int, TensorSlice]
+"""Name of a parameter, [start, stop) in the elements of the slice of it that a rank keeps."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class _Writer:
     def _first_gap(self, file: str) -> str:
         held: Counter[str] = Counter()
         for intervals in collectives.all_gather_object(self.axis, self._intervals()):
-            for name, start, stop in intervals:
+            for name, start, stop, _ in intervals:
                 held[name] += stop - start
         for place in next(f for f in self.plan.files if f.name == file).places:
             for piece in place.tensor.pieces:
@@ -198,16 +200,16 @@ class _Writer:
         return "some were written twice"
 
     def _intervals(self) -> list[Interval]:
-        return [(part.name, part.start, part.stop) for part in self.parts]
+        return [(part.name, part.start, part.stop, part.held) for part in self.parts]
 
     def _writes(self, intervals: Iterable[Interval], owner: int) -> list[_Write]:
         found = []
-        for number, (name, start, stop) in enumerate(intervals):
+        for number, (name, start, stop, held) in enumerate(intervals):
             for place, piece in self.plan.by_param[name]:
                 if (place.file, place.tensor.name) in self._scattered_names:
                     continue
                 dtype = place.tensor.dtype
-                for run in piece.runs(start, stop):
+                for run in piece.runs(start, stop, held):
                     position = place.offset + run.target * dtype.itemsize
                     first = run.source - start
                     found.append(_Write(self.numbers[place.file], position, dtype, owner, number, first, run.numel))
@@ -292,13 +294,13 @@ class _Writer:
         self, name: str, everyone: list[list[Interval]], target: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """All of a parameter on rank `target` (None elsewhere, or when elements are missing), in the dtype on disk."""
-        held = [(rank, start, stop) for rank, ivs in enumerate(everyone) for n, start, stop in ivs if n == name]
-        numel = max((stop for _, _, stop in held), default=0)
-        complete = sum(stop - start for _, start, stop in held) == numel
+        rows = [(rank, *row[1:]) for rank, intervals in enumerate(everyone) for row in intervals if row[0] == name]
+        numel = max((held.whole_numel for *_, held in rows), default=0)
+        complete = sum(stop - start for _, start, stop, _ in rows) == numel
         full = torch.empty(numel if self.axis.rank == target else 0, dtype=dtype)
         own = {part.start: part.values for part in self.parts if part.name == name}
         step = CHUNK // dtype.itemsize
-        for rank, start, stop in held:
+        for rank, start, stop, held in rows:
             if self.axis.rank not in (rank, target):
                 continue
             for first in range(start, stop, step):
@@ -309,8 +311,17 @@ class _Writer:
                     data = torch.empty(last - first, dtype=dtype)
                 collectives.transfer(self.axis, data, rank, target)
                 if self.axis.rank == target:
-                    full[first:last] = data
+                    _put_back(data, first, held, full)
         return full if self.axis.rank == target and complete else None
+
+
+def _put_back(values: torch.Tensor, start: int, held: TensorSlice, full: torch.Tensor) -> None:
+    """Copy elements of a slice, from `start` on, to where they are in the flattened whole parameter."""
+    strides = strides_of(held.whole)
+    for box in held.boxes(start, start + values.numel()):
+        first = sum(index * stride for index, stride in zip(box.offsets, strides, strict=True))
+        into = full.as_strided(box.sizes, strides, first)
+        into.copy_(values[box.start - start :][: box.span].as_strided(box.sizes, box.strides))
 
 
 def _segments(writes: Iterable[_Write]) -> Iterator[list[_Write]]:

@@ -16,6 +16,7 @@ from hf_dist.offload.nvme import disk_nbytes
 from hf_dist.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
 from hf_dist.offload.store import Tier
 from hf_dist.optim.build import build_optimizer
+from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay, placements_for
 from hf_dist.sharding.places import GroupPlaces, plan_places
@@ -213,7 +214,7 @@ class States:
             for together in travel_together(named, precision, (holders or {}).get):
                 name, first = together[0]
                 dtype = precision.compute_dtype(name, first.dtype)
-                layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in together], num_shards)
+                layout = FlatLayout.pack([(n, held_slice(p)) for n, p in together], num_shards)
                 places = plan_places(
                     layout,
                     rank,

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> Model
             shutil.copytree(scratch, folder, dirs_exist_ok=True)
         write_dtype(folder, loaded_dtype(sharded))
 
-    buffers = [type(b)(b.name, b.shape, b.start, b.stop, b.values.clone()) for b in buffer_parts(sharded.model, plan)]
+    buffers = [replace(b, values=b.values.clone()) for b in buffer_parts(sharded.model, plan)]
     return ModelFiles(plan, buffers, small_files)
 
 

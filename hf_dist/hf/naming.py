@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.parts import OwnedPart
 from hf_dist.checkpoint.provenance import Provenance, UntraceableError
 from hf_dist.checkpoint.weight_plan import WEIGHTS, StoredTensor, WeightPlan
 from hf_dist.errors import CheckpointError
+from hf_dist.sharding.held import held_slice
 
 __all__ = ["buffer_parts", "weight_plan_for"]
 
@@ -61,14 +63,14 @@ def buffer_parts(model: nn.Module, plan: WeightPlan) -> list[OwnedPart]:
     """The persistent buffers of `plan`, small and equal on every rank: rank 0 writes them beside its shards."""
     params = {id(p) for p in model.parameters()}
     return [
-        OwnedPart(name, tuple(value.shape), 0, value.numel(), value.detach().reshape(-1))
+        OwnedPart(name, TensorSlice.all(value.shape), 0, value.numel(), value.detach().reshape(-1))
         for name, value in model.state_dict(keep_vars=True).items()
         if name in plan.by_param and isinstance(value, torch.Tensor) and id(value) not in params
     ]
 
 
 def _meta_state(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> State:
-    """`model.state_dict()` on meta: one tensor per parameter or buffer, also under several names."""
+    """`model.state_dict()` on meta, in whole shapes: one tensor per parameter or buffer, also under several names."""
     names = {id(param): name for name, param in model.named_parameters()}
     seen: dict[int, torch.Tensor] = {}
     state: State = {}
@@ -77,7 +79,7 @@ def _meta_state(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> State:
             continue
         if id(value) not in seen:
             dtype = dtypes.get(names.get(id(value), name), value.dtype)
-            seen[id(value)] = torch.empty(value.shape, dtype=dtype, device="meta")
+            seen[id(value)] = torch.empty(held_slice(value).whole, dtype=dtype, device="meta")
         state[name] = seen[id(value)]
     return state
 

@@ -71,6 +71,7 @@ def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     pp = engine.mesh.pp
     for stage in range(pp.size):
         groups = [g for g in engine.sharded.groups if g.axes.is_first_holder]
+        assert all(s.held.everything for g in groups for s in g.layout.slots), "slices must be joined over their ranks"
         rows = [
             (s.name, s.shape, dtype) for g in groups for s, dtype in zip(g.layout.slots, g.loaded_dtypes, strict=True)
         ]

@@ -8,22 +8,26 @@ import torch
 from torch import nn
 
 from hf_dist import collectives
+from hf_dist.boxes import TensorSlice
 from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import LAZY
+from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_sources
 from hf_dist.sharding.placement import Placement
 
+_Part = tuple[str, TensorSlice | None, int]
+"""What several ranks may hold: name of a tensor, slice of it, shard of that (-1: all of it)."""
 _SAMPLES = 8
 """Elements of each parameter that are compared with its file."""
 
 
 def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
     """Raise `ModelError` on every rank when names, shapes, dtypes or `requires_grad` differ. Collective over world."""
-    rows = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    rows = [f"{n} {held_slice(p).whole} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     digests = collectives.all_gather_object(mesh.world, (digest, len(rows)))
     if len(set(digests)) == 1:
@@ -134,7 +138,7 @@ def check_load(model: nn.Module, groups: list[FlatGroup], sources: dict[str, Wei
         group, slot = rows[k]
         indices = _spread(slot.numel)
         try:
-            stored = sources[slot.name].sample(indices).to(group.source.dtype).double()
+            stored = sources[slot.name].sample([slot.held.in_whole(i) for i in indices]).to(group.source.dtype).double()
         except Exception as error:  # told to all ranks, which are about to wait for this one
             problems.append(f"parameter {slot.name} cannot be read back ({error})")
             continue
@@ -180,27 +184,26 @@ def _held_samples(rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh) -
     return held
 
 
-def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dict[tuple[str, int], int]:
-    """By (name, which shard; -1 for whole tensors)."""
-    sums = {(f"buffer {name}", -1): _checksum(buffer) for name, buffer in model.named_buffers()}
+def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dict[_Part, int]:
+    sums: dict[_Part, int] = {(f"buffer {name}", None, -1): _checksum(buffer) for name, buffer in model.named_buffers()}
     for group, slot in rows:
         name = f"parameter {slot.name}"
         if group.placements.params is not Placement.SHARD:
-            sums[name, -1] = _checksum(group.full[slot.offset : slot.stop])
+            sums[name, slot.held, -1] = _checksum(group.full[slot.offset : slot.stop])
         elif group.axes.then:  # others hold the same shard
             start, stop = group.fragment(slot)
-            sums[name, group.axes.shard.rank] = _checksum(group.source[start:stop])
+            sums[name, slot.held, group.axes.shard.rank] = _checksum(group.source[start:stop])
     return sums
 
 
-def _differences(everyone: list[dict[tuple[str, int], int]]) -> list[str]:
-    holders: dict[tuple[str, int], dict[int, list[int]]] = {}
+def _differences(everyone: list[dict[_Part, int]]) -> list[str]:
+    holders: dict[_Part, dict[int, list[int]]] = {}
     for rank, sums in enumerate(everyone):
         for key, value in sums.items():
             holders.setdefault(key, {}).setdefault(value, []).append(rank)
     return [
         f"{name} differs between ranks {' and '.join(map(str, ranks.values()))}"
-        for (name, _), ranks in holders.items()
+        for (name, *_), ranks in holders.items()
         if len(ranks) > 1
     ]
 

@@ -101,7 +101,7 @@ def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[
 
 
 def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
-    """(slot, full tensor on the device) of each parameter, in the dtype the model was loaded in.
+    """(slot, full tensor on the device) of each parameter, in the dtype the model was loaded in; a slice, where it is one.
 
     Collective over the shard axis. Taken from the fp32 master weights where there are any, so that a model loaded in fp32 and
     trained in bf16 is saved with all its bits.
@@ -119,8 +119,8 @@ def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
 
 def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> None:
     """Overwrite the stored weights of one parameter from its full value; local. Follow with `weights_changed()`."""
-    if tuple(value.shape) != slot.shape:
-        raise ModelError(f"{slot.name}: the checkpoint has shape {tuple(value.shape)}, the model {slot.shape}")
+    if tuple(value.shape) != slot.held.whole:
+        raise ModelError(f"{slot.name}: the checkpoint has shape {tuple(value.shape)}, the model {slot.held.whole}")
     with opened(group.master, changed=True) as masters:
-        _copy_overlap(masters, group.resting[0], value.to(masters.device).reshape(-1), slot.offset)
+        _copy_overlap(masters, group.resting[0], slot.held.take(value).to(masters.device).reshape(-1), slot.offset)
     group.masters_changed()

@@ -22,6 +22,7 @@ from hf_dist.offload.store import Resident, Resting, Tier, opened
 from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.group_axes import Combination, GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
+from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_source
 from hf_dist.sharding.placement import Placement, StatePlacements
@@ -52,7 +53,7 @@ class FlatGroup:
         self.trainable = self.params[0].requires_grad
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
-        self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], axes.shard.size)
+        self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size)
         wire = precision.wire(axes.shard.size)
         self.window = WindowGradient(self.params, self.layout, mesh.device, accumulated=precision.grads, wire=wire)
         self.fresh = True  # `full` holds (or is being filled with) the current weights

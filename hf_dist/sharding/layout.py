@@ -11,10 +11,11 @@ fragment of q_proj on rank 1 = interval [start, stop) of its flattened elements
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+
+from hf_dist.boxes import TensorSlice
 
 ALIGNMENT = 64
 """Elements. 128 bytes in bf16: enough for vector loads, for grouped matrix products (16 bytes), and for Inductor."""
@@ -26,14 +27,20 @@ class ParamSlot:
 
     name: str
     """Full parameter name in the model."""
-    shape: tuple[int, ...]
+    held: TensorSlice
+    """What of the parameter, as files have it, this rank's model has; the buffer knows nothing of the rest."""
     offset: int
     """First element in the flat buffer."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter in memory. Files have `held.whole`."""
+        return self.held.shape
+
     @cached_property
     def numel(self) -> int:
-        """Number of elements, 0 for an empty parameter."""
-        return math.prod(self.shape)
+        """Number of elements in memory, 0 for an empty parameter."""
+        return self.held.numel
 
     @property
     def stop(self) -> int:
@@ -51,12 +58,15 @@ class FlatLayout:
     """Elements of one shard, padding included."""
 
     @classmethod
-    def pack(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], num_shards: int) -> FlatLayout:
-        """Lay out named shapes in the given order; padding is less than 64 elements per slot and per rank."""
+    def pack(cls, parts: Iterable[tuple[str, TensorSlice | tuple[int, ...]]], num_shards: int) -> FlatLayout:
+        """Lay out parameters in the given order; padding is less than 64 elements per slot and per rank.
+
+        `parts`: name, and what is kept of the parameter; a plain shape is all of it.
+        """
         slots: list[ParamSlot] = []
         end = 0
-        for name, shape in shapes:
-            slot = ParamSlot(name, tuple(shape), _align(end))
+        for name, part in parts:
+            slot = ParamSlot(name, TensorSlice.of(part), _align(end))
             slots.append(slot)
             end = slot.stop
         return cls(tuple(slots), num_shards, _align(-(-end // num_shards)))

@@ -14,7 +14,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from hf_dist.boxes import TensorSlice
 from hf_dist.sharding.guard import LAZY, guard, release
+from hf_dist.sharding.held import HELD
 
 CHUNK_NUMEL = 1 << 20
 """Elements that are in flight between a file and where they go when the dtype changes on the way."""
@@ -38,25 +40,44 @@ class WeightSource(Protocol):
     def sample(self, indices: list[int]) -> torch.Tensor:
         """These elements (1-D, `dtype`), read in another way than `read` does, to check it."""
 
+    def sliced(self, held: TensorSlice) -> WeightSource:
+        """The source of a slice of the parameter, in the slice's own elements."""
+
 
 class LazyWeight:
     """What a lazy parameter, and every alias of it (`.data`, `.detach()`), asks when it is read."""
 
-    def __init__(self, source: WeightSource, name: str) -> None:
-        self.source = source
+    def __init__(self, stored: WeightSource, name: str, held: TensorSlice | None = None) -> None:
+        """`stored`: of the whole parameter; `held`: the slice of it that the lazy parameter is (None: all)."""
+        self.stored = stored
+        self.source = stored if held is None else stored.sliced(held)
         self.name = name
+        self._held = held
         self._param: weakref.ref[nn.Parameter] | None = None
 
     def parameter(self, *, requires_grad: bool = True) -> nn.Parameter:
         """A new lazy parameter over the same elements."""
+        param = nn.Parameter(self._without_memory(), requires_grad=requires_grad)
+        LazyWeight(self.stored, self.name, self._held)._attach(param)
+        return param
+
+    def cut(self, param: nn.Parameter, held: TensorSlice) -> None:
+        """Make `param`, which this is about, the slice `held` of its stored parameter; nothing is read."""
+        lazy = LazyWeight(self.stored, self.name, held)
+        param.data = lazy._without_memory()  # releases it
+        lazy._attach(param)
+
+    def _without_memory(self) -> torch.Tensor:
         data = torch.empty(self.source.shape, dtype=self.source.dtype)
         data.untyped_storage().resize_(0)
-        param = nn.Parameter(data, requires_grad=requires_grad)
-        lazy = LazyWeight(self.source, self.name)
-        lazy._param = weakref.ref(param)
-        setattr(param, LAZY, lazy)
+        return data
+
+    def _attach(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+        setattr(param, LAZY, self)
+        if self._held is not None:
+            setattr(param, HELD, self._held)
         guard(param)
-        return param
 
     def materialize(self, tensor: torch.Tensor) -> None:
         """Fill the storage of `tensor` (the parameter or an alias, which share it) and make both ordinary. Local."""
@@ -91,15 +112,14 @@ class LazyWeight:
 
 
 def lazy_source(tensor: torch.Tensor) -> WeightSource | None:
-    """The source of a parameter that is still lazy, None for an ordinary one."""
+    """The source of a parameter that is still lazy, in its own shape; None for an ordinary one."""
     lazy: LazyWeight | None = getattr(tensor, LAZY, None)
     return None if lazy is None else lazy.source
 
 
 def lazy_sources(model: nn.Module) -> dict[str, WeightSource]:
-    """Sources of the parameters of `model` that are still lazy, by name (each parameter once)."""
-    found = {name: lazy_source(p) for name, p in model.named_parameters()}
-    return {name: source for name, source in found.items() if source is not None}
+    """Sources of the parameters of `model` that are still lazy, by name (each parameter once), whole where it was cut."""
+    return {name: getattr(p, LAZY).stored for name, p in model.named_parameters() if hasattr(p, LAZY)}
 
 
 def materialize(model: nn.Module) -> None:

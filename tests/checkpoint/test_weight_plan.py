@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.provenance import Provenance, UntraceableError
-from hf_dist.checkpoint.weight_plan import SAFETENSORS_DTYPES, Piece, StoredTensor, WeightFile, WeightPlan
+from hf_dist.checkpoint.weight_plan import SAFETENSORS_DTYPES, StoredTensor, WeightFile, WeightPlan
 from hf_dist.errors import CheckpointError, ConfigError
 from hf_dist.hf.naming import weight_plan_for
 

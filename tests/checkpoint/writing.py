@@ -37,7 +37,7 @@ def shards(model: nn.Module, rank: int, world: int) -> list[OwnedPart]:
             start, stop = layout.fragment(slot, rank)
             if start < stop:
                 part = values[slot.name].reshape(-1)[start:stop].float()
-                parts.append(OwnedPart(slot.name, slot.shape, start, stop, part))
+                parts.append(OwnedPart(slot.name, slot.held, start, stop, part))
     return parts
 
 

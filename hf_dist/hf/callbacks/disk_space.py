@@ -16,6 +16,7 @@ from hf_dist.errors import CheckpointError
 from hf_dist.estimate.states import OptimizerStates
 from hf_dist.log import say
 from hf_dist.offload.storage import MASTER_NBYTES
+from hf_dist.sharding.held import held_slice
 
 
 class DiskSpaceCallback(TrainerCallback):
@@ -45,7 +46,9 @@ def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
     nbytes = engine.model_files().plan.nbytes
     if with_state and engine.optimizer is not None:
         per_weight = MASTER_NBYTES + sum(OptimizerStates.of(engine.optimizer).elements)
-        nbytes += sum(p.numel() for p in engine.sharded.whole.parameters() if p.requires_grad) * per_weight
+        nbytes += (
+            sum(held_slice(p).whole_numel for p in engine.sharded.whole.parameters() if p.requires_grad) * per_weight
+        )
     return nbytes
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_dist.hf.callbacks.tokens import text_config
+from hf_dist.sharding.held import held_slice
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def _per_token(model: nn.Module, expert_share: float) -> float:
             if id(p) not in seen:
                 seen.add(id(p))
                 share = expert_share if ".experts." in f".{path}.{name}" else 1.0
-                total += (6 if p.requires_grad else 4) * share * p.numel()
+                total += (6 if p.requires_grad else 4) * share * held_slice(p).whole_numel
     return total
 
 

@@ -1,0 +1,147 @@
+"""Which elements of a parameter are which elements of a stored tensor. Pure arithmetic.
+
+    parameter  gate_up_proj [E, 2I, H]      one Piece per stored tensor: a box of the parameter, a box of the tensor
+    on disk    experts.e.gate_proj.weight   offset e*2I*H,        sizes (I*H,), strides (1,)
+               experts.e.up_proj.weight     offset e*2I*H + I*H,  sizes (I*H,), strides (1,)
+
+A row-major interval of a parameter is one contiguous byte range of the file where the strides allow it, so every rank
+reads and writes its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_dist.boxes import TensorSlice, strides_of
+
+__all__ = ["Piece", "Run"]
+
+SHORTEST_RUN = 64
+"""Elements. A parameter that reaches the disk in shorter runs is put together first: a write per element would crawl."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring elements of a parameter that are neighbours on disk too."""
+
+    source: int
+    """First element in the flattened parameter."""
+    target: int
+    """First element in the flattened stored tensor."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a parameter that is a box of a stored tensor: `as_strided` arguments of both, in elements."""
+
+    param: str
+    sizes: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, param: str, numel: int) -> Piece:
+        """All of a parameter, as it is."""
+        return cls(param, (numel,), 0, (1,), 0, (1,))
+
+    def merged(self) -> Piece:
+        """The same box with as few dimensions as possible."""
+        dims: list[tuple[int, int, int]] = []
+        for size, stride, target in zip(self.sizes, self.strides, self.target_strides, strict=True):
+            if size == 1:
+                continue
+            if dims and dims[-1][1] == size * stride and dims[-1][2] == size * target:
+                dims[-1] = (dims[-1][0] * size, stride, target)
+            else:
+                dims.append((size, stride, target))
+        sizes, strides, targets = zip(*(dims or [(1, 1, 1)]), strict=True)
+        return Piece(self.param, sizes, self.offset, strides, self.target_offset, targets)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.sizes)
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the flattened parameter."""
+        steps = ((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return self.offset + sum(steps) + 1 if self.numel else 0
+
+    @property
+    def run_numel(self) -> int:
+        """Elements that are neighbours on both sides."""
+        return self.sizes[-1] if self.strides[-1] == self.target_strides[-1] == 1 else 1
+
+    @property
+    def scattered(self) -> bool:
+        """Whether neighbours of the parameter lie apart on disk, as those of a transposed one do."""
+        return self.run_numel < SHORTEST_RUN and self.numel > SHORTEST_RUN * self.run_numel
+
+    def runs(self, start: int, stop: int, held: TensorSlice | None = None) -> Iterator[Run]:
+        """The runs inside the elements [start, stop) of the parameter, in the order of the stored tensor.
+
+        `held`: these are elements of that slice of the parameter, and so are the runs' sources.
+        """
+        source, target, numel = self._all_runs()
+        if held is None or held.everything:
+            low, high = np.maximum(source, start), np.minimum(source + numel, stop)
+            kept = np.flatnonzero(low < high)
+            source, target, numel = low[kept], (target + low - source)[kept], (high - low)[kept]
+        else:
+            source, target, numel = _through(held, start, stop, source, target, numel)
+        order = np.argsort(target, kind="stable")
+        for run in zip(source[order].tolist(), target[order].tolist(), numel[order].tolist(), strict=True):
+            yield Run(*run)
+
+    def _all_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sources, targets and lengths, in row-major order of the box."""
+        length = self.run_numel
+        outer = len(self.sizes) - (1 if length == self.sizes[-1] else 0)
+        source: np.ndarray = np.full((), self.offset, dtype=np.int64)
+        target: np.ndarray = np.full((), self.target_offset, dtype=np.int64)
+        for size, stride, target_stride in zip(
+            self.sizes[:outer], self.strides[:outer], self.target_strides[:outer], strict=True
+        ):
+            steps = np.arange(size, dtype=np.int64)
+            source = source[..., None] + steps * stride
+            target = target[..., None] + steps * target_stride
+        source, target = source.reshape(-1), target.reshape(-1)
+        return source, target, np.full(source.shape, length, dtype=np.int64)
+
+
+def _through(
+    held: TensorSlice, start: int, stop: int, source: np.ndarray, target: np.ndarray, numel: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs of a whole parameter as runs of the elements [start, stop) of a slice of it."""
+    local, whole, count = _held_runs(held, start, stop)
+    first = np.searchsorted(whole + count, source, side="right")  # the held runs that meet each run: [first, last)
+    last = np.searchsorted(whole, source + numel, side="left")
+    meets = np.maximum(last - first, 0)
+    run = np.repeat(np.arange(len(source)), meets)
+    own = np.arange(len(run)) + np.repeat(first - (np.cumsum(meets) - meets), meets)
+    low = np.maximum(source[run], whole[own])
+    high = np.minimum(source[run] + numel[run], whole[own] + count[own])
+    return low - whole[own] + local[own], target[run] + low - source[run], high - low
+
+
+def _held_runs(held: TensorSlice, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Neighbours in the elements [start, stop) of a slice that are neighbours in the whole, in the order of the latter.
+
+    First elements in the slice, first elements in the whole, lengths.
+    """
+    strides = strides_of(held.whole)
+    found = [(np.empty(0, dtype=np.int64),) * 3]
+    for box in held.boxes(start, stop):
+        offset = sum(first * stride for first, stride in zip(box.offsets, strides, strict=True))
+        found.append(Piece("", box.sizes, box.start, box.strides, offset, strides).merged()._all_runs())
+    local, whole, count = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.argsort(whole, kind="stable")
+    return local[order], whole[order], count[order]

@@ -1,0 +1,36 @@
+"""Which slice of its stored parameter an `nn.Parameter` is.
+
+A parameter may be cut before it is sharded: the object and its name stay, its shape becomes that of the slice. Layouts take
+the slice over (`ParamSlot.held`), and whatever touches files goes through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.boxes import TensorSlice
+from hf_dist.sharding.guard import LAZY
+
+__all__ = ["HELD", "held_slice", "keep_slice"]
+
+HELD = "_hf_dist_held"
+
+
+def held_slice(tensor: torch.Tensor) -> TensorSlice:
+    """What of the stored parameter (or buffer) `tensor` is, at any time, also sharded: all of it unless it was cut."""
+    held: TensorSlice | None = getattr(tensor, HELD, None)
+    return TensorSlice.all(tensor.shape) if held is None else held
+
+
+def keep_slice(param: nn.Parameter, held: TensorSlice) -> None:
+    """Cut `param` to `held`, in place and before the model is sharded. Local; a lazy parameter stays in its file."""
+    assert tuple(param.shape) == held.whole, (param.shape, held)
+    lazy: Any = getattr(param, LAZY, None)
+    if lazy is not None:
+        lazy.cut(param, held)
+    else:
+        param.data = held.take(param.data)
+    setattr(param, HELD, held)
