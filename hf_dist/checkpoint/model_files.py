@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ import torch
 
 from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.piece_source import PieceSource
 from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
-from hf_dist.checkpoint.source_tree import Leaf, TreeSource
 from hf_dist.checkpoint.weight_plan import StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
 from hf_dist.errors import CheckpointError
@@ -111,15 +112,15 @@ def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: I
     wanted = None if names is None else set(names)
     missing: set[str] = set()
 
-    def fill(name: str, start: int, out: torch.Tensor, held: TensorSlice | None = None) -> None:
+    def fill(name: str, start: int, out: torch.Tensor, held: TensorSlice) -> None:
+        parts = []
         for place, piece in plan.by_param[name]:
             if place.file not in files:
                 files[place.file] = SafetensorsFile(folder / place.file).tensors()
-            stored = TreeSource(Leaf(files[place.file][place.tensor.name]))
-            for run in piece.runs(start, start + out.numel(), held):
-                stored.read(
-                    run.target, run.target + run.numel, out[run.source - start : run.source - start + run.numel]
-                )
+            parts.append((files[place.file][place.tensor.name], piece))
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor, _ in parts))
+        source = PieceSource(held.whole, dtype, parts)
+        (source if held.everything else source.sliced(held)).read(start, start + out.numel(), out)
 
     with torch.no_grad():
         for group in sharded.groups:
@@ -135,6 +136,6 @@ def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: I
         for name, buffer in sharded.model.named_buffers():
             if name in plan.by_param:
                 values = torch.empty(buffer.numel(), dtype=buffer.dtype)
-                fill(name, 0, values)
+                fill(name, 0, values, TensorSlice.all(buffer.shape))
                 buffer.copy_(values.view(buffer.shape))
     return missing

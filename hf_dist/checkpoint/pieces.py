@@ -64,6 +64,47 @@ class Piece:
         sizes, strides, targets = zip(*(dims or [(1, 1, 1)]), strict=True)
         return Piece(self.param, sizes, self.offset, strides, self.target_offset, targets)
 
+    def flipped(self) -> Piece:
+        """The same box seen from the stored tensor: sources are its elements, targets those of the parameter."""
+        return Piece(self.param, self.sizes, self.target_offset, self.target_strides, self.offset, self.strides)
+
+    def cut(self, dim: int, first: int, last: int) -> Piece:
+        """Indices [first, last) along one of the dimensions."""
+        sizes = (*self.sizes[:dim], last - first, *self.sizes[dim + 1 :])
+        offset = self.offset + first * self.strides[dim]
+        target = self.target_offset + first * self.target_strides[dim]
+        return Piece(self.param, sizes, offset, self.strides, target, self.target_strides)
+
+    def within(self, start: int, stop: int) -> Iterator[Piece]:
+        """The boxes that the elements [start, stop) of the parameter cut out of this one, in the parameter's order."""
+        if not self.numel or self.stop <= start or stop <= self.offset:
+            return
+        if start <= self.offset and self.stop <= stop:
+            yield self
+            return
+        dim = max((d for d, size in enumerate(self.sizes) if size > 1), key=lambda d: self.strides[d])
+        stride, size = self.strides[dim], self.sizes[dim]
+        rest = self.stop - self.offset - (size - 1) * stride  # elements from the first to the last of one index
+        begin = min(max(-(-(start - self.offset) // stride), 0), size)  # [begin, end) lies inside as a whole
+        end = min(max((stop - rest - self.offset) // stride + 1, begin), size)
+        for index in range(max((start - rest - self.offset) // stride + 1, 0), begin):
+            yield from self.cut(dim, index, index + 1).within(start, stop)
+        if begin < end:
+            yield self.cut(dim, begin, end)
+        for index in range(end, min((stop - 1 - self.offset) // stride + 1, size)):
+            yield from self.cut(dim, index, index + 1).within(start, stop)
+
+    def target_of(self, index: int) -> int | None:
+        """The element of the stored tensor that an element of the parameter is, None where it is not in the box."""
+        left, target = index - self.offset, self.target_offset
+        order = sorted((d for d, size in enumerate(self.sizes) if size > 1), key=lambda d: -self.strides[d])
+        for dim in order:
+            step, left = divmod(left, self.strides[dim])
+            if not 0 <= step < self.sizes[dim]:
+                return None
+            target += step * self.target_strides[dim]
+        return None if left else target
+
     @property
     def numel(self) -> int:
         """Elements in the box."""

@@ -1,32 +1,41 @@
-"""Follows elements through tensor code that only moves them: which box of which parameter is behind each result.
+"""Follows elements through tensor code that only moves them: which box of which root is behind each result.
 
-The code (a reverse weight conversion) runs on meta tensors, so a model of any size costs nothing. Views keep their storage,
-offset and strides by themselves; copies (`contiguous`, `reshape`, `cat`, `stack`) are noted while they happen.
+The code (HF's weight conversions, either way) runs on meta tensors, so a model of any size costs nothing. Views keep their
+storage, offset and strides by themselves; copies (`contiguous`, `reshape`, `cat`, `stack`, a cast) are noted while they happen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dist.boxes import TensorSlice, strides_of
 from hf_dist.checkpoint.pieces import Piece
 
-__all__ = ["Provenance", "UntraceableError"]
+__all__ = ["Provenance", "Trail", "UntraceableError", "sliced"]
 
 aten = torch.ops.aten
 MAX_PIECES = 4096
-"""Per stored tensor; beyond it somebody shuffles single elements."""
+"""Per tensor; beyond it somebody shuffles single elements."""
 
-_COPIES = {aten.clone.default, aten._reshape_copy.default, aten._reshape_alias_copy.default, aten.alias_copy.default}
+_COPIES = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._reshape_copy.default,
+    aten._reshape_alias_copy.default,
+    aten.alias_copy.default,
+}
 
 
 class UntraceableError(Exception):
-    """The values were computed, not moved: no box of a parameter is behind them."""
+    """The values were computed, not moved: no box of a root is behind them."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,6 @@ class _Box:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Box:
         return cls(tuple(tensor.shape), int(tensor.storage_offset()), tensor.stride())
-
-    @classmethod
-    def dense(cls, sizes: tuple[int, ...]) -> _Box:
-        return cls.of(torch.empty(sizes, device="meta"))
 
     def cut(self, dim: int, start: int, size: int) -> _Box:
         sizes = (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
@@ -64,13 +69,17 @@ class _Copy:
     source: _Box
     storage: int
 
+    @cached_property
+    def _order(self) -> list[int]:
+        """Dimensions with several indices, the one with the longest steps first."""
+        several = (dim for dim, size in enumerate(self.target.sizes) if size > 1)
+        return sorted(several, key=lambda dim: -self.target.strides[dim])
+
     def digits(self, position: int) -> tuple[int, ...] | None:
         """Index in the box of a distance in the target storage, None when it is not a sum of its strides."""
-        order = sorted(range(len(self.target.sizes)), key=lambda d: -self.target.strides[d])
-        found = [0] * len(order)
-        for dim in order:
-            if self.target.sizes[dim] > 1:
-                found[dim], position = divmod(position, self.target.strides[dim])
+        found = [0] * len(self.target.sizes)
+        for dim in self._order:
+            found[dim], position = divmod(position, self.target.strides[dim])
         return None if position else tuple(found)
 
     def steps_inside(self, last: list[int], step: tuple[int, ...] | None, stride: int, size: int) -> int:
@@ -89,58 +98,81 @@ class _Copy:
         return index is not None and all(i < size for i, size in zip(index, self.target.sizes, strict=True))
 
 
-class Provenance(TorchDispatchMode):
-    """Inside the block, copies of the given meta tensors are followed; then `pieces(tensor)` says what each one holds."""
+class Trail:
+    """Where the elements of storages come from, back to named roots. Safe to be written by several threads."""
 
-    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._roots = {_storage(tensor): name for name, tensor in params.items()}
-        self._copies: dict[int, list[_Copy]] = {}
-        self._keep: list[Any] = list(params.values())  # an id may not be used again for another storage
+    def __init__(self, *, casts: bool = False) -> None:
+        """`casts`: elements may change their dtype once on the way (and are rounded then)."""
+        self._casts = casts
+        self._roots: dict[int, str] = {}
+        self._copies: dict[int, list[_Copy]] = {}  # by offset of the target
+        self._cast: set[int] = set()  # storages whose elements have changed their dtype
+        self._keep: list[Any] = []  # an id may not be used again for another storage
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def add_root(self, name: str, tensor: torch.Tensor) -> None:
+        """What begins with all of the storage of `tensor` is called `name`."""
+        self._roots[_storage(tensor)] = name
+        self._keep.append(tensor)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the elements of `tensor` have been followed."""
+        return _storage(tensor) in self._roots or bool(self._copies.get(_storage(tensor)))
+
+    def note(self, func: Any, result: Any, args: tuple[Any, ...]) -> None:
+        """`func(*args)` gave `result`; what is new in it is a copy of something, or computed."""
         for out in tree_leaves(result):
-            if not isinstance(out, torch.Tensor):
-                continue
-            storage = _storage(out)
-            if storage not in self._roots and storage not in self._copies:
+            if isinstance(out, torch.Tensor) and not (_storage(out) in self._roots or _storage(out) in self._copies):
                 self._keep.append(out)
-                self._copies[storage] = self._note(func, out, args)
-        return result
+                copies = self._copies_of(func, out, args)
+                self._copies[_storage(out)] = sorted(copies, key=lambda c: c.target.offset)
 
-    def _note(self, func: Any, out: torch.Tensor, args: tuple[Any, ...]) -> list[_Copy]:
+    def _copies_of(self, func: Any, out: torch.Tensor, args: tuple[Any, ...]) -> list[_Copy]:
         if func in _COPIES:
-            parts = [(out if out.shape == args[0].shape else out.view(args[0].shape), args[0])]
+            parts = [(_Box.of(out if out.shape == args[0].shape else out.view(args[0].shape)), args[0])]
         elif func in (aten.cat.default, aten.stack.default):
-            dim = args[1] if len(args) > 1 else 0
-            if func is aten.stack.default:
-                parts = [(out.select(dim, i), part) for i, part in enumerate(args[0])]
-            else:
-                parts = list(zip(out.split([part.shape[dim] for part in args[0]], dim), args[0], strict=True))
+            dim = (args[1] if len(args) > 1 else 0) % out.dim()
+            parts, begin, whole = [], 0, _Box.of(out)
+            for part in args[0]:
+                size = 1 if func is aten.stack.default else part.shape[dim]
+                box = whole.cut(dim, begin, size)
+                if func is aten.stack.default:
+                    box = _Box(tuple(part.shape), box.offset, box.strides[:dim] + box.strides[dim + 1 :])
+                if part.numel():
+                    parts.append((box, part))
+                begin += size
         else:
             return []
-        if any(into.dtype != part.dtype for into, part in parts):
+        cast = any(part.dtype != out.dtype for _, part in parts)
+        earlier = any(_storage(part) in self._cast for _, part in parts)
+        if cast and (earlier or not self._casts):
             return []
-        return [_Copy(_Box.of(into), _Box.of(part), _storage(part)) for into, part in parts]
+        if cast or earlier:
+            self._cast.add(_storage(out))
+        return [_Copy(into, _Box.of(part), _storage(part)) for into, part in parts]
 
     def pieces(self, tensor: torch.Tensor) -> tuple[Piece, ...]:
-        """The boxes of parameters that make up `tensor` in row-major order. Raises `UntraceableError`."""
+        """The boxes of roots that make up `tensor` in row-major order. Raises `UntraceableError`."""
+        shape = tuple(tensor.shape)
+        return self._resolve([(_Box.of(tensor), _storage(tensor), _Box(shape, 0, strides_of(shape)))])
+
+    def _resolve(self, left: list[tuple[_Box, int, _Box]]) -> tuple[Piece, ...]:
+        """The pieces of views, each a box of a storage that goes index by index into a target."""
         found: list[Piece] = []
-        self._resolve(_Box.of(tensor), _storage(tensor), _Box.dense(tuple(tensor.shape)), found)
+        left = left[::-1]
+        while left:
+            view, storage, target = left.pop()
+            if len(found) > MAX_PIECES:
+                raise UntraceableError
+            if storage in self._roots:
+                name = self._roots[storage]
+                found.append(Piece(name, view.sizes, view.offset, view.strides, target.offset, target.strides).merged())
+            else:
+                left += self._one_copy_back(view, storage, target)
         return tuple(found)
 
-    def _resolve(self, view: _Box, storage: int, target: _Box, found: list[Piece]) -> None:
-        """Add the pieces of `view`, a box of `storage`, which goes index by index into `target`."""
-        if len(found) > MAX_PIECES:
-            raise UntraceableError
-        if storage in self._roots:
-            piece = Piece(self._roots[storage], view.sizes, view.offset, view.strides, target.offset, target.strides)
-            found.append(piece.merged())
-            return
-        copy = next((c for c in self._copies.get(storage, ()) if c.holds(view.offset)), None)
+    def _one_copy_back(self, view: _Box, storage: int, target: _Box) -> list[tuple[_Box, int, _Box]]:
+        """The view in the storage that its elements came from, or the view in two where one copy does not hold all of it."""
+        copy = _holder(self._copies.get(storage, []), view.offset)
         if copy is None:
             raise UntraceableError
         start = copy.digits(view.offset - copy.target.offset)
@@ -153,17 +185,61 @@ class Provenance(TorchDispatchMode):
             if size > inside:
                 # Leaves the box: either for another copy, or around the end of a dimension.
                 if inside > 1 and size % inside == 0:
-                    self._resolve(view.fold(dim, inside), storage, target.fold(dim, inside), found)
-                else:
-                    for begin, end in ((0, inside), (inside, size)):
-                        part = (dim, begin, end - begin)
-                        self._resolve(view.cut(*part), storage, target.cut(*part), found)
-                return
+                    return [(view.fold(dim, inside), storage, target.fold(dim, inside))]
+                parts = ((dim, inside, size - inside), (dim, 0, inside))
+                return [(view.cut(*part), storage, target.cut(*part)) for part in parts]
             assert step is not None
             last = [a + (size - 1) * b for a, b in zip(last, step, strict=True)]
             source_strides.append(sum(b * s for b, s in zip(step, copy.source.strides, strict=True)))
         offset = copy.source.offset + sum(a * s for a, s in zip(start, copy.source.strides, strict=True))
-        self._resolve(_Box(view.sizes, offset, tuple(source_strides)), copy.storage, target, found)
+        return [(_Box(view.sizes, offset, tuple(source_strides)), copy.storage, target)]
+
+
+def _holder(copies: list[_Copy], position: int) -> _Copy | None:
+    """The copy that a position lies in: as a rule the last that begins before it."""
+    after = bisect.bisect_right(copies, position, key=lambda c: c.target.offset)
+    return next((copies[k] for k in range(after - 1, -1, -1) if copies[k].holds(position)), None)
+
+
+def sliced(pieces: Sequence[Piece], held: TensorSlice) -> list[tuple[int, Piece]]:
+    """Pieces of a whole parameter as pieces of a slice of it: their sources are elements of the slice. With each its number
+    in `pieces`.
+
+    What the slice leaves out is left out. Raises `UntraceableError` when the pieces do not cover the slice.
+    """
+    trail = Trail()
+    trail._roots = {number: str(number) for number in range(len(pieces))}
+    trail._copies[-1] = [
+        _Copy(_Box(p.sizes, p.offset, p.strides), _Box(p.sizes, p.target_offset, p.target_strides), number)
+        for number, p in sorted(enumerate(pieces), key=lambda item: item[1].offset)
+    ]
+    strides = strides_of(held.whole)
+    views = []
+    for box in held.boxes(0, held.numel):
+        offset = sum(first * stride for first, stride in zip(box.offsets, strides, strict=True))
+        views.append((_Box(box.sizes, offset, strides), -1, _Box(box.sizes, box.start, box.strides)))
+    return [(int(piece.param), piece.flipped()) for piece in trail._resolve(views)]
+
+
+class Provenance(TorchDispatchMode):
+    """Inside the block, copies of the given meta tensors are followed; then `pieces(tensor)` says what each one holds."""
+
+    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._trail = Trail()
+        for name, tensor in params.items():
+            self._trail.add_root(name, tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._trail.note(func, result, args)
+        return result
+
+    def pieces(self, tensor: torch.Tensor) -> tuple[Piece, ...]:
+        """The boxes of parameters that make up `tensor` in row-major order. Raises `UntraceableError`."""
+        return self._trail.pieces(tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -17,7 +17,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_dist.checkpoint.recording import RecordedTensor, read_whole, recorded
 from hf_dist.checkpoint.safetensors_source import SafetensorsFile
-from hf_dist.checkpoint.source_tree import TreeSource
 from hf_dist.log import say_once
 from hf_dist.sharding.lazy import LazyWeight
 
@@ -110,7 +109,7 @@ def _reason_not_to_stream(
 
 def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: Any) -> Any:
     """What the stock loader returns, or None when it reported an error; then the model is to be loaded anew."""
-    stored = {name: recorded(t) for f in checkpoint_files for name, t in SafetensorsFile(f).tensors().items()}
+    stored: Any = recorded(t for f in checkpoint_files for t in SafetensorsFile(f).tensors().values())
     result = stock(model, stored, checkpoint_files, load_config)
     if result[0].conversion_errors or result[0].error_msgs:
         return None
@@ -124,7 +123,7 @@ def _adopt(path: str, module: nn.Module) -> None:
     for name, p in module._parameters.items():
         if isinstance(p, RecordedTensor):
             full_name = f"{path}.{name}" if path else name
-            lazy = LazyWeight(TreeSource(p.node), full_name).parameter(requires_grad=p.requires_grad)
+            lazy = LazyWeight(p.source, full_name).parameter(requires_grad=p.requires_grad)
             lazy._is_hf_initialized = True  # or HF would initialise it
             module._parameters[name] = lazy
     for name, buffer in module._buffers.items():

@@ -1,0 +1,108 @@
+"""A parameter whose elements are in files, as pieces of stored tensors say: any interval of it, read as far as it is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from safetensors import safe_open
+
+from hf_dist.boxes import TensorSlice
+from hf_dist.checkpoint.pieces import Piece
+from hf_dist.checkpoint.provenance import sliced
+from hf_dist.checkpoint.safetensors_source import FileTensor
+from hf_dist.sharding.lazy import CHUNK_NUMEL
+
+__all__ = ["PieceSource"]
+
+GAP = 64 * 2**10
+"""Bytes between two runs in a file that are read and dropped rather than skipped."""
+
+
+class PieceSource:
+    """The `WeightSource` over pieces of tensors in files."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[tuple[FileTensor, Piece]]) -> None:
+        """`parts` cover the parameter once; sources of their pieces are its elements, targets those of the stored tensor."""
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self._parts = sorted(parts, key=lambda part: part[1].offset)
+
+    @classmethod
+    def whole(cls, tensor: FileTensor) -> PieceSource:
+        """All of a stored tensor, as it is."""
+        return cls(tensor.shape, tensor.dtype, [(tensor, Piece.whole(tensor.name, tensor.numel))])
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """See `WeightSource`."""
+        for tensor, piece in self._parts:
+            for inside in piece.within(start, stop):
+                for box in _readable(inside.merged(), tensor.dtype.itemsize):
+                    self._read_box(tensor, box, out[box.offset - start : box.stop - start])
+
+    def _read_box(self, tensor: FileTensor, box: Piece, out: torch.Tensor) -> None:
+        """`out`: 1-D, from the first to the last element of the box."""
+        first, numel = box.target_offset, box.flipped().stop - box.target_offset
+        straight = numel == out.numel() == box.numel and box.run_numel == numel
+        if straight and tensor.dtype == self.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous():
+            tensor.read(first, first + numel, out)
+            return
+        stored = torch.empty(numel, dtype=tensor.dtype)
+        tensor.read(first, first + numel, stored)
+        values = stored.as_strided(box.sizes, box.target_strides).to(self.dtype)
+        out.as_strided(box.sizes, [stride * out.stride(0) for stride in box.strides]).copy_(values)
+
+    def fingerprint(self) -> str:
+        """See `WeightSource`."""
+        rows = [f"{tensor.describe()}{piece}" for tensor, piece in self._parts]
+        return hashlib.sha256(f"{self.shape}{self.dtype}{rows}".encode()).hexdigest()[:16]
+
+    def sample(self, indices: list[int]) -> torch.Tensor:
+        """See `WeightSource`. Through safetensors' own reader."""
+        values = torch.empty(len(indices), dtype=self.dtype)
+        found = {k: self._locate(index) for k, index in enumerate(indices)}
+        for file in {tensor.file for tensor, _ in found.values()}:
+            # Closed at once: the pages that a mapping has touched, and their neighbours, count until then.
+            with safe_open(file.path, framework="pt") as f:
+                for k, (tensor, at) in found.items():
+                    if tensor.file is file:
+                        position = torch.unravel_index(torch.tensor(at), tensor.shape) if tensor.shape else ()
+                        one = tuple(slice(int(i), int(i) + 1) for i in position) or ...
+                        values[k] = f.get_slice(tensor.name)[one].reshape(())
+        return values
+
+    def _locate(self, index: int) -> tuple[FileTensor, int]:
+        """The stored element that an element of the parameter is."""
+        return next((tensor, at) for tensor, piece in self._parts if (at := piece.target_of(index)) is not None)
+
+    def sliced(self, held: TensorSlice) -> PieceSource:
+        """See `WeightSource`."""
+        found = sliced([piece for _, piece in self._parts], held)
+        return PieceSource(held.shape, self.dtype, [(self._parts[number][0], piece) for number, piece in found])
+
+
+def _readable(box: Piece, itemsize: int) -> Iterator[Piece]:
+    """The box in parts that are each read in one piece: most of what lies between its ends is wanted, and it is not long."""
+    span = box.flipped().stop - box.target_offset
+    whole = box.run_numel == box.numel  # neighbours on both sides
+    dim = max(range(len(box.sizes)), key=lambda d: box.target_strides[d] * (box.sizes[d] > 1))
+    size, stride = box.sizes[dim], box.target_strides[dim]
+    rest = span - (size - 1) * stride
+    if size > 1 and (stride - rest) * itemsize > GAP:
+        step = 1
+    elif span > CHUNK_NUMEL and not whole:
+        step = max(1, CHUNK_NUMEL // stride)
+    else:
+        step = size
+    if step >= size:
+        yield from _chunks(box) if whole else (box,)
+        return
+    for first in range(0, size, step):
+        yield from _readable(box.cut(dim, first, min(first + step, size)).merged(), itemsize)
+
+
+def _chunks(box: Piece) -> Iterator[Piece]:
+    edges = [*range(0, box.numel, CHUNK_NUMEL), box.numel]
+    return (box.cut(0, a, b) for a, b in itertools.pairwise(edges))
