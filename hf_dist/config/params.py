@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_dist.config import values
@@ -118,6 +118,32 @@ def checked_scheduler(section: Any, findings: Findings) -> dict[str, Any] | None
             example = '"auto"' if key == "total_num_steps" else "..."
             findings.problem(f"scheduler.params.{key}", f"is missing; {name} needs it", f'Add "{key}": {example}.')
     return {"type": name, "params": result}
+
+
+def read_optimizer(type: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Canonical type and parameters of an optimizer, as the section gives them. Raises `ConfigError` with all that is wrong."""
+    return _read("optimizer", checked_optimizer, type, params)
+
+
+def read_scheduler(type: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Canonical type and parameters of a schedule, as the section gives them. Raises `ConfigError` with all that is wrong."""
+    return _read("scheduler", checked_scheduler, type, params)
+
+
+def _read(
+    path: str,
+    check: Callable[[Any, Findings], dict[str, Any] | None],
+    type: str,
+    params: Mapping[str, Any],
+) -> tuple[str, dict[str, Any]]:
+    findings = Findings()
+    section = check({"type": type, "params": params}, findings)
+    for key, value in (section or {}).get("params", {}).items():
+        if values.is_auto(value):
+            findings.problem(f"{path}.params.{key}", "has not been filled in", "Write a value.", found=value)
+    findings.raise_if_any()
+    assert section is not None  # else there was a problem
+    return section["type"], section["params"]
 
 
 def _not_a_parameter(path: str, name: str, known: tuple[str, ...], findings: Findings) -> None:

@@ -13,22 +13,14 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_dist.errors import ConfigError, Problem
-from hf_dist.optim.build import argument_names, checked_arguments, construct, find_class
+from hf_dist.config.params import read_scheduler
+from hf_dist.optim.build import construct
 from hf_dist.optim.cycles import LRRangeTest, OneCycle
 from hf_dist.optim.indexed_schedule import IndexedSchedule, count, number, per_group, problem
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_scheduler"]
 
 logger = logging.getLogger(__name__)
-
-_NOT_IN_JSON = {
-    "LambdaLR": "a function",
-    "MultiplicativeLR": "a function",
-    "ChainedScheduler": "other schedulers",
-    "SequentialLR": "other schedulers",
-    "ReduceLROnPlateau": "a metric at every step",
-}
 
 
 class _Warmup(IndexedSchedule):
@@ -158,7 +150,7 @@ _OWN: dict[str, type[IndexedSchedule]] = {
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule that `scheduler.type` (case-sensitive) and `scheduler.params` stand for in DeepSpeed.
+    """The schedule that `scheduler.type` and `scheduler.params` stand for in DeepSpeed.
 
     It sets the learning rate of `optimizer` at once. Call its `step()` after each optimizer step that was applied,
     and not after one skipped for an overflow. No "auto" may be left in `params`.
@@ -166,21 +158,8 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim
     Raises:
         ConfigError: an unknown type, or params it does not take; names all of them.
     """
-    if type in _NOT_IN_JSON:
-        expected = f"needs {_NOT_IN_JSON[type]}, which JSON cannot express"
-        fix = "Remove the section and pass the scheduler to the Trainer, or use another type."
-        raise ConfigError(Problem("scheduler.type", repr(type), expected, fix))
-    if type in _OWN:
-        return _construct(_OWN[type], params, optimizer)
-    return _construct(
-        find_class("scheduler", type, torch.optim.lr_scheduler, LRScheduler, others=_OWN), params, optimizer
-    )
-
-
-def _construct(cls: type[LRScheduler], params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    arguments, problems = checked_arguments("scheduler", cls, params, argument_names(cls))
-    if problems:
-        raise ConfigError(problems)
+    name, arguments = read_scheduler(type, params)
+    cls = _OWN[name] if name in _OWN else getattr(torch.optim.lr_scheduler, name)
     return construct("scheduler", cls, optimizer, arguments)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ def _parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
         ("adagrad", {}, torch.optim.Adagrad, 0.0),
         ("lion", {}, Lion, 0.0),
         ("SGD", {"momentum": 0.9}, torch.optim.SGD, 0.0),
+        ("sgd", {"momentum": "0.9"}, torch.optim.SGD, 0.0),
         ("RMSprop", {"lr": 0.1}, torch.optim.RMSprop, 0.0),
     ],
 )
@@ -137,40 +137,32 @@ def test_lion_resumes_from_its_state_dict() -> None:
     assert torch.equal(a, b)
 
 
-def test_a_setting_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        build_optimizer("Adam", {"set_grad_none": True}, _parameters())
-    assert "set_grad_none has no effect" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("type", "params", "path", "words"),
     [
-        ("OneBitAdam", {"freeze_step": 400, "cuda_aware": False}, "optimizer.type", "compresses gradients"),
-        ("ZeroOneAdam", {}, "optimizer.type", "compresses gradients"),
-        ("OneBitLamb", {}, "optimizer.type", "compresses gradients"),
-        ("LAMB", {}, "optimizer.type", "norm of the whole tensor"),
-        ("Muon", {}, "optimizer.type", "whole matrix"),
-        ("MuAdamW", {}, "optimizer.type", "muP"),
-        ("MuSGD", {}, "optimizer.type", "muP"),
+        ("OneBitAdam", {"freeze_step": 400, "cuda_aware": False}, "optimizer.type", "1-bit optimizer"),
+        ("ZeroOneAdam", {}, "optimizer.type", "1-bit optimizer"),
+        ("OneBitLamb", {}, "optimizer.type", "1-bit optimizer"),
+        ("LAMB", {}, "optimizer.type", "whole tensors"),
+        ("Muon", {}, "optimizer.type", "whole tensors"),
+        ("MuAdamW", {}, "optimizer.type", "mup package"),
+        ("MuSGD", {}, "optimizer.type", "mup package"),
         ("AdamX", {}, "optimizer.type", "Did you mean"),
-        ("sgd", {}, "optimizer.type", 'Did you mean "SGD"?'),
-        ("lr_scheduler", {}, "optimizer.type", "is not one of"),
-        ("Optimizer", {}, "optimizer.type", "is not one of"),
+        ("lr_scheduler", {}, "optimizer.type", "is not a known optimizer"),
+        ("Optimizer", {}, "optimizer.type", "is not a known optimizer"),
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm", "gradient_clipping"),
-        ("Adam", {"bias_correction": 0}, "optimizer.params.bias_correction", "is not true or false"),
-        ("Adam", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states", "only true is"),
-        ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states", "only true is"),
+        ("Adam", {"bias_correction": 2}, "optimizer.params.bias_correction", "not true or false"),
+        ("Adam", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states", "set it to true"),
+        ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states", "set it to true"),
         ("Adam", {"amsgrad": True}, "optimizer.params.amsgrad", '"torch_adam": true'),
-        ("Adam", {"torch_adam": "true"}, "optimizer.params.torch_adam", "not true or false"),
+        ("Adam", {"torch_adam": "yes please"}, "optimizer.params.torch_adam", "not true or false"),
         ("Adam", {"freeze_step": 3}, "optimizer.params.freeze_step", "1-bit"),
         ("Adam", {"max_coeff": 3}, "optimizer.params.max_coeff", "LAMB"),
         ("Adam", {"wieght_decay": 0.1}, "optimizer.params.wieght_decay", 'Did you mean "weight_decay"?'),
         ("Adam", {"decoupled_weight_decay": False}, "optimizer.params.decoupled_weight_decay", "adam_w_mode"),
-        ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode", "accepted are lr, momentum"),
-        ("Adam", {"lr": "auto"}, "optimizer.params.lr", "'auto' is not a number"),
-        ("Adam", {"lr": -1.0}, "optimizer.params", "is refused by AdamW: Invalid learning rate"),
-        ("Adam", {"eps": None}, "optimizer.params", "is refused by AdamW"),
+        ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode", "is not a parameter of SGD"),
+        ("Adam", {"lr": "auto"}, "optimizer.params.lr", "has not been filled in"),
+        ("Adam", {"lr": -1.0}, "optimizer.params.lr", "at least 0"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_path(type: str, params: dict[str, Any], path: str, words: str) -> None:
@@ -181,7 +173,7 @@ def test_what_cannot_be_honoured_is_refused_by_path(type: str, params: dict[str,
 
 
 def test_all_wrong_params_are_named_at_once() -> None:
-    params = {"max_grad_norm": 1, "lr": "1e-4", "foo": 1, "fp32_optimizer_states": False}
+    params = {"max_grad_norm": 1, "lr": "fast", "foo": 1, "fp32_optimizer_states": False}
     with pytest.raises(ConfigError) as caught:
         build_optimizer("AdamW", params, _parameters())
     assert {p.path.rpartition(".")[2] for p in caught.value.problems} == set(params)
