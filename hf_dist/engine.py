@@ -310,6 +310,7 @@ class Engine:
         if self.scaler is not None:
             scale = self.scaler.scale
             self.scaler.update(overflow)
+        self.sharded.synchronize_buffers()
         if overflow:
             self.skipped_steps += 1
             self.zero_grad()

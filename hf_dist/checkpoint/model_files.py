@@ -78,6 +78,7 @@ def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
 def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
     """Names of `state_dict()`; a tensor with two names is written under the first."""
     dtypes = loaded_dtypes(sharded)
+    sharded.synchronize_buffers()
     held = {name: held_slice(p) for name, p in sharded.whole.named_parameters()}
     tensors = [StoredTensor(n, h.whole, dtypes[n], (Piece.whole(n, h.whole_numel),)) for n, h in held.items()]
     persistent = set(sharded.model.state_dict(keep_vars=True))

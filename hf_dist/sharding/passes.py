@@ -19,12 +19,14 @@ from torch.autograd import Variable
 from hf_dist import collectives
 from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Tier
+from hf_dist.sharding.buffers import ChangingBuffers
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
 from hf_dist.sharding.order import IssueOrder, PassOrders
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
+from hf_dist.sharding.targets import MixedDtypes
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.wrap import containers
 
@@ -53,12 +55,14 @@ class Passes:
         self.params_rest = reducer.placements.params
         self.scheduled = pipeline is not None
         """A pipeline's schedule says when a backward begins and ends, not autograd."""
+        self.buffers = ChangingBuffers(model, self.mesh)
         self.kinds = self._build_orders([None] if pipeline is None else pipeline.names)
         """One, or one for every pipeline stage of this rank."""
         self.select(0)
         self.before_training: Callable[[Any, Any], None] | None = None
         """Called once with the arguments of the first forward that has a backward; it may say how long units stay."""
         self._depth = 0  # how many modules that contain every unit are in their forward
+        self._mixed: MixedDtypes | None = None  # open during a forward that was given targets
         self._in_backward = False
         self._num_backwards = 0
         self._install_hooks(model)
@@ -134,12 +138,16 @@ class Passes:
             self._end_backward()
             self.reducer.drop()
         if torch.is_grad_enabled():
+            self.buffers.watch()
             self.begin_training(args, kwargs)
         self.orders.forward.restart()
         self._issue(self.orders.forward.reach(0))
         self.root.wait_unshard()
         self._gather_ahead(self.orders.forward, 0)
-        return self.precision.cast_inputs((args, kwargs))
+        inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs)
+        if self._mixed is not None:
+            self._mixed.__enter__()
+        return inputs
 
     def begin_training(self, args: Any, kwargs: Any) -> None:
         """A window begins whose microbatches call the model like this. The first time it is collective over dp."""
@@ -152,6 +160,9 @@ class Passes:
         self._depth -= 1
         if self._depth > 0 or _recomputing():
             return
+        if self._mixed is not None:
+            self._mixed.__exit__(None, None, None)
+            self._mixed = None
         self.reducer.settle()  # of the microbatch before: their buffers would be there beside the loss
         tensors = differentiable(output) or inside_object(output)
         # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
@@ -325,7 +336,9 @@ class Passes:
         self._end_backward()
         if not self.orders.agreed:
             # After the first backward all ranks use the order that was seen.
-            self.orders.agree(collectives.all_gather_object(self.mesh.dp, self.orders.seen()))
+            everyone = collectives.all_gather_object(self.mesh.dp, (self.orders.seen(), self.buffers.changed()))
+            self.orders.agree([seen for seen, _ in everyone])
+            self.buffers.agree(changed for _, changed in everyone)
 
     def _end_backward(self) -> None:
         self._in_backward = False

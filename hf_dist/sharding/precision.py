@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_dist.config import DistConfig
-from hf_dist.sharding.leaves import map_plain
 from hf_dist.sharding.quantised import is_packed
+from hf_dist.sharding.targets import MixedDtypes, cast_but_targets
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_DTYPE = torch.float32
@@ -47,15 +48,12 @@ class Precision:
         """What is handed to a reduction over that many ranks; one rank sends nothing, so it rounds nothing."""
         return self.reduce if ranks > 1 else self.reduced
 
-    def cast_inputs(self, inputs: Any) -> Any:
-        """Floating point inputs (images, embeddings) follow the compute dtype, as there is no autocast; None for no change."""
+    def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, MixedDtypes | None]:
+        """(what the model is called with, what is open meanwhile); None for no change. See [Note: dtypes of inputs]."""
         if self.compute == torch.float32:
-            return None
-
-        def cast(value: Any) -> Any:
-            return value.to(self.compute) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
-
-        return map_plain(cast, inputs)
+            return None, None
+        inputs, has_targets = cast_but_targets(module, args, kwargs, self.compute)
+        return inputs, MixedDtypes(self.compute) if has_targets else None
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, dtype) for the report."""
@@ -115,7 +113,10 @@ def _kept_as_loaded(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 
 
 def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the lenient list counts for fp16)."""
+    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the lenient list counts for fp16).
+
+    And BatchNorm's: its kernels take half-precision rows only with weights in the dtype of the statistics.
+    """
     if compute == torch.float32:
         return frozenset()
     patterns: set[str] = set()
@@ -123,4 +124,7 @@ def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
         patterns.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         if compute == torch.float16:
             patterns.update(getattr(module, "_keep_in_fp32_modules", None) or ())
-    return frozenset(n for n, _ in model.named_parameters() if any(p in n.split(".") for p in patterns))
+    norms = {id(p) for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters()}
+    return frozenset(
+        n for n, p in model.named_parameters() if id(p) in norms or any(x in n.split(".") for x in patterns)
+    )

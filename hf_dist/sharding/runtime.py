@@ -110,6 +110,10 @@ class ShardedModel:
 
     # --------------------------------------------------------------------- step
 
+    def synchronize_buffers(self) -> None:
+        """Buffers that training changes are those of the first data rank on all. Collective over dp and pp."""
+        self.passes.buffers.synchronize()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, units that stay for a window do, whichever stage's backward has ended. Freed at the end. Local."""

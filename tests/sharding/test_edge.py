@@ -282,7 +282,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "no-overlap": Scenario(Net, plain, config={"zero_optimization": {"overlap_comm": False}}),
     "hsdp": Scenario(models.TowerNet, functools.partial(towers, first="none"),
-                     config={"zero_optimization": {"mics_shard_size": 2}}, worlds=(4,)),
+                     config={"zero_optimization": {"mics_shard_size": 2}}, stages=(3,), worlds=(4,)),
     **{f"optimizer-{name}": Scenario(Net, plain, make, stages=(3,), worlds=(2, 3)) for name, make in OPTIMIZERS.items()},
 }  # fmt: skip
 

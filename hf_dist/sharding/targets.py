@@ -1,0 +1,102 @@
+"""What a model is given for its loss keeps its dtype: targets of a regression do not fit into 8 bits of mantissa.
+
+[Note: dtypes of inputs] A half-precision run has no autocast. Floating inputs (images, embeddings) are cast at the model's
+door, or the first layer would refuse them. Targets are known by their names, in the signature, the keywords and in nested
+dicts, and arrive as given; as under autocast the loss is then computed in their dtype. Most functions of torch promote by
+themselves. `MixedDtypes` lends autocast's rules to those that refuse two dtypes, for this one forward, since code that runs
+with both in half precision must go on to run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["MixedDtypes", "cast_but_targets", "is_target"]
+
+_WORDS = frozenset({"label", "labels", "target", "targets", "truth", "gt", "y"})
+_NAMES = frozenset({"past_values", "future_values"})
+"""Time series: the network normalises both by itself, and the loss compares them."""
+
+_TO_HALF = frozenset(
+    {
+        *(
+            F.linear,
+            F.bilinear,
+            F.conv1d,
+            F.conv2d,
+            F.conv3d,
+            F.conv_transpose1d,
+            F.conv_transpose2d,
+            F.conv_transpose3d,
+        ),
+        *(torch.matmul, torch.mm, torch.bmm, torch.mv, torch.addmm, torch.baddbmm, torch.einsum, torch.Tensor.matmul),
+        *(torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm, F.scaled_dot_product_attention),
+    }
+)
+_TO_FLOAT = frozenset({F.huber_loss, F.binary_cross_entropy, F.grid_sample, F.layer_norm, F.group_norm, torch.cdist})
+
+
+def is_target(name: str) -> bool:
+    """Whether an argument of that name is for the loss: `labels`, `mask_labels`, `target`, `y`, `future_values`, ..."""
+    return name in _NAMES or not _WORDS.isdisjoint(name.lower().split("_"))
+
+
+def cast_but_targets(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[Any, bool]:
+    """((args, kwargs) of `module` with fp32 tensors in `dtype` but for targets, whether there was such a target)."""
+    kept = False
+
+    def cast(value: Any, as_given: bool) -> Any:
+        nonlocal kept
+        if type(value) in (tuple, list):
+            return type(value)(cast(item, as_given) for item in value)
+        if type(value) is dict:
+            return {key: cast(item, as_given or (type(key) is str and is_target(key))) for key, item in value.items()}
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return value
+        kept |= as_given
+        return value if as_given else value.to(dtype)
+
+    names = _names(module, len(args)) if args else []
+    return (tuple(cast(a, is_target(n)) for a, n in zip(args, names, strict=True)), cast(dict(kwargs), False)), kept
+
+
+def _names(module: nn.Module, count: int) -> list[str]:
+    """Names of the first `count` positional arguments of its forward, empty where it has none."""
+    try:
+        found = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # built in C
+        found = {}.values()
+    names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [*names[:count], *[""] * (count - len(names))]
+
+
+class MixedDtypes(TorchFunctionMode):
+    """Inside, functions that refuse fp32 beside `half` tensors get what autocast would give them."""
+
+    def __init__(self, half: torch.dtype) -> None:
+        super().__init__()
+        self.half = half
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Torch's protocol."""
+        given = (args, dict(kwargs or {}))
+        to = self.half if func in _TO_HALF else torch.float32 if func in _TO_FLOAT else None
+        if to is not None:
+            dtypes = {t.dtype for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
+            if {self.half, torch.float32} <= dtypes:
+                given = tree_map(
+                    lambda x: x.to(to) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, given
+                )
+        return func(*given[0], **given[1])

@@ -1,0 +1,191 @@
+"""Models with BatchNorm on ranks, under DDP and under ours; small shard groups; `gathered` over stages: what a rank does."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Normed(nn.Module):
+    """BatchNorm, and a count of rows that it keeps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("rows", torch.zeros(2))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One number per row."""
+        if self.training:
+            self.rows += x.abs().sum()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def rows(step: int, rank: int) -> torch.Tensor:
+    """Other ones, of another size, on every rank."""
+    g = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 8, generator=g) * (1 + 3 * rank) + rank
+
+
+def ddp(rank: int, world: int) -> Any:
+    """Buffers after three steps of two microbatches, and evaluation of one batch."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    dist.init_process_group("gloo")
+    model = DDP(Normed())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        with model.no_sync():
+            (model(rows(2 * step, rank)).square().mean() / 2).backward()
+        (model(rows(2 * step + 1, rank)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    loss = float(model(rows(99, 0)).square().mean().detach())
+    return {n: b.clone() for n, b in model.module.named_buffers()}, loss
+
+
+def ours(rank: int, world: int, root: str) -> dict[str, Any]:
+    """The same with the engine, by stage; a checkpoint of it; how many broadcasts a step has."""
+    import hf_dist
+    from hf_dist import collectives
+
+    found: dict[str, Any] = {}
+    for name, stage, dtype in (("z0", 0, ""), ("z1", 1, ""), ("z2", 2, ""), ("z3", 3, ""), ("bf16", 1, "bf16")):
+        model = Normed()
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            **({dtype: {"enabled": True}} if dtype else {}),
+        }  # fmt: skip
+        engine = hf_dist.initialize(model, config=config)
+        for step in range(6):
+            if step == 4:
+                engine.save_checkpoint(Path(root) / name)
+            with collectives.record() as log:
+                engine.backward(engine(rows(step, rank)).float().square().mean())
+                engine.step()
+        engine.eval()
+        with torch.no_grad():
+            loss = float(engine(rows(99, 0)).float().square().mean())
+        buffers = {n: b.clone() for n, b in model.named_buffers()}
+        again = hf_dist.initialize(Normed(), config=config)
+        again.load_checkpoint(Path(root) / name)
+        saved = {n: b.clone() for n, b in again.model.named_buffers()}
+        found[name] = {"buffers": buffers, "loss": loss, "broadcasts": log.count("broadcast"), "saved": saved}
+    return found
+
+
+def stages(rank: int, world: int, root: str) -> dict[str, torch.Tensor]:
+    """BatchNorm in blocks on two pipeline stages of two data ranks; what a checkpoint of it holds."""
+    from safetensors.torch import load_file
+
+    import hf_dist
+
+    class Wrapped(Normed):
+        def forward(self, x: torch.Tensor, labels: Any = None) -> Any:  # type: ignore[override]
+            for block in self.blocks:
+                x = block(x)
+            return {"loss": self.head(x).square().mean()}
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "pipeline": {"stages": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0,
+    }  # fmt: skip
+    model = Wrapped()
+    engine = hf_dist.initialize(model, config=config, example_batch={"x": rows(0, 0)})
+    data = engine.mesh.data.rank
+    for step in range(3):
+        batches = iter([{"x": rows(2 * step, data)}, {"x": rows(2 * step + 1, data)}])
+        engine.train_batch(batches, lambda m, b: m(**b)["loss"])
+    engine.save_checkpoint(Path(root) / "stages")
+    saved: dict[str, torch.Tensor] = {}
+    for file in sorted((Path(root) / "stages").glob("*.safetensors")):
+        saved |= load_file(file)
+    return {n: t for n, t in saved.items() if "running" in n}
+
+
+def small_groups(rank: int, world: int) -> dict[str, Any]:
+    """Layout, resident bytes and notes with and without the keys, and the line of the start-up report."""
+    import hf_dist
+
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logging.getLogger("hf_dist").addHandler(Ear())
+    logging.getLogger("hf_dist").setLevel(logging.INFO)
+    found: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        for key in ("", "mics_shard_size", "zero_hpz_partition_size"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            zero = {"stage": stage, **({key: 2} if key else {})}
+            config = {
+                "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": zero,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            }  # fmt: skip
+            heard.clear()
+            engine = hf_dist.initialize(model, config=config)
+            engine.backward(engine(torch.randn(4, 64)).float().square().mean())
+            engine.step()
+            notes = [note.path for note in engine.config.notes]
+            told = [
+                line.strip() for text in heard for line in text.splitlines() if "zero_hpz" in line and "over" in line
+            ]
+            found[f"z{stage} {key}"] = (engine.mesh.dp_replicate.size, engine.resident_nbytes(), notes, told)
+    return found
+
+
+def modifiers(rank: int, world: int, tied: bool) -> dict[str, Any]:
+    """Two stages of two data ranks: one element of each weight of this rank, after some ranks wrote theirs."""
+    import hf_dist
+    from hf_dist.errors import ModelError
+    from tests.parity.pipelines import PipelineCase, build, optimizer_for, step_batches
+
+    model = build("Llama", tied, False)
+    engine = hf_dist.initialize(
+        model,
+        config=PipelineCase(dp=2, stage=3).config,
+        optimizer=optimizer_for(model),
+        example_batch=step_batches("Llama", 1, 0)[0],
+    )
+    assert engine.mesh.dp.size == 2
+    found: dict[str, Any] = {}
+    for name, modifier, writers in (
+        ("all-0", 0, range(4)),
+        ("all-3", 3, range(4)),
+        ("0-0", 0, [0]),
+        ("2-2", 2, [2]),
+        ("1-0", 0, [1]),
+    ):
+        with hf_dist.gathered(model, modifier_rank=0), torch.no_grad():
+            for p in model.parameters():
+                p.fill_(-1.0)
+        with hf_dist.gathered(model, modifier_rank=modifier), torch.no_grad():
+            if rank in writers:
+                for p in model.parameters():
+                    p.fill_(float(rank))
+        with hf_dist.gathered(model):
+            values = {n: set(p.detach().flatten().tolist()) for n, p in model.named_parameters()}
+        embed = values.pop("model.embed_tokens.weight", None)
+        found[name] = (set().union(*values.values()), embed)
+    for wrong in (4, -1):
+        try:
+            with hf_dist.gathered(model, modifier_rank=wrong):
+                pass
+        except ModelError as error:
+            found[str(wrong)] = str(error)
+    return found
