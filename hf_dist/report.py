@@ -30,7 +30,11 @@ def start_up_report(
     place = sharded.placements
     weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
     parts = {
-        "layout": [sharded.mesh.describe(), f"weights {weights}, gradients {grads}, optimizer state {optim}"],
+        "layout": [
+            sharded.mesh.describe(),
+            f"weights {weights}, gradients {grads}, optimizer state {optim}",
+            *_small_groups(sharded, config),
+        ],
         **({"pipeline": pipeline.describe()} if pipeline else {}),
         "batch": [_batch(batch)],
         "precision": _precision(sharded),
@@ -43,6 +47,22 @@ def start_up_report(
     for name, rows in parts.items():
         lines += [f"  {name if i == 0 else '':<9}  {row}" for i, row in enumerate(rows)]
     return "\n".join(lines)
+
+
+def _small_groups(sharded: ShardedModel, config: DistConfig) -> list[str]:
+    """DeepSpeed's key of that name makes groups for weights alone: from the same JSON more memory is used here."""
+    zero, mesh = config.zero_optimization, sharded.mesh
+    size = zero.shard_group_size
+    if size is None or zero.mics_shard_size > 0 or mesh.dp_replicate.size == 1:
+        return []
+    learning = sum(g.layout.numel for g in sharded.trainable_groups)
+    nbytes = learning * (4 + sum(OptimizerStates.of_config(config).elements))  # with the fp32 masters
+    return [
+        f"zero_hpz_partition_size {size}: master weights, optimizer state and gradients are sharded over {size} ranks too, in "
+        f"DeepSpeed over all {mesh.dp.size}:",
+        f"masters and optimizer state take {_scaled(nbytes / size)}B per rank instead of {_scaled(nbytes / mesh.dp.size)}B; "
+        "remove the key to shard all over all ranks",
+    ]
 
 
 def _aligned(rows: list[tuple[str, str]]) -> list[str]:

@@ -70,6 +70,7 @@ def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> Model
             shutil.copytree(scratch, folder, dirs_exist_ok=True)
         write_dtype(folder, loaded_dtype(sharded))
 
+    sharded.synchronize_buffers()
     buffers = [replace(b, values=b.values.clone()) for b in buffer_parts(sharded.model, plan)]
     return ModelFiles(plan, buffers, small_files)
 

@@ -26,20 +26,29 @@ def gathered(
     """Inside the block the parameters of `what` are full and may be read; at every ZeRO stage, also after a forward in it.
 
     Collective: every rank enters and leaves. With `modifier_rank` the changes that this global rank made become everyone's
-    weights (master weights included). Without it nothing may be changed: sharded weights lose the change, and replicated
+    weights (master weights included), and those of other ranks are discarded. It holds the weights of its own pipeline stage
+    only: on the others the rank with the same data (`rank % data ranks`) stands in for it.
+    Without it nothing may be changed: sharded weights lose the change, and replicated
     ones would differ between the ranks; a warning tells. Counterpart of DeepSpeed's `GatheredParameters`.
-    Raises `ModelError` for parameters that hf_dist does not hold.
+    Raises `ModelError` for parameters that hf_dist does not hold, and for a rank that does not exist.
     """
 
     def settle(group: FlatGroup, changed: bool) -> None:
         if modifier_rank is not None:
-            _adopt_changes(group, modifier_rank)
+            _adopt_changes(group, modifier_rank, changed)
         elif changed:
             warn_once(
                 f"weights ({group.layout.slots[0].name} or a neighbour) were changed inside `gathered` without "
                 "modifier_rank: name the rank whose changes everyone shall have, or they are lost or differ between ranks"
             )
 
+    what = what if isinstance(what, (nn.Module, nn.Parameter)) else list(what)
+    for group in _groups_of(what)[:1] if modifier_rank is not None else ():
+        world = group.mesh.world.size
+        if modifier_rank not in range(world):
+            raise ModelError(
+                f"modifier_rank: {modifier_rank} is not a rank of this job. Name one of its {world} ranks, 0 to {world - 1}."
+            )
     with unsharded(what, settle):
         yield
 
@@ -69,9 +78,16 @@ def unsharded(
 
 
 @torch.no_grad()
-def _adopt_changes(group: FlatGroup, modifier_rank: int) -> None:
-    """Make the full weights of one rank everyone's. Collective over dp."""
-    collectives.broadcast(group.mesh.dp, group.full, modifier_rank)
+def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
+    """Make the full weights of one rank everyone's. Collective over dp, and over the stages that hold the group."""
+    source = group.mesh.axes.coordinate("dp", modifier_rank)
+    collectives.broadcast(group.mesh.dp, group.full, source)
+    if group.holders is not None:  # copies on several stages stay equal: who wrote, the first stage if several did
+        wrote = torch.tensor([changed], dtype=torch.int32, device=group.mesh.device)
+        collectives.broadcast(group.mesh.dp, wrote, source)
+        holders = collectives.all_gather_object(group.holders, bool(wrote))
+        if True in holders:
+            collectives.broadcast(group.holders, group.full, holders.index(True))
     if group.separate or group.master is not group.shard:
         start, stop = group.resting
         with opened(group.master, changed=True) as masters:

@@ -22,9 +22,9 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
     # The whole grid for one family.
     "llama": (3, {"world": (1, 2, 3, 4), "stage": STAGES, "accumulation": (1, 3), "tied": BOTH, **SWITCHES}),
     "families": (2, {"family": OTHERS, "stage": STAGES, "world": (2, 3), "accumulation": (3,), **SWITCHES}),
-    "hsdp": (2, {"world": (4,), "shard_size": (2,), "stage": STAGES, "accumulation": (1, 3)}),
+    "hsdp": (2, {"world": (4,), "shard_size": (2,), "stage": (0, 3), "accumulation": (1, 3)}),
     "once": (2, {"once": (True,), "world": (2, 3), "stage": (2, 3), "accumulation": (3,), **SWITCHES}),
-    "once-hsdp": (2, {"once": (True,), "world": (4,), "shard_size": (2,), "stage": (2, 3), "accumulation": (3,)}),
+    "once-hsdp": (2, {"once": (True,), "world": (4,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)}),
 }
 """Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values)."""
 
