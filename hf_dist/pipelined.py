@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_dist import collectives
+from hf_dist.checksum import checksum
 from hf_dist.config.sections import PipelineConfig
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
@@ -268,6 +269,9 @@ class Pipeline:
         return [f"{name} on {self.mesh.pp.size} ranks{often}", *self.split.describe().splitlines()]
 
 
+_NEXT = 1_000_003
+
+
 @dataclass(frozen=True)
 class _Tensor:
     shape: tuple[int, ...]
@@ -275,14 +279,12 @@ class _Tensor:
 
 
 def _digest(microbatches: Sequence[Any]) -> torch.Tensor:
-    """A number that differs when the first microbatches do; the tensors stay where they are."""
-    tensors = [t for t in tree_leaves(microbatches) if isinstance(t, torch.Tensor) and t.numel()]
-    total = torch.zeros((), dtype=torch.float64)
-    for i, tensor in enumerate(tensors):
-        flat = tensor.detach().reshape(-1)[:4096].double().nan_to_num()
-        weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
-        total = total.to(flat.device) + (i + 1) * torch.dot(flat, weights) / weights.numel()
-    return total
+    """An integer in float64 that differs when any element of the microbatches does; on the device where the tensors are."""
+    total = torch.zeros((), dtype=torch.int64)
+    for tensor in (t for t in tree_leaves(microbatches) if isinstance(t, torch.Tensor)):
+        own = checksum(tensor)
+        total = total.to(own.device) * _NEXT + own
+    return (total & (1 << 52) - 1).double()  # as many bits as travel unrounded
 
 
 class _ZeroHooks(Hooks):

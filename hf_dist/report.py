@@ -53,7 +53,7 @@ def _small_groups(sharded: ShardedModel, config: DistConfig) -> list[str]:
     """DeepSpeed's key of that name makes groups for weights alone: from the same JSON more memory is used here."""
     zero, mesh = config.zero_optimization, sharded.mesh
     size = zero.shard_group_size
-    if size is None or zero.mics_shard_size > 0 or mesh.dp_replicate.size == 1:
+    if size is None or zero.mics_shard_size > 0 or mesh.shard.size == mesh.dp.size:
         return []
     learning = sum(g.layout.numel for g in sharded.trainable_groups)
     nbytes = learning * (4 + sum(OptimizerStates.of_config(config).elements))  # with the fp32 masters

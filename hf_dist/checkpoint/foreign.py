@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_dist.agree import agree
 from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
-from hf_dist.checkpoint.resume import agree
 from hf_dist.checkpoint.state import Stateful, Stored, fill_optimizer, fill_weights, missing_weights
 from hf_dist.errors import CheckpointError
 from hf_dist.optim.attach import FragmentedOptimizer
@@ -90,7 +90,7 @@ def load_foreign(engine: Stateful, directory: Path, program: str) -> Imported:
     except Exception as error:  # raised here alone it would leave the other ranks waiting
         reason = str(error).splitlines()[0] if str(error) else ""
         problem = f"{directory}, written by {program}, cannot be read ({type(error).__name__}: {reason})"
-    agree(engine.mesh, problem)
+    agree(engine.mesh.world, problem, CheckpointError)
     engine.sharded.weights_changed()
     return imported
 

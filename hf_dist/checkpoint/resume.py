@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_dist import collectives
+from hf_dist.agree import agree
 from hf_dist.checkpoint import folder, random_state
 from hf_dist.checkpoint.model_files import read_plan, read_weights
 from hf_dist.checkpoint.state import Stateful, load_state, read_rank_values
@@ -28,7 +28,7 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
         problem = str(error)
     except Exception as error:  # raised here alone it would leave the other ranks waiting
         problem = f"{directory / folder.STATE} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
-    agree(engine.mesh, problem)
+    agree(engine.mesh.world, problem, CheckpointError)
     engine.sharded.weights_changed()
     return missing
 
@@ -54,7 +54,7 @@ def load_whole_checkpoint(engine: Stateful, directory: Path, *, weights_only: bo
             read_weights(directory, plan, engine.sharded, (frozen & held) | missing)
     except (OSError, CheckpointError, KeyError) as error:
         problem = str(error) if isinstance(error, CheckpointError) else f"{directory}: {type(error).__name__}: {error}"
-    agree(engine.mesh, problem)
+    agree(engine.mesh.world, problem, CheckpointError)
     engine.sharded.weights_changed()
 
 
@@ -83,11 +83,3 @@ def restore_random_state(mesh: ParallelMesh, directory: Path, *, seed: int, step
         random_state.restore(values)
     else:
         random_state.derive(seed, step, mesh.world.rank)
-
-
-def agree(mesh: ParallelMesh, problem: str | None) -> None:
-    """Raise the first problem of any rank on all of them. Collective over world."""
-    problems = collectives.all_gather_object(mesh.world, problem)
-    first = next((p for p in problems if p), None)
-    if first is not None:
-        raise CheckpointError(first)

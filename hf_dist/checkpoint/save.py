@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dist import collectives, failure
+from hf_dist import failure
+from hf_dist.agree import together
 from hf_dist.checkpoint import dcp, folder
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.model_files import PLAN, ModelFiles
@@ -58,8 +60,9 @@ class _Snapshot:
 class CheckpointWriter:
     """Writes checkpoints of one job, one at a time. Every rank has one and makes the same calls."""
 
-    _last: ClassVar[CheckpointWriter | None] = None
-    """The one that wrote last: writers of a process share the background axis, and take turns on it."""
+    _last: ClassVar[weakref.ref[CheckpointWriter] | None] = None
+    """The one that wrote last: writers of a process share the background axis, and take turns on it. Weak, as it holds the
+    mesh and copies of all states on the host; a thread that writes holds its own."""
 
     def __init__(self, mesh: ParallelMesh, *, in_background: bool = False) -> None:
         """`in_background`: training stops only while states are copied to the host (`checkpoint.async_save`)."""
@@ -82,13 +85,13 @@ class CheckpointWriter:
         started = time.perf_counter()
         axis = self.mesh.background
         working = folder.working_folder(request.final)
-        with _one_problem_for_all(axis, request.final):
+        with _all_or_none(axis, request.final):
             if axis.rank == 0:
                 folder.begin(request.final)
                 request.files.write_small_files(working)
                 request.files.write_plan(working)
                 request.write_more_files(working)
-        with _one_problem_for_all(axis, request.final):
+        with _all_or_none(axis, request.final):
             # A folder that only this machine has would be found empty when it is too late.
             if not working.is_dir():
                 raise CheckpointError(
@@ -105,7 +108,7 @@ class CheckpointWriter:
         self._thread = threading.Thread(
             target=self._write, args=(working, snapshot, request, started), name="hf_dist checkpoint"
         )
-        failure.finish_first(self.join)
+        failure.finish_first(_join_last)
         self._thread.start()
 
     def save_model(self, engine: Stateful, target: Path, files: ModelFiles) -> None:
@@ -116,15 +119,15 @@ class CheckpointWriter:
         self.wait()
         axis = self.mesh.background
         working = folder.working_folder(target / "model")
-        with _one_problem_for_all(axis, target):
+        with _all_or_none(axis, target):
             if axis.rank == 0:
                 folder.begin(target / "model")
                 files.write_small_files(working)
                 files.write_plan(working)
         parts = [part for _, part in owned_parts(engine.sharded, lambda _, value: value.detach())]
-        with _one_problem_for_all(axis, target):
+        with _all_or_none(axis, target):
             files.write(working, parts, axis)
-        with _one_problem_for_all(axis, target):
+        with _all_or_none(axis, target):
             if axis.rank == 0:
                 folder.move_files(working, target, last=PLAN)
 
@@ -137,9 +140,8 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the save under way, if any; raises what went wrong with it."""
-        if CheckpointWriter._last is not None:
-            CheckpointWriter._last.join()
-        CheckpointWriter._last = self
+        _join_last()
+        CheckpointWriter._last = weakref.ref(self)
         self.join()
         self.raise_failure()
 
@@ -181,14 +183,14 @@ class CheckpointWriter:
         """Everything slow. Collective over the background axis; keeps its error for `raise_failure`."""
         axis = self.mesh.background
         try:
-            with _one_problem_for_all(axis, request.final):
+            with _all_or_none(axis, request.final):
                 request.files.write(working, snapshot.parts, axis)
-            with _one_problem_for_all(axis, request.final):
+            with _all_or_none(axis, request.final):
                 if request.training_state:
                     dcp.write_state(working / folder.STATE, snapshot.state, axis)
                     if axis.rank == 0:
                         write_common(working / folder.STATE, snapshot.common)
-            with _one_problem_for_all(axis, request.final):
+            with _all_or_none(axis, request.final):
                 if axis.rank == 0:
                     folder.seal(working, {"hf_dist": __version__, **request.facts})
                     folder.publish(working, request.final)
@@ -208,29 +210,26 @@ class CheckpointWriter:
             say(f"{final}: {nbytes / 1e9:.2f} GB written in {self.total_seconds:.1f} s{stall}")
 
 
-class _one_problem_for_all:
-    """A block after which all ranks of `axis` know whether one of them failed; then all raise, and nobody waits."""
+def _join_last(timeout: float | None = None) -> None:
+    """Wait until no writer of this process writes. Local."""
+    last = CheckpointWriter._last() if CheckpointWriter._last is not None else None
+    if last is not None:
+        last.join(timeout)
 
-    def __init__(self, axis: MeshAxis, final: Path) -> None:
-        self.axis = axis
-        self.final = final
 
-    def __enter__(self) -> None:
-        return None
+def _all_or_none(axis: MeshAxis, final: Path) -> together:
+    """A block of a save: if it fails on one rank, every rank raises `CheckpointError`."""
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        problem = None
-        if error is not None:
-            reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            problem = reason.splitlines()[0] if reason else type(error).__name__
-            if not isinstance(error, (CheckpointError, OSError)):  # a bug, in a user's override perhaps: where?
-                failure.print_traceback(error)
-        problems = collectives.all_gather_object(self.axis, problem)
-        first = next((rank for rank, p in enumerate(problems) if p), None)
-        if first is not None:
-            raise CheckpointError(
-                f"{self.final} could not be written (rank {first}: {problems[first]}). Nothing that was there before has been "
-                "touched; free space or choose another output folder, and start again with resume_from_checkpoint."
-            ) from error
+    def explain(error: Exception) -> str:
+        if not isinstance(error, (CheckpointError, OSError)):  # a bug, in a user's override perhaps: where?
+            failure.print_traceback(error)
+        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return reason.splitlines()[0] if reason else type(error).__name__
+
+    def failed(text: str) -> CheckpointError:
+        return CheckpointError(
+            f"{final} could not be written ({text}). Nothing that was there before has been touched; free space or choose "
+            "another output folder, and start again with resume_from_checkpoint."
+        )
+
+    return together(axis, explain, failed)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from hf_dist import collectives
+from hf_dist.agree import agree, together
 from hf_dist.boxes import TensorSlice, strides_of
 from hf_dist.checkpoint import weight_file
 from hf_dist.checkpoint.parts import OwnedPart
@@ -127,23 +128,15 @@ def _finish(folder: Path, plan: WeightPlan) -> None:
 
 def _together(axis: MeshAxis, folder: Path, act: Callable[[], object] | None) -> None:
     """Run `act` on this rank and raise on every rank what went wrong on any. Collective."""
-    problem = None
-    try:
+
+    def explain(error: Exception) -> str:
+        if isinstance(error, OSError):
+            return weight_file.explain(error, folder)
+        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+    with together(axis, explain, CheckpointError):
         if act is not None:
             act()
-    except OSError as error:
-        problem = weight_file.explain(error, folder)
-    except CheckpointError as error:
-        problem = str(error)
-    _raise_any(axis, problem)
-
-
-def _raise_any(axis: MeshAxis, problem: str | None) -> None:
-    found = [(rank, p) for rank, p in enumerate(collectives.all_gather_object(axis, problem)) if p]
-    if found:
-        rank, first = found[0]
-        more = f" (and {len(found) - 1} more ranks failed)" if len(found) > 1 else ""
-        raise CheckpointError(f"rank {rank}: {first}{more}")
 
 
 class _Writer:
@@ -173,7 +166,7 @@ class _Writer:
                 self._write_in_order(files)
             self._write_scattered(files)
             self._try(files.close)
-        _raise_any(self.axis, self.problem)
+        agree(self.axis, self.problem, CheckpointError, names_rank=True)
 
     def check_complete(self) -> None:
         """Every byte of every file was written by exactly one rank, or `CheckpointError`. Collective."""
@@ -222,7 +215,7 @@ class _Writer:
         file = 0
         for segment in _segments(writes):
             if segment[0].file != file:  # often enough to stop soon after a failure, without a message per segment
-                _raise_any(self.axis, self.problem)
+                agree(self.axis, self.problem, CheckpointError, names_rank=True)
                 file = segment[0].file
             owner, nbytes = segment[0].owner, sum(w.nbytes for w in segment)
             if self.axis.rank == owner:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_dist import collectives
+from hf_dist.agree import first_problem
 from hf_dist.config import DistConfig
 from hf_dist.estimate.activations import Kept
 from hf_dist.estimate.describe import gigabytes, kept_units
@@ -73,25 +74,24 @@ def memory_of(engine: Running) -> int | None:
 def _decide(engine: Running, args: Any, kwargs: Any) -> None:
     """Set how long every unit stays. Collective over dp; the arguments are those of this rank's first microbatch."""
     sharded = engine.sharded
-    mine: tuple[int | None, Kept | None, int, str]
-    plan = None
+    mine: tuple[int | None, Kept | None, int] = (None, None, 0)
+    plan, problem = None, ""
     try:
         plan = _plan(engine, args, kwargs)
-        budget = budget_nbytes(engine.config, memory_of(engine))
-        mine = (budget, plan.kept, plan.logits, plan.problem)
+        mine, problem = (budget_nbytes(engine.config, memory_of(engine)), plan.kept, plan.logits), plan.problem
     except Exception as error:  # this rank alone: the others wait for its word
-        mine = (None, None, 0, f"{type(error).__name__}: {error}")
+        problem = f"{type(error).__name__}: {error}"
+    first = first_problem(sharded.mesh.dp, problem)
     everyone = collectives.all_gather_object(sharded.mesh.dp, mine)
-    problem = next((text for *_, text in everyone if text), "")
     budgets = [budget for budget, *_ in everyone if budget is not None]
-    activations = [kept for _, kept, *_ in everyone if kept is not None]
-    if problem or plan is None or len(budgets) < len(everyone):
-        reason = f"the model does not run on meta ({problem})" if problem else "the memory of the machine is not known"
+    activations = [kept for _, kept, _ in everyone if kept is not None]
+    if first is not None or plan is None or len(budgets) < len(everyone):
+        reason = f"the model does not run on meta ({first[1]})" if first else "the memory of the machine is not known"
         say(f"hf_dist.memory_budget: no weights are kept gathered, as no peak is planned: {reason}")
         return
     names = [field.name for field in fields(Kept)]
     fullest = Kept(*(max(getattr(k, name) for k in activations) for name in names))
-    plan = replace(plan, kept=fullest, logits=max(logits for _, _, logits, _ in everyone))
+    plan = replace(plan, kept=fullest, logits=max(logits for _, _, logits in everyone))
     chosen = keep_within(plan, min(budgets))
     for unit in sharded.units:
         unit.stay = chosen.states.stays.get(unit.name, Stay.USE)

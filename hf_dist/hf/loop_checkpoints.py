@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from hf_dist import collectives
-from hf_dist.checkpoint import folder, random_state, resume
+from hf_dist.agree import agree
+from hf_dist.checkpoint import folder, random_state
 from hf_dist.checkpoint.model_files import model_files
 from hf_dist.checkpoint.save import SaveRequest
 from hf_dist.engine import Engine
@@ -111,7 +112,7 @@ class LoopCheckpointsMixin:
             self._read_small_states(directory)
         except CheckpointError as error:
             problem = str(error)
-        resume.agree(self.mesh, problem)
+        agree(self.mesh.world, problem, CheckpointError)
 
     def save_model(
         self,

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from hf_dist.checkpoint import resume
+from hf_dist.agree import agree
 from hf_dist.checkpoint.model_files import ModelFiles, loaded_dtypes, read_plan, read_weights, register
 from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.engine import Engine
@@ -103,7 +103,7 @@ def load_weights(engine: Engine, folder: Path, plan: WeightPlan, names: set[str]
             problem = f"{folder} does not hold {min(missing)} ({count}): it was saved from another model"
     except (OSError, CheckpointError, KeyError) as error:
         problem = f"the weights in {folder} cannot be read ({type(error).__name__}: {error})"
-    resume.agree(engine.mesh, problem)
+    agree(engine.mesh.world, problem, CheckpointError)
     engine.sharded.weights_changed()
 
 

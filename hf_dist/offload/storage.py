@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hf_dist import collectives
+from hf_dist.agree import agree
 from hf_dist.config import DistConfig, settled
 from hf_dist.config.sections import AioConfig, ZeroConfig
 from hf_dist.errors import ConfigError, Problem
@@ -128,16 +129,11 @@ def open_storage(
         needs = _needs(storage, config, trained, total_numel // mesh.shard.size)
     except ConfigError as error:
         problem = error.problems[0]
-    everyone = collectives.all_gather_object(mesh.dp, (socket.gethostname(), problem, needs))
-    first = next((p for _, p, _ in everyone if p is not None), None)
-    if first is not None:
-        raise ConfigError(first)
-    mine = [theirs for host, _, theirs in everyone if host == socket.gethostname()]
+    agree(mesh.dp, problem, ConfigError)
+    everyone = collectives.all_gather_object(mesh.dp, (socket.gethostname(), needs))
+    mine = [theirs for host, theirs in everyone if host == socket.gethostname()]
     storage.num_threads = step_threads(len(mine))
-    short = _shortage(storage, mine)
-    first = next((p for p in collectives.all_gather_object(mesh.dp, short) if p is not None), None)
-    if first is not None:
-        raise ConfigError(first)
+    agree(mesh.dp, _shortage(storage, mine), ConfigError)
     _predict(storage, trained_numel // mesh.shard.size, len(mine))
     return storage
 

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from hf_dist import collectives
+from hf_dist.agree import agree
 from hf_dist.boxes import TensorSlice
+from hf_dist.checksum import checksum
 from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
@@ -60,11 +62,8 @@ def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSo
     except CheckpointError as error:
         problem = str(error)
     digest = hashlib.sha256(repr(sorted(prints.items())).encode()).hexdigest()
-    said = collectives.all_gather_object(mesh.world, (digest, problem))
-    failed = [(rank, text) for rank, (_, text) in enumerate(said) if text]
-    if failed:
-        raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}")
-    if len({digest for digest, _ in said}) > 1:
+    agree(mesh.world, problem, CheckpointError, names_rank=True)
+    if len(set(collectives.all_gather_object(mesh.world, digest))) > 1:
         everyone = collectives.all_gather_object(mesh.world, prints)
         common = set.intersection(*map(set, everyone))
         for name in sorted(common):
@@ -101,7 +100,7 @@ def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     if mesh.world.size == 1:
         return
     named = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if not hasattr(t, LAZY)]
-    own = [_checksum(t) for _, t in named]
+    own = [int(checksum(t)) for _, t in named]
     # A digest first: thousands of ranks would send each other thousands of sums.
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     if len(set(collectives.all_gather_object(mesh.world, digest))) == 1:
@@ -185,14 +184,16 @@ def _held_samples(rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh) -
 
 
 def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dict[_Part, int]:
-    sums: dict[_Part, int] = {(f"buffer {name}", None, -1): _checksum(buffer) for name, buffer in model.named_buffers()}
+    sums: dict[_Part, int] = {
+        (f"buffer {name}", None, -1): int(checksum(buffer)) for name, buffer in model.named_buffers()
+    }
     for group, slot in rows:
         name = f"parameter {slot.name}"
         if group.placements.params is not Placement.SHARD:
-            sums[name, slot.held, -1] = _checksum(group.full[slot.offset : slot.stop])
+            sums[name, slot.held, -1] = int(checksum(group.full[slot.offset : slot.stop]))
         elif group.axes.then:  # others hold the same shard
             start, stop = group.fragment(slot)
-            sums[name, slot.held, group.axes.shard.rank] = _checksum(group.source[start:stop])
+            sums[name, slot.held, group.axes.shard.rank] = int(checksum(group.source[start:stop]))
     return sums
 
 
@@ -206,12 +207,3 @@ def _differences(everyone: list[dict[_Part, int]]) -> list[str]:
         for (name, *_), ranks in holders.items()
         if len(ranks) > 1
     ]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return 0
-    raw = flat.view(torch.uint8)
-    words = raw.view(torch.int64) if raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0 else raw
-    return int(words.sum(dtype=torch.int64).item())

@@ -82,12 +82,13 @@ def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
     """Make the full weights of one rank everyone's. Collective over dp, and over the stages that hold the group."""
     source = group.mesh.axes.coordinate("dp", modifier_rank)
     collectives.broadcast(group.mesh.dp, group.full, source)
-    if group.holders is not None:  # copies on several stages stay equal: who wrote, the first stage if several did
+    for holders in (row.axis for row in group.axes.then if row.at_end):
+        # Copies on several stages stay equal: theirs who wrote, the first stage's if several did.
         wrote = torch.tensor([changed], dtype=torch.int32, device=group.mesh.device)
         collectives.broadcast(group.mesh.dp, wrote, source)
-        holders = collectives.all_gather_object(group.holders, bool(wrote))
-        if True in holders:
-            collectives.broadcast(group.holders, group.full, holders.index(True))
+        stages = collectives.all_gather_object(holders, bool(wrote))
+        if True in stages:
+            collectives.broadcast(holders, group.full, stages.index(True))
     if group.separate or group.master is not group.shard:
         start, stop = group.resting
         with opened(group.master, changed=True) as masters:

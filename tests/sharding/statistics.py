@@ -145,7 +145,7 @@ def small_groups(rank: int, world: int) -> dict[str, Any]:
             told = [
                 line.strip() for text in heard for line in text.splitlines() if "zero_hpz" in line and "over" in line
             ]
-            found[f"z{stage} {key}"] = (engine.mesh.dp_replicate.size, engine.resident_nbytes(), notes, told)
+            found[f"z{stage} {key}"] = (engine.mesh.axes.size("dp_replicate"), engine.resident_nbytes(), notes, told)
     return found
 
 
