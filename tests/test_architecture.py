@@ -197,6 +197,22 @@ def test_only_hf_and_cli_import_hugging_face() -> None:
     check(problems, "Take what you need as an argument, or move the code to hf_dist/hf.")
 
 
+# ---- axes
+
+
+def test_only_the_axes_divide_the_world() -> None:
+    """Who else did would not know of the next axis. (A file of accelerate counts the ranks of a machine, which is no axis.)"""
+    problems = [
+        f"{at(path, node)}: {ast.unparse(node)}"
+        for path in python_files("hf_dist")
+        if relative(path) not in {"hf_dist/axes.py", "hf_dist/config/convert.py"}
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod)
+        if re.search(r"world|processes", ast.unparse(node.left))
+    ]
+    check(problems, "Ask hf_dist.axes.Axes (config.axes_of, mesh.axes) for a size or a coordinate.")
+
+
 # ---- communication
 
 

@@ -132,6 +132,11 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         return self.axes.coordinate("data", rank) if "axes" in vars(self) else rank
 
     @property
+    def _shares_rows(self) -> bool:
+        """Whether several ranks read the same rows, so that accelerate's own gathers would count them more than once."""
+        return self.axes.size("batch") > 1
+
+    @property
     def mesh(self) -> ParallelMesh:
         """Axes and groups; made at the first use, by all ranks."""
         if self._mesh is None:
@@ -236,7 +241,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """accelerate's, with batches that a resume can seek."""
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
-        if self.dist_config.pipeline.stages > 1:
+        if self._shares_rows:
             self._share_data(given)
         loader = super().prepare_data_loader(*args, **kwargs)
         sought = make_seekable(loader)
@@ -245,7 +250,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         return sought
 
     def _share_data(self, loader: Any) -> None:
-        """The ranks of a pipeline read the same batches, each for itself."""
+        """Ranks that read the same batches (those of a pipeline) do so each for itself."""
         if self.dispatch_batches:
             raise ConfigError(
                 Problem(
@@ -312,13 +317,13 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """accelerate's, over the data ranks: the ranks of a pipeline hold the same."""
-        if self.dist_config.pipeline.stages == 1:
+        if not self._shares_rows:
             return super().gather(tensor)
         return recursively_apply(self._gather, tensor, error_on_other_type=True)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
-        axis, own = self.mesh.dp, rows.view(-1).view(torch.uint8)
+        axis, own = self.mesh.data, rows.view(-1).view(torch.uint8)
         full = torch.empty(axis.size * own.numel(), dtype=torch.uint8, device=own.device)
         full[axis.rank * own.numel() : (axis.rank + 1) * own.numel()] = own
         collectives.all_gather(axis, full).wait()
@@ -326,20 +331,20 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """accelerate's, over the data ranks."""
-        if self.dist_config.pipeline.stages == 1 or not (use_gather_object or _has_objects(input_data)):
+        if not self._shares_rows or not (use_gather_object or _has_objects(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
-        rows = [row for rows in collectives.all_gather_object(self.mesh.dp, input_data) for row in rows]
+        rows = [row for rows in collectives.all_gather_object(self.mesh.data, input_data) for row in rows]
         last = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
         return rows[: self.gradient_state.remainder] if last else rows
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """accelerate's, over the data ranks."""
-        if self.dist_config.pipeline.stages == 1 or reduction == "none":
+        if not self._shares_rows or reduction == "none":
             return super().reduce(tensor, reduction, scale)
 
         def one(value: torch.Tensor) -> torch.Tensor:
             value = value.clone()
-            collectives.all_reduce(self.mesh.dp, value, op=reduction).wait()
+            collectives.all_reduce(self.mesh.data, value, op=reduction).wait()
             return value * scale
 
         return recursively_apply(one, tensor, error_on_other_type=True)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.harness import run_ranks
+from tests.parity import pipelines
+from tests.parity.pipelines import PipelineCase
 from tests.parity.train import Case, reference, relative, train_on_rank
 
 STAGES = (0, 1, 2, 3)
@@ -22,6 +25,12 @@ SIZES: dict[str, dict[str, int]] = {
     "parts-of-a-sequence": {"dp_shard": 2, "cp": 2},
 }
 CASES = [(name, Case("llama", stage, accumulation=3, tied=True)) for name in SIZES for stage in STAGES]
+STAGED: list[tuple[str, PipelineCase]] = [
+    (name, PipelineCase("Llama", pp=2, dp=2, stage=stage, microbatches=2, tied=True))
+    for name in ("dp_outer", "dp_replicate")
+    for stage in (0, 1)
+]
+"""Weights that two stages hold, over copies of the pipeline: two rows for one group."""
 
 
 def add_the_row() -> None:
@@ -35,8 +44,8 @@ def add_the_row() -> None:
     group_axes.DENSE = (*group_axes.DENSE, ("dp_outer", "mean"))
 
 
-def train(rank: int, world: int) -> list[Any]:
-    """Every case; what it owns of all weights is counted beside."""
+def train(rank: int, world: int) -> tuple[list[Any], list[Any]]:
+    """Every case; what a rank owns of all weights is counted beside."""
     from hf_dist import build
     from hf_dist.axes import Axes
     from hf_dist.checkpoint.state import owned_parts
@@ -51,18 +60,20 @@ def train(rank: int, world: int) -> list[Any]:
         return step(self)
 
     Engine.step = counted  # type: ignore[method-assign]
-    results: list[Any] = []
-    for name, case in CASES:
-        build.axes_of = lambda config, ranks, name=name: Axes(SIZES[name])  # type: ignore[assignment]
+
+    def run(sizes: dict[str, int], train: Callable[..., dict[str, Any]], case: Any) -> Any:
+        build.axes_of = lambda config, ranks: Axes(sizes)  # type: ignore[assignment]
         try:
-            results.append({**train_on_rank(rank, world, case), "owned": owned[-1]})
+            return {**train(rank, world, case), "owned": owned[-1]}
         except Exception:
-            results.append(traceback.format_exc())
-    return results
+            return traceback.format_exc()
+
+    whole = [run(SIZES[name], train_on_rank, case) for name, case in CASES]
+    return whole, [run({"pp": 2, name: 2}, pipelines.train_on_rank, case) for name, case in STAGED]
 
 
 @functools.cache
-def results() -> list[list[Any]] | str:
+def results() -> list[tuple[list[Any], list[Any]]] | str:
     """One spawn."""
     try:
         return run_ranks(train, 4, timeout=600)
@@ -70,18 +81,28 @@ def results() -> list[list[Any]] | str:
         return str(error)
 
 
+def check(ranks: list[Any], expected: dict[str, Any]) -> None:
+    """Losses, norms and weights; every element is written by one rank."""
+    for outcome in ranks:
+        assert not isinstance(outcome, str), outcome
+    for outcome in ranks:
+        assert outcome["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert outcome["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        for name, weight in outcome["weights"].items():
+            assert relative(weight, expected["weights"][name]) < 1e-5, name
+    assert {name for outcome in ranks for name in outcome["weights"]} == expected["weights"].keys()
+    assert sum(outcome["owned"] for outcome in ranks) == sum(w.numel() for w in expected["weights"].values())
+
+
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-z{case.stage}" for name, case in CASES])
 def test_an_axis_that_is_a_row_equals_one_process(index: int) -> None:
     everyone = results()
     assert not isinstance(everyone, str), everyone
-    ranks = [outcomes[index] for outcomes in everyone]
-    for outcome in ranks:
-        assert not isinstance(outcome, str), outcome
-    expected = reference(Case("llama", accumulation=3, tied=True))
-    for outcome in ranks:
-        assert outcome["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert outcome["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-    for name, weight in ranks[0]["weights"].items():
-        assert relative(weight, expected["weights"][name]) < 1e-5, name
-    # Every element is written by one rank.
-    assert sum(outcome["owned"] for outcome in ranks) == sum(w.numel() for w in expected["weights"].values())
+    check([whole[index] for whole, _ in everyone], reference(Case("llama", accumulation=3, tied=True)))
+
+
+@pytest.mark.parametrize("index", range(len(STAGED)), ids=[f"{name}-z{case.stage}" for name, case in STAGED])
+def test_weights_of_two_stages_over_copies_of_the_pipeline_equal_one_process(index: int) -> None:
+    everyone = results()
+    assert not isinstance(everyone, str), everyone
+    check([staged[index] for _, staged in everyone], pipelines.reference(*STAGED[index][1].work))
