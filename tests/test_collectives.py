@@ -128,6 +128,23 @@ def hybrid(mesh: ParallelMesh) -> None:
     ]
 
 
+CUTS = [{"pp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"ep": 2}, {"cp": 2, "shard": 2}, {"cp": 4, "ep": 2}]
+
+
+def views(rank: int, world: int) -> None:
+    """Every axis and view has the ranks of this rank's line, by coordinate; those of the same lines share a group."""
+    for sizes in CUTS:
+        mesh = build_mesh(axes=partial(Axes.of, **sizes), device="cpu")
+        for name, axis in mesh.views.items():
+            line = mesh.axes.line(name, rank)
+            assert collectives.all_gather_object(axis, rank) == line, (sizes, name)
+            assert (axis.size, axis.rank) == (len(line), line.index(rank)), (sizes, name)
+            assert (axis.group is None) == (axis.size == 1)
+    # all ranks; shards twice; control and background
+    mesh = build_mesh(device="cpu")
+    assert len(mesh.lease.groups) == 5
+
+
 def run(rank: int, world: int) -> dict[Any, Any]:
     """Every operation and dtype on the axis of all ranks."""
     mesh = build_mesh(device="cpu")
@@ -139,6 +156,7 @@ def run(rank: int, world: int) -> dict[Any, Any]:
     found["axes"] = (
         attempt(lambda: hybrid(build_mesh(axes=partial(Axes.of, shard=2), device="cpu"))) if world == 4 else None
     )
+    found["views"] = attempt(lambda: views(rank, world)) if world == 4 else None
     found["divisor"] = attempt(lambda: build_mesh(axes=partial(Axes.of, shard=world + 1), device="cpu"))
     found["settings"] = attempt(lambda: build_mesh(device="cpu", facts={"stage": "3", "lr": str(rank)}))
     return found
@@ -169,6 +187,7 @@ def test_meshes(world: int) -> None:
     assert not isinstance(ranks, str), ranks
     for found in ranks:
         assert found["axes"] is None, found["axes"]
+        assert found["views"] is None, found["views"]
         assert "is not a divisor" in found["divisor"]
         if world > 1:
             assert "lr: 0 on rank 0, 1 on rank 1" in found["settings"]
