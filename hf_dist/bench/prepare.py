@@ -20,7 +20,7 @@ from hf_dist.config import DistConfig, load_config, read_config
 from hf_dist.config.spelling import closest
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ConfigError, ModelError, Problem, TopologyError
-from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, without_dropout
+from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
 from hf_dist.hf.proof.data import microbatches
 
 __all__ = ["Prepared", "prepare"]
@@ -135,11 +135,11 @@ def _clip(config: DistConfig) -> float:
 
 
 def _with_batches(work: Work, asked: Asked) -> Work:
-    cls: Any = model_class(work.class_name)
     config = work.model_config
+    model_class(work.class_name)  # which has an error of its own
     try:
         with torch.device("meta"):
-            model = cls.from_config(config) if work.class_name.startswith("Auto") else cls._from_config(config)
+            model = new_model(work.class_name, config)
     except Exception as error:  # whatever a model's own code does
         raise ModelError(f"--model {asked.model}: {work.class_name} cannot be made: {error}") from error
     count = work.total_steps * work.accumulation * work.ranks

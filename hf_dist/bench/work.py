@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.hf.model_class import model_class
+from hf_dist.hf.model_class import model_class, new_model
 
 __all__ = ["LEARNING_RATE", "WARMUP", "Batch", "Contender", "Work", "read_work", "write_work"]
 
@@ -78,15 +78,13 @@ class Work:
 
     def make_model(self) -> nn.Module:
         """The same on every rank and under every engine: fp32, on the host, in training mode."""
-        cls: Any = model_class(self.class_name)
         config = self.model_config
         torch.manual_seed(0)
         if self.weights:
+            cls: Any = model_class(self.class_name)
             model: nn.Module = cls.from_pretrained(self.weights, config=config, dtype=torch.float32)
-        elif self.class_name.startswith("Auto"):
-            model = cls.from_config(config, dtype=torch.float32)
         else:
-            model = cls._from_config(config, dtype=torch.float32)
+            model = new_model(self.class_name, config, dtype=torch.float32)
         return model.float().train()
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

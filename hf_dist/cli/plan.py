@@ -134,16 +134,13 @@ def _meta_model(model: str) -> Any:
     import torch
     import transformers
 
-    from hf_dist.hf.model_class import architecture_of, model_config
+    from hf_dist.hf.model_class import architecture_of, model_config, new_model
 
     config = model_config(model)
     name = architecture_of(config)
-    cls = getattr(transformers, name, None)
     try:
         with torch.device("meta"):
-            if cls is None:
-                return transformers.AutoModelForCausalLM.from_config(config)
-            return cls._from_config(config)
+            return new_model(name if hasattr(transformers, name) else "AutoModelForCausalLM", config)
     except Exception as error:  # whatever a model's own code does
         raise ModelError(f"--model {model}: {name or 'its class'} cannot be made on meta: {error}") from error
 

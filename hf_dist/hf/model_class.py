@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from hf_dist.errors import ConfigError, Problem
 
-__all__ = ["architecture_of", "keep_layers", "model_class", "model_config", "without_dropout"]
+__all__ = ["architecture_of", "keep_layers", "model_class", "model_config", "new_model", "without_dropout"]
 
 _LAYER_KEYS = (
     "num_hidden_layers",
@@ -44,6 +44,12 @@ def model_class(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         fix = 'Write --class "module:Class" with a module that can be imported from here.'
         raise ConfigError(Problem("--class", name, f"cannot be imported: {error}", fix)) from None
+
+
+def new_model(name: str, config: Any, **kwargs: Any) -> Any:
+    """A model of class `name` (see `model_class`) with new weights, or with none inside `torch.device("meta")`."""
+    cls = model_class(name)
+    return cls.from_config(config, **kwargs) if name.startswith("Auto") else cls._from_config(config, **kwargs)
 
 
 def keep_layers(config: Any, count: int) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ModelError
-from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, without_dropout
+from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
 from hf_dist.hf.proof.data import microbatches
 
 __all__ = ["Asked", "Job", "prepare"]
@@ -154,7 +154,7 @@ def _model(asked: Asked) -> tuple[nn.Module, str]:
     try:
         if has_weights and not shrunk:
             return cls.from_pretrained(asked.model, config=config, dtype=torch.float32), name
-        model = cls.from_config(config) if name.startswith("Auto") else cls._from_config(config)
+        model = new_model(name, config)
     except Exception as error:  # whatever a model's own code does
         raise ModelError(f"--model {asked.model}: {name} cannot be made: {error}") from error
     with torch.no_grad():
