@@ -144,6 +144,7 @@ class Passes:
         self._issue(self.orders.forward.reach(0))
         self.root.wait_unshard()
         self._gather_ahead(self.orders.forward, 0)
+        self._close_mixed()  # of a forward that was interrupted
         inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs)
         if self._mixed is not None:
             self._mixed.__enter__()
@@ -160,9 +161,7 @@ class Passes:
         self._depth -= 1
         if self._depth > 0 or _recomputing():
             return
-        if self._mixed is not None:
-            self._mixed.__exit__(None, None, None)
-            self._mixed = None
+        self._close_mixed()
         self.reducer.settle()  # of the microbatch before: their buffers would be there beside the loss
         tensors = differentiable(output) or inside_object(output)
         # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
@@ -179,6 +178,11 @@ class Passes:
                 unit.reshard()
         if keep:
             self._watch_outputs(self.root, tensors, Call(has_inputs=False))
+
+    def _close_mixed(self) -> None:
+        if self._mixed is not None:
+            self._mixed.__exit__(None, None, None)
+            self._mixed = None
 
     def _touch_root(self, module: nn.Module, args: Any) -> None:
         """A module with root parameters was called on its own (an encoder in `generate`, say)."""

@@ -102,6 +102,61 @@ def losses(rank: int, world: int, cases: list[tuple[str, int, str]]) -> list[Any
     return found
 
 
+def staged(rank: int, world: int, dtype: str) -> list[float]:
+    """Losses of two windows of the regression over two pipeline stages."""
+    import hf_dist
+
+    model, batch = make("regression")
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "pipeline": {"stages": 2},
+        dtype: {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 1e-7}},
+    }  # fmt: skip
+    engine = hf_dist.initialize(model, config=config, example_batch=batch)
+    return [float(engine.train_batch({k: v[i::2] for k, v in batch.items()} for i in range(2))) for _ in range(2)]
+
+
+def interrupted(rank: int, world: int) -> tuple[bool, int]:
+    """Ctrl-C inside a forward that was given targets: what the next one sees, and what is left open after it."""
+    import hf_dist
+
+    model = Seen()
+    engine = hf_dist.initialize(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        },
+    )  # fmt: skip
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layer.register_forward_pre_hook(stop)
+    try:
+        engine(torch.ones(4, 8), BIG)
+    except KeyboardInterrupt:
+        handle.remove()
+    engine.sharded.passes._depth = 0  # as whoever abandons the window does
+    engine(torch.ones(4, 8), BIG)
+    return torch.equal(model.seen, BIG), torch._C._len_torch_function_stack()
+
+
+def trained(rank: int, world: int, root: str) -> list[float]:
+    """Logged losses of the regression under the Trainer in bf16."""
+    import hf_dist
+
+    torch.manual_seed(0)
+    model, _ = _bert(num_labels=1)
+    rows = [{"input_ids": list(range(3 + i, 9 + i)), "labels": 1001.0 + 2 * i} for i in range(8)]
+    arguments = hf_dist.DistTrainingArguments(
+        root, dist_config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, max_steps=2, logging_steps=1,
+        per_device_train_batch_size=4, learning_rate=1e-7, optim="sgd", report_to=[], use_cpu=True, seed=1, save_strategy="no",
+    )  # fmt: skip
+    trainer = hf_dist.DistTrainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
 def seen(rank: int, world: int) -> dict[str, Any]:
     """What the forward saw, by how it was handed over; the dtype of an input beside it."""
     import hf_dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,19 @@ def test_the_loss_is_that_of_one_process(case: tuple[str, int, str]) -> None:
 def test_targets_come_unchanged_by_keyword_position_and_nested() -> None:
     for way, result in run_ranks(targets.seen, 1)[0].items():
         assert result is True or result == (True, True), way
+
+
+def test_stages_of_a_pipeline_and_the_trainer_hand_targets_on(tmp_path: Path) -> None:
+    expected = sum(targets.alone("regression", torch.bfloat16)) / 2
+    for losses in run_ranks(targets.staged, 2, ("bf16",)):
+        assert losses[0] == pytest.approx(expected, rel=1e-5)
+    labels = torch.tensor([1001.0 + 2 * i for i in range(8)])
+    for losses in run_ranks(targets.trained, 2, (str(tmp_path),)):
+        assert losses[0] == pytest.approx(float(labels.square().mean()), rel=2e-3)  # a head that answers about 0
+
+
+def test_a_forward_that_was_interrupted_leaves_nothing_open() -> None:
+    assert run_ranks(targets.interrupted, 1) == [(True, 0)]
 
 
 def test_what_is_a_target() -> None:
