@@ -24,7 +24,7 @@ from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.unit import reads_weights_in_backward
-from hf_dist.sharding.wrap import find_unit_modules, travel_together, unit_members
+from hf_dist.sharding.units import find_unit_modules, travel_together, unit_members
 
 _PROBE_NUMEL = 64
 

@@ -42,7 +42,7 @@ from hf_dist.launch import detect_launch
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
 from hf_dist.pipelined import Example
 from hf_dist.sharding.placement import Placement
-from hf_dist.sharding.wrap import containers
+from hf_dist.sharding.units import containers
 
 
 class DistAccelerator(LoopCheckpointsMixin, Accelerator):

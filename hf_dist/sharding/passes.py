@@ -28,7 +28,7 @@ from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.targets import MixedDtypes
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
-from hf_dist.sharding.wrap import containers
+from hf_dist.sharding.units import containers
 
 
 class Passes:

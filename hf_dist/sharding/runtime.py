@@ -22,7 +22,7 @@ from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.unit import ShardUnit
-from hf_dist.sharding.wrap import LeafModules, build_units
+from hf_dist.sharding.units import LeafModules, build_units
 
 
 class ShardedModel:

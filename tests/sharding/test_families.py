@@ -119,7 +119,7 @@ def generate(model: Any, rank: int, **options: Any) -> torch.Tensor:
 def generate_sharded(rank: int, family: str, stage: int, flag: bool) -> list[torch.Tensor]:
     """Before and after a training step."""
     import hf_dist
-    from hf_dist.sharding.wrap import containers
+    from hf_dist.sharding.units import containers
 
     model = generating(family)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}

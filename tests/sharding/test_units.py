@@ -13,7 +13,7 @@ from hf_dist.sharding import wrap
 from hf_dist.sharding.placement import ZERO_STAGES
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.unit import ShardUnit
-from hf_dist.sharding.wrap import build_units, find_unit_modules
+from hf_dist.sharding.units import build_units, find_unit_modules
 from tests.parity.families import make_model
 from tests.sharding.models import Block, EmbeddingNet, MixedNet, Net, SiblingPaths
 
