@@ -12,7 +12,7 @@ from hf_dist import collectives
 from hf_dist.engine import Engine
 from hf_dist.log import say_once
 from hf_dist.machine import free_nbytes
-from hf_dist.sharding.gather import gathered
+from hf_dist.sharding.full_params import gathered
 from hf_dist.sharding.guard import replace_method
 
 __all__ = ["let_generate_gather"]

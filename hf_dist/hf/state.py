@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.engine import Engine
-from hf_dist.sharding.gather import full_tensors, load_full_tensor, unsharded
+from hf_dist.sharding.full_params import full_tensors, load_full_tensor, unsharded
 from hf_dist.sharding.runtime import ShardedModel
 
 _LOADING: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.accelerator import DistAccelerator
-from hf_dist.sharding.gather import gathered
+from hf_dist.sharding.full_params import gathered
 from hf_dist.sharding.guard import OWNER
 
 _OVER_STAGES = {"SFTTrainer", "RewardTrainer"}

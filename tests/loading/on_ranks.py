@@ -9,7 +9,7 @@ import torch
 
 import hf_dist
 from hf_dist.checkpoint.safetensors_source import bytes_read
-from hf_dist.sharding.gather import full_tensors
+from hf_dist.sharding.full_params import full_tensors
 from hf_dist.sharding.lazy import lazy_sources
 from tests.loading.checkpoints import CASES, inputs_for
 

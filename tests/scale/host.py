@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_dist import collectives
-from hf_dist.sharding import wrap
+from hf_dist.sharding import units
 from tests.scale.engines import LLAMA_3, Case, config_of, make_fsdp2, make_ours, make_plain
 from tests.scale.world import fake_world, forget_launcher
 
@@ -57,7 +57,7 @@ class Collectives:
 def make_all(case: Case, stage: int, size: int) -> dict[str, Callable[[dict[str, torch.Tensor]], None]]:
     """A step of torch alone, of this engine and of FSDP2 on the modules of `case`; a fake world must be there."""
     small = case.shrunk()
-    wrap.OWN_UNIT_EMBEDDING_NUMEL = 1  # so that the small embedding is the unit that the large one would be
+    units.OWN_UNIT_EMBEDDING_NUMEL = 1  # so that the small embedding is the unit that the large one would be
     torch.manual_seed(0)
     return {
         "torch": make_plain(small.llama())[1],

@@ -296,9 +296,9 @@ CASES = {
 
 def run(rank: int, world: int) -> list[Any]:
     """All cases on this rank. A small embedding is a unit of its own here, as a large one is elsewhere."""
-    from hf_dist.sharding import wrap
+    from hf_dist.sharding import units
 
-    wrap.OWN_UNIT_EMBEDDING_NUMEL = 37 * DIM
+    units.OWN_UNIT_EMBEDDING_NUMEL = 37 * DIM
     return run_all(rank, world, __name__, CASES[world])
 
 

@@ -63,7 +63,7 @@ def loss_of(engine: Any, step: int, part: int) -> torch.Tensor:
 
 def train(name: str, stage: int) -> dict[str, Any]:
     """Losses over the ranks, and the final master weights."""
-    from hf_dist.sharding.gather import full_tensors
+    from hf_dist.sharding.full_params import full_tensors
 
     engine = engine_with(SETTINGS[name], stage)
     losses = []

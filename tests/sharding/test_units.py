@@ -9,7 +9,7 @@ from torch import nn
 from hf_dist.errors import ModelError
 from hf_dist.mesh import build_mesh
 from hf_dist.offload.storage import Storage
-from hf_dist.sharding import wrap
+from hf_dist.sharding import units as unit_rules
 from hf_dist.sharding.placement import ZERO_STAGES
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.unit import ShardUnit
@@ -123,11 +123,11 @@ def test_weights_tied_within_a_block_stay_in_it() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_large_embedding_is_a_unit_unless_it_is_tied(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
-    monkeypatch.setattr(wrap, "OWN_UNIT_EMBEDDING_NUMEL", 37 * 24)
+    monkeypatch.setattr(unit_rules, "OWN_UNIT_EMBEDDING_NUMEL", 37 * 24)
     units = units_of(EmbeddingNet(tied))
     assert ("embed" in units) is not tied
     assert ("embed.weight" in names_in(units[""])) is tied
-    monkeypatch.setattr(wrap, "OWN_UNIT_EMBEDDING_NUMEL", 37 * 24 + 1)
+    monkeypatch.setattr(unit_rules, "OWN_UNIT_EMBEDDING_NUMEL", 37 * 24 + 1)
     assert "embed" not in units_of(EmbeddingNet(tied))
 
 
@@ -136,7 +136,7 @@ def test_a_large_embedding_is_a_unit_unless_it_is_tied(monkeypatch: pytest.Monke
     [(("Linear",), (), ()), ((), ("first", "head"), ()), ((), (), ("first", "head"))],
     ids=["class", "name", "end"],
 )
-def test_leaf_modules_are_units(leaf: wrap.LeafModules) -> None:
+def test_leaf_modules_are_units(leaf: unit_rules.LeafModules) -> None:
     found = list(find_unit_modules(Net(), leaf))
     assert found == ["first", "blocks.0", "blocks.1", "blocks.2", "head"]
 

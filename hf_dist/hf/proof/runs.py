@@ -17,7 +17,7 @@ from torch import nn
 from hf_dist.build import initialize
 from hf_dist.hf.model_class import model_class
 from hf_dist.hf.proof.job import Job
-from hf_dist.sharding.gather import gathered
+from hf_dist.sharding.full_params import gathered
 
 __all__ = ["in_one_process", "on_ranks", "quiet"]
 

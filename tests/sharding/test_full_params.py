@@ -42,7 +42,7 @@ class Case:
 
     def masters(self) -> dict[str, torch.Tensor]:
         """All full master weights. Collective."""
-        from hf_dist.sharding.gather import full_tensors
+        from hf_dist.sharding.full_params import full_tensors
 
         groups = self.engine.sharded.groups
         return {slot.name: full.float() for g in groups for slot, full in full_tensors(g)}
