@@ -13,6 +13,7 @@ import pytest
 
 from hf_dist.bench.rounds import Run, summarize
 from hf_dist.bench.work import WARMUP, Contender, Work
+from tests import forked
 from tests.harness import ROOT, run_ranks
 
 STEPS = 3
@@ -35,7 +36,7 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command with a tiny model, one round of few steps."""
     few = ("--steps", str(STEPS), "--rounds", "1", "--seq", "16", "--output", str(folder / "out"))
     command = [sys.executable, "-m", "hf_dist.cli", "bench", "--model", str(tiny(folder)), *few, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return forked.run(command, cwd=ROOT, apart=True, timeout=600)
 
 
 def test_engines_do_the_same_work_and_are_shown_side_by_side(tmp_path: Path) -> None:

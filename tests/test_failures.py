@@ -15,6 +15,7 @@ import pytest
 
 from hf_dist import DistTrainingArguments, failure
 from hf_dist.errors import ConfigError
+from tests import forked
 from tests.workers.failing import ROOT
 from tests.workers.launcher import launch
 
@@ -82,16 +83,25 @@ def test_arguments_made_after_a_stray_accelerator_still_see_all_ranks(tmp_path: 
 # ---- in the middle of training, with the real launcher
 
 
-def torchrun(case: str, folder: Path) -> tuple[int, str, float]:
-    """Exit code, everything that was printed, seconds. A job that hangs fails the test."""
+def torchrun(case: str, folder: Path, is_real: bool = False) -> tuple[int, str, float]:
+    """Exit code, everything that was printed, seconds. A job that hangs fails the test. `is_real`: in new interpreters."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     command += [f"{ROOT}/tests/workers/failing.py", case, str(folder)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     start = time.monotonic()
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    if is_real:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=LIMIT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    else:
+        done = forked.run(command, cwd=ROOT, env=environment, timeout=LIMIT)
     return done.returncode, done.stdout, time.monotonic() - start
 
 
@@ -103,7 +113,7 @@ def test_torchrun_shows_a_config_error_once(tmp_path: Path) -> None:
 
 
 def test_torchrun_shows_what_one_rank_raised_in_the_middle(tmp_path: Path) -> None:
-    code, output, _ = torchrun("raises", tmp_path)
+    code, output, _ = torchrun("raises", tmp_path, is_real=True)
     assert code != 0
     raised = re.findall(r"^\[rank (\d)\] RuntimeError: the data of step 2 is broken$", output, re.MULTILINE)
     assert raised == ["1"], output

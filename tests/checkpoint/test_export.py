@@ -174,12 +174,17 @@ def save_large(rank: int, world: int, folder: str) -> None:
     hf_dist.initialize(model, config=config).save_checkpoint(folder)
 
 
-def test_memory_stays_below_two_largest_tensors(tmp_path: Path) -> None:
+def test_memory_stays_below_two_largest_tensors_and_all_pieces_of_them_arrive(tmp_path: Path) -> None:
     run_ranks(save_large, 2, (str(tmp_path / "in"),))
     (tmp_path / "in" / "config.json").write_text("{}")
     largest = 3072 * 3072 * 4
     assert peak_memory(tmp_path / "in", tmp_path / "fp32", "fp32") < 2 * largest
     assert peak_memory(tmp_path / "in", tmp_path / "fp16", "fp16") < 2 * largest
+    wanted = tensors(tmp_path / "in")
+    for folder, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
+        found = tensors(tmp_path / folder)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name].to(dtype)) for name in wanted), folder
 
 
 def broken(folder: Path, what: str) -> None:

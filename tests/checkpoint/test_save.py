@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint import saving
 from tests.harness import run_ranks
 
-STEPS = 8
+STEPS = 5
 KILLS = int(os.environ.get("HF_DIST_KILLS", "50"))
 
 

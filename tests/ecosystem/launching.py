@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests import forked
 from tests.harness import ROOT, free_port
 
 LAUNCHERS: dict[str, list[str]] = {
@@ -19,14 +20,17 @@ LAUNCHERS: dict[str, list[str]] = {
 }
 
 
-def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 250) -> str:
-    """What the ranks printed; the test fails with the end of their errors when the launcher does."""
+def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True) -> str:
+    """What the ranks printed; the test fails with the end of their errors when the launcher does. `is_real`: not forked."""
     port = str(free_port())
     command = [sys.executable, *(word.format(port=port) for word in LAUNCHERS[launcher]), *words]
     env = {
         **os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder / "datasets"),
     }  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+    if is_real:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+    else:
+        done = forked.run(command, cwd=folder, env=env, apart=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.covering import FULL_GRID, cells
 from tests.ecosystem.tiny import save_models
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
@@ -17,13 +16,10 @@ from tests.hf.on_ranks import run_jobs
 pytest.importorskip("trl", reason="TRL needs Python 3.11")
 TOLERANCE = 1e-5
 KINDS = ("raw", "trainer", "seq2seq", "sft", "dpo", "reward", "grpo")
-FULL_GRID = bool(os.environ.get("HF_DIST_FULL_GRID"))
-# Every pair of (stage, adapters), (stage, checkpointing) and (adapters, checkpointing), over four cases of each kind.
-PAIRWISE = ((1, False, True), (2, True, False), (3, True, True), (3, False, False))
-EVERY = tuple(itertools.product((1, 2, 3), (False, True), (False, True)))
+AXES = {"kind": KINDS, "stage": (1, 2, 3), "adapters": (False, True), "checkpointing": (False, True)}
 Case = tuple[str, int, bool, bool]
 CASES: list[Case] = [
-    *((kind, *case) for kind in KINDS for case in (EVERY if FULL_GRID else PAIRWISE)),
+    *((cell["kind"], cell["stage"], cell["adapters"], cell["checkpointing"]) for cell in cells(AXES)),
     *((kind, 3, False, False) for kind in ("by_hand", "two_models", "packed", "synced", "precomputed")),
     *((kind, 2, True, False) for kind in ("by_hand", "precomputed")),
     *((kind, 1, False, True) for kind in ("by_hand", "two_models", "synced")),

@@ -113,14 +113,16 @@ print(json.dumps({"name": __name__, "argv": sys.argv[1][:12], "world": args.worl
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("launcher", "named", "by"),
+    ("launcher", "named", "by", "is_real"),
     [
-        ("torchrun", ["-m", "package.module"], "argument"),
-        ("accelerate", ["package/module.py"], "argument"),
-        ("accelerate", ["-m", "package.module"], "--config"),
+        ("torchrun", ["-m", "package.module"], "argument", False),
+        ("accelerate", ["package/module.py"], "argument", True),
+        ("accelerate", ["-m", "package.module"], "--config", False),
     ],
 )
-def test_a_script_or_module_under_a_real_launcher(launcher: str, named: list[str], by: str, tmp_path: Path) -> None:
+def test_a_script_or_module_under_a_launcher(
+    launcher: str, named: list[str], by: str, is_real: bool, tmp_path: Path
+) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text(MODULE)
     (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
@@ -128,7 +130,7 @@ def test_a_script_or_module_under_a_real_launcher(launcher: str, named: list[str
              "--logging_steps", "1"]  # fmt: skip
     config = ["--config", "zero3.json"] if by == "--config" else []
     given += ["--deepspeed", "zero3.json"] if by == "argument" else []
-    printed = launch(launcher, ["-m", "hf_dist.run", *config, *named, *given], tmp_path)
+    printed = launch(launcher, ["-m", "hf_dist.run", *config, *named, *given], tmp_path, is_real=is_real)
     found = [json.loads(line) for line in printed.splitlines() if line.startswith('{"name"')]
     assert len(found) == 2
     for rank in found:

@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests import forked
+
 REPO = Path(__file__).resolve().parent.parent.parent
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
 TIMEOUT_S = 400
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL needs Python 3.11")
 
 
-def run(*command: str, **variables: str) -> str:
-    """Run a Python command from the repository, offline and with one thread; its output, or a failure that shows it."""
+def run(*command: str, is_real: bool = False, **variables: str) -> str:
+    """Run a Python command from the repository, offline and with one thread; its output, or a failure that shows it.
+
+    `is_real`: in new interpreters, as a user does.
+    """
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -27,16 +32,19 @@ def run(*command: str, **variables: str) -> str:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
         **variables,
     }
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPO,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    if is_real:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=REPO,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    else:
+        done = forked.run([sys.executable, *command], cwd=REPO, env=environment, timeout=TIMEOUT_S)
     assert done.returncode == 0, f"exit code {done.returncode} of {' '.join(command)}\n{done.stdout[-8000:]}"
     return done.stdout
 
@@ -47,23 +55,17 @@ def start(
     """An example over CPU processes, whatever its end."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     paths = ["--dist_config", f"configs/{config}", "--output_dir", str(output), "--use_cpu"]
-    return subprocess.run(
-        [*launcher, f"examples/{script}", *paths, *arguments],
-        cwd=REPO,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return forked.run(
+        [*launcher, f"examples/{script}", *paths, *arguments], cwd=REPO, env=environment, timeout=TIMEOUT_S
     )
 
 
-def train(script: str, config: str, output: Path, *arguments: str) -> str:
+def train(script: str, config: str, output: Path, *arguments: str, is_real: bool = False) -> str:
     """Three steps of an example over two CPU processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     paths = ["--dist_config", f"configs/{config}", "--output_dir", str(output)]
-    return run(*launcher, f"examples/{script}", *paths, "--use_cpu", "--max_steps", "3", *arguments)
+    return run(*launcher, f"examples/{script}", *paths, "--use_cpu", "--max_steps", "3", *arguments, is_real=is_real)
 
 
 def test_all_configs_are_described_in_their_readme() -> None:
@@ -75,7 +77,7 @@ def test_all_configs_are_described_in_their_readme() -> None:
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_text_classification_trains_saves_and_classifies(tmp_path: Path) -> None:
     small = ("--max_per_label", "16", "--num_labels", "4", "--max_length", "32")
-    said = train("finetune_text_classification.py", "zero3.json", tmp_path, *small)
+    said = train("finetune_text_classification.py", "zero3.json", tmp_path, *small, is_real=True)
     assert "accuracy before:" in said
     said = run("examples/classify.py", str(tmp_path), "Run a coroutine in the event loop.")
     assert said.count("%") >= 3

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.harness import ROOT, free_port
 
 LIMIT = 400
@@ -27,24 +28,22 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
 
 
-def start(command: list[str], **more: str) -> subprocess.Popen[str]:
-    """The job, its output piped."""
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=ROOT, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+def launched(folder: Path, command: list[str], is_real: bool = False, **more: str) -> tuple[int, str]:
+    """Exit code and output of a launcher, forked or in an interpreter of its own; a job that hangs fails the test."""
+    command, env = [sys.executable, "-m", *command], environment(**more)
+    if is_real:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    else:
+        done = forked.run(command, cwd=ROOT, env=env, timeout=LIMIT)
+    return done.returncode, done.stdout
 
 
-def end(job: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and output; a job that hangs fails the test."""
-    output, _ = job.communicate(timeout=LIMIT)
-    return job.returncode, output
-
-
-def torchrun(folder: Path, case: str, *options: str) -> tuple[int, str]:
+def torchrun(folder: Path, case: str, *options: str, is_real: bool = False) -> tuple[int, str]:
     """Two processes."""
     command = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--monitor-interval", "0.1"]
-    return end(start([*command, *options, WORKER, str(folder), case]))
+    return launched(folder, [*command, *options, WORKER, str(folder), case], is_real)
 
 
 def log(folder: Path) -> Log:
@@ -70,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Log:
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_torchrun_restarts_all_when_a_rank_is_killed_and_the_run_resumes_by_itself(whole: Log, tmp_path: Path) -> None:
-    code, output = torchrun(tmp_path, "killed", "--max-restarts", "2")
+    code, output = torchrun(tmp_path, "killed", "--max-restarts", "2", is_real=True)
     assert code == 0, output
     assert "resuming from" in output
     again = log(tmp_path)
@@ -120,14 +119,15 @@ def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: 
         "x",
     ]
 
-    def agent(is_host: int, **more: str) -> subprocess.Popen[str]:
+    def agent(is_host: int, **more: str) -> forked.Job:
         settings = f"is_host={is_host},last_call_timeout=20,keep_alive_interval=1"
-        return start([*command, "--rdzv-conf", settings, WORKER, str(tmp_path), "node"], **more)
+        words = [sys.executable, "-m", *command, "--rdzv-conf", settings, WORKER, str(tmp_path), "node"]
+        return forked.start(words, cwd=ROOT, env=environment(**more))
 
     jobs = [agent(1), agent(0, VICTIM="1")]
-    code, output = end(jobs[0])
-    jobs[1].kill()
-    assert code == 0, output
+    done = jobs[0].end(LIMIT)
+    jobs[1].process.kill()
+    assert done.returncode == 0, done.stdout
     again = log(tmp_path)
     assert again[1][3] == 2 and again[8][3] == 1, "two ranks, then one"
     assert sorted(again) == list(range(1, 9))
@@ -140,7 +140,7 @@ def test_accelerate_launch_restarts_too(whole: Log, tmp_path: Path) -> None:
     command = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--max_restarts", "1", "--monitor_interval", "0.1"]
     port = str(free_port())
-    job = start([*command, "--main_process_port", port, WORKER, str(tmp_path), "killed"], ACCELERATE_USE_CPU="true")
-    code, output = end(job)
+    command += ["--main_process_port", port, WORKER, str(tmp_path), "killed"]
+    code, output = launched(tmp_path, command, ACCELERATE_USE_CPU="true")
     assert code == 0, output
     assert numbers(log(tmp_path)) == numbers(whole)

@@ -1,4 +1,4 @@
-"""Compiled blocks compute what plain ones do, at every stage, and nothing is compiled again after the first step."""
+"""Compiled blocks compute what plain ones do, at stages 0, 2 and 3, and nothing is compiled again after the first step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from tests.hf.recipes import pad, plain_arguments, texts
 from tests.parity.families import make_batches, make_model
 
 BACKEND = "aot_eager"  # needs no C++ compiler; inductor differs in the code of the kernels only
+# Stages 0 to 2 run the same forward and backward, only the last thing that happens to gradients differs.
 CASES = [
-    *((stage, "llama", False, False) for stage in range(4)),
+    (0, "llama", False, False),
+    (2, "bert", False, False),
+    (3, "llama", False, False),
     (3, "llama", True, False),
     (3, "llama", False, True),
-    (3, "bert", False, False),
 ]
 
 
