@@ -25,16 +25,17 @@ from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.store import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
-from hf_dist.optim.clip import GradientSummary, clip_coefficient, scale_gradients, summarize_gradients
 from hf_dist.optim.elementwise import check_elementwise
 from hf_dist.optim.fragment import Fragment
-from hf_dist.optim.in_backward import KEY as IN_BACKWARD
 from hf_dist.optim.in_backward import StepInBackward, steps_in_backward
 from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.optim.raw_calls import route
 from hf_dist.optim.taken_over import load_schedule, saved_options
 from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
+from hf_dist.runner import Runner, Step, Whole
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.window import Window
 
 
 class Engine:
@@ -61,9 +62,12 @@ class Engine:
         self.batch = batch
         self.pipeline = pipeline
         """The stages of this rank, None where the model is whole."""
+        self.window = Window(sharded, batch.accumulation)
+        """The gradients of the microbatches since the last step."""
+        self.runner: Runner = pipeline or Whole(sharded.model, self.window)
+        """Runs the model, whole or in stages."""
         self.optimizer: torch.optim.Optimizer | None = None
         self.fragments: FragmentedOptimizer | None = None
-        self._in_backward: StepInBackward | None = None
         if optimizer is not None:
             self.attach_optimizer(optimizer)
         self.lr_scheduler = lr_scheduler
@@ -73,16 +77,8 @@ class Engine:
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.skipped_steps = 0
-        self.micro_steps = 0
-        """Microbatches of the window under way whose `step()` was called."""
         self.step_was_skipped = False
-        self._boundary: bool | None = None
-        self._summary: GradientSummary | None = None
-        self._max_norm: float | None = None
-        self._norm: torch.Tensor | None = None
         self._told_unused = False
-        self._losses: list[torch.Tensor] | None = None
-        """Handed in by `backward` while a pipeline's window runs."""
 
     # ------------------------------------------------------------------ the parts
 
@@ -127,74 +123,55 @@ class Engine:
         self.optimizer = optimizer
         early = steps_in_backward(self.config)
         self.fragments = FragmentedOptimizer(self.sharded, optimizer, one_by_one=early)
-        self._in_backward = StepInBackward(self.fragments) if early else None
-        self.sharded.reducer.when_final = self._in_backward.gradient_final if self._in_backward else None
+        self.fragments.hook = route(optimizer, self)
+        self.window.early = StepInBackward(self.fragments) if early else None
+        self.sharded.reducer.when_final = self.window.early.gradient_final if self.window.early else None
+
+    def add_param_group(self, options: dict[str, Any]) -> None:
+        """`optimizer.add_param_group` was called: its parameters are trained from now on. Local; every rank does the same."""
+        assert self.fragments is not None
+        self.fragments.add_group()
 
     # --------------------------------------------------------------------- a step
 
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches of the window under way whose `step()` was called."""
+        return self.window.microbatches
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.window.microbatches = value
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the microbatch under way is the last of its window."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.batch.accumulation == 0
+        return self.window.is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say it oneself (a short last window); None returns to counting."""
-        self._boundary = is_boundary
+        self.window.announced = is_boundary
 
     def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False) -> torch.Tensor:
         """Backward of one microbatch; gradients are averaged over the data ranks. Every rank calls it.
 
         `scale_wrt_gas`: divide by the number of microbatches of the window, right for a loss that is a mean over its
-        microbatch; pass False if the loss is already normalised over the window. Returns the loss as it was.
+        microbatch; pass False if the loss is already normalised over the window. Returns the loss as it was. A backward that
+        raises takes the window with it.
         """
         scale = self.loss_scale / (self.batch.accumulation if scale_wrt_gas else 1)
         scaled = loss if scale == 1.0 else loss.float() * scale
-        if self.pipeline is not None:
-            if self._losses is None:
-                raise ModelError(
-                    "pipeline.stages is above 1: backward is part of the schedule. Use engine.train_batch(iterator), or the "
-                    "Trainer."
-                )
-            self._losses.append(scaled)
-            return loss
-        self.expect_gradients()
-        scaled.backward(retain_graph=retain_graph)
+        self.runner.backward(scaled, self.loss_scale, retain_graph=retain_graph)
         return loss
 
-    def expect_gradients(self) -> None:
-        """A backward comes that may reach this model, whoever starts it (a loss of several models). Local."""
-        self.sharded.is_last_microbatch = self.is_gradient_accumulation_boundary()
-        self._summary = None
-
-    def run_window(self, microbatches: Sequence[Any], step: Callable[[nn.Module, Any], torch.Tensor]) -> torch.Tensor:
+    def run_window(self, microbatches: Sequence[Any], step: Step) -> torch.Tensor:
         """Forward and backward of one accumulation window; the sum of what `step` returns, 0D, equal on a pipeline's ranks.
 
         `step(model, microbatch)` runs the model once, calls `backward` with the loss, and returns what is to be reported.
-        Every rank calls it. Under a pipeline only the rank of the last stage gets beyond the call of the model.
+        Every rank calls it. Under a pipeline only the rank of the last stage gets beyond the call of the model. Whatever
+        raises inside takes the window with it.
         """
-        if self.pipeline is None:
-            reported = []
-            for i, microbatch in enumerate(microbatches):
-                self.set_gradient_accumulation_boundary(i + 1 == len(microbatches))
-                reported.append(step(self.model, microbatch).detach().float())  # a sum in bf16 would lose digits
-            self.set_gradient_accumulation_boundary(None)
-            return torch.stack(reported).sum()
-        self._summary = None
-        to_differentiate: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        self._losses = to_differentiate
-
-        def function(model: nn.Module, microbatch: Any) -> torch.Tensor:
-            value = step(model, microbatch)
-            values.append(value.detach())
-            return to_differentiate.pop()
-
-        try:
-            self.pipeline.train(microbatches, function, self.global_steps)
-        finally:
-            self._losses = None
-        return self.pipeline.share_loss(values, microbatches)
+        with self.window.abandoned_on_error():
+            return self.runner.run_window(microbatches, step, loss_scale=self.loss_scale, number=self.global_steps)
 
     def train_batch(
         self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
@@ -212,11 +189,9 @@ class Engine:
             value = (loss or _own_loss)(model, microbatch)
             return self.backward(value)
 
-        with explained(lambda: self, lambda: shape_of(window[0])):
+        with explained(lambda: self, lambda: shape_of(window[0])), self.window.abandoned_on_error():
             total = self.run_window(window, step)
-            self.set_gradient_accumulation_boundary(True)
-            self.step()
-            self.set_gradient_accumulation_boundary(None)
+            self._end_window()
         return self._mean(total, len(window))
 
     def eval_batch(
@@ -232,10 +207,7 @@ class Engine:
 
     def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
         """`function(model, batch)` without gradient, on every rank; it runs the model once. Every rank calls it."""
-        if self.pipeline is not None:
-            return self.pipeline.evaluate(batch, function)
-        with torch.no_grad():
-            return function(self.model, batch)
+        return self.runner.evaluate(batch, function)
 
     def _mean(self, total: torch.Tensor, count: int) -> torch.Tensor:
         mean = total.float() / count
@@ -245,96 +217,75 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accepted at every stage: the microbatches inside are not the last of their window. The result is the same."""
-        before, self._boundary = self._boundary, False
-        try:
+        with self.window.announce(False):
             yield
-        finally:
-            self._boundary = before
 
     def step(self) -> None:
         """After every microbatch; clips, steps the optimizer and the schedule when the window is complete."""
-        boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        if not boundary:
-            return
-        self.micro_steps = 0
+        if self.is_gradient_accumulation_boundary():
+            self._end_window()
+        else:
+            self.window.microbatches += 1
+
+    def _end_window(self) -> None:
         self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0)
         self.apply_gradients()
         if self.lr_scheduler is not None and not self.step_was_skipped:
             self.lr_scheduler.step()
 
+    def stepped_by_hand(self, closure: Callable[[], Any] | None) -> Any:
+        """`step` of the torch optimizer was called by user code: the window ends, the schedule stays the caller's."""
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0)
+        self.apply_gradients()
+        return value
+
     def clip_grad_norm(self, max_norm: float = 0.0) -> torch.Tensor:
-        """Global L2 norm of the window's gradient before clipping; clips at the step if `max_norm` is positive and finite.
+        """Global L2 norm of the window's gradient; clips it at once if `max_norm` is positive and finite.
 
-        Collective over dp the first time in a window; after that it only returns the norm.
+        Collective over dp the first time after a backward; after that it only returns the norm, of what is clipped by then.
         """
-        if self._summary is None:
-            stepped = self._in_backward.norms if self._in_backward else {}
-            self._summary = summarize_gradients(self.sharded, 1.0 / self.loss_scale, stepped)
-            self._norm = self._summary.norm
-            self._max_norm = None
-        if 0 < max_norm < float("inf"):
-            self._refuse_clipping("max_norm", max_norm)
-            self._max_norm = max_norm
-        return self._summary.norm
-
-    @property
-    def will_clip(self) -> bool:
-        """Whether somebody asked to clip the norm of this window's gradient."""
-        return self._max_norm is not None
+        return self.window.clip(max_norm)
 
     def clip_grad_value(self, max_value: float) -> None:
-        """Clamp every element of the window's mean gradient to +-max_value. Local; before `clip_grad_norm`."""
-        self._refuse_clipping("max_value", max_value)
-        self.sharded.finish_gradients()
-        limit = max_value * self.loss_scale
-        for group in self.sharded.trainable_groups:
-            if group.grad is not None:
-                group.grad.clamp_(-limit, limit)
-        self._summary = None
+        """Clamp every element of the window's mean gradient to +-max_value. Collective like `clip_grad_norm`."""
+        self.window.clamp(max_value)
 
-    def apply_gradients(self, closure: Any = None) -> None:
+    def apply_gradients(self, closure: Callable[[], Any] | None = None) -> None:
         """Step the optimizer with the window's gradient and start the gathers of replicated weights.
 
         Every rank calls it. A step with a gradient that is not finite is skipped (fp16 always; bf16 unless
         `bf16.check_grad_overflow` is false, or the optimizer steps in backward): the optimizer and the schedule do not see it.
+        `closure` is called first, once, with gradients enabled.
         """
         self.writer.raise_failure()
-        norm = self.clip_grad_norm()
-        assert self._summary is not None and self.fragments is not None
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.sharded.take_writes()
+        summary = self.window.summary()
+        assert self.fragments is not None
         self.global_steps += 1
-        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self._in_backward is None
+        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
         watches = self.scaler is not None or checks
-        overflow = watches and not bool(torch.isfinite(norm))
+        overflow = watches and not bool(torch.isfinite(summary.norm))
         self.step_was_skipped = overflow
         if self.scaler is not None:
-            scale = self.scaler.scale
             self.scaler.update(overflow)
         self.sharded.synchronize_buffers()
         if overflow:
             self.skipped_steps += 1
-            self.zero_grad()
+            self.window.close()
             return
-        factor: torch.Tensor | float = 1.0
-        if self._max_norm is not None:
-            factor = clip_coefficient(norm, self._max_norm)
-        if self.scaler is not None:
-            factor = factor / scale
-        # On a GPU the comparison would make the host wait; there the product is always taken.
-        if (isinstance(factor, torch.Tensor) and factor.is_cuda) or float(factor) != 1.0:
-            scale_gradients(self.sharded, factor)
-        used = self._summary.used
+        self.window.unscale()
+        used = summary.used
         self._look_at_unused(used)
-        self.fragments.step(lambda f: _is_used(f, used), closure)
+        self.fragments.step(lambda f: _is_used(f, used))
         self.sharded.weights_changed()
-        self.zero_grad()
-
-    def _refuse_clipping(self, name: str, value: float) -> None:
-        if self._in_backward is not None:
-            raise ModelError(
-                f"{name}={value:g}: gradients cannot be clipped when {IN_BACKWARD} steps them before all are there. Do not "
-                "clip (max_grad_norm=0 in the Trainer), or remove the key."
-            )
+        self.window.close()
 
     def _look_at_unused(self, used: dict[tuple[int, int], bool]) -> None:
         """The first step that is not skipped tells which trainable parameters got no gradient; or none may be without."""
@@ -358,15 +309,12 @@ class Engine:
         return self.fragments is not None and self.fragments.has_own_options
 
     def zero_grad(self) -> None:
-        """Drop the window's gradients. `step()` does this; call it to abandon a window."""
-        self.sharded.drop_gradients()
-        if self._in_backward is not None:
-            self._in_backward.end_window()
-        self._summary = self._max_norm = None
+        """Abandon the window: its gradients are dropped and the next backward begins another one. `step()` needs none."""
+        self.window.zero_grad()
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradient before clipping; None before the first."""
-        return None if self._norm is None else float(self._norm)
+        return None if self.window.norm is None else float(self.window.norm)
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group."""
@@ -401,6 +349,7 @@ class Engine:
         Every rank calls it. Raises `CheckpointError`; an older checkpoint of that name stays until the new one is complete.
         With `checkpoint.async_save` the writing goes on in the background; `engine.writer.wait()` waits for it.
         """
+        self.sharded.take_writes()
         self.writer.save(
             self,
             SaveRequest(

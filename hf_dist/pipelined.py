@@ -40,9 +40,11 @@ from hf_dist.pipeline import (
 )
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.pipeline.visit import Visits
+from hf_dist.runner import Step
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.window import backward_of
 
 __all__ = ["CutModel", "Example", "Pipeline", "cut_model", "example_of"]
 
@@ -138,6 +140,8 @@ def refuse_state_dict(model: nn.Module) -> None:
 class Pipeline:
     """The stages of this rank, ready to run. Every rank of a pipeline makes the same calls with the same microbatches."""
 
+    takes_windows = True
+
     def __init__(self, cut: CutModel, sharded: ShardedModel, config: PipelineConfig) -> None:
         """Make the channels between stages. Collective over world."""
         self.split = cut.split
@@ -158,6 +162,7 @@ class Pipeline:
         mesh.lease.groups.extend(ends.group for ends in channels.values())
         self.transport = P2PTransport(channels, mesh.device)
         refuse_state_dict(sharded.model)
+        self._losses: list[torch.Tensor] | None = None  # handed in by `backward` while a window runs
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._windows = 0
 
@@ -182,6 +187,33 @@ class Pipeline:
                 plain = forward_only(size, num_microbatches, virtual)
             self._schedules[key] = add_communication(plain)
         return self._schedules[key]
+
+    def backward(self, loss: torch.Tensor, loss_scale: float, *, retain_graph: bool) -> None:
+        """Hand the loss to the schedule, which differentiates it when its turn comes."""
+        if self._losses is None:
+            raise ModelError(
+                "pipeline.stages is above 1: backward is part of the schedule. Use engine.train_batch(iterator), or the "
+                "Trainer."
+            )
+        self._losses.append(loss)
+
+    def run_window(self, microbatches: Sequence[Any], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
+        """The window through the schedule; the sum of what `step` returns, 0D, equal on all ranks. Collective over world."""
+        to_differentiate: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        self._losses = to_differentiate
+
+        def function(model: nn.Module, microbatch: Any) -> torch.Tensor:
+            value = step(model, microbatch)
+            values.append(value.detach())
+            return to_differentiate.pop()
+
+        try:
+            with backward_of(loss_scale):
+                self.train(microbatches, function, number)
+        finally:
+            self._losses = None
+        return self.share_loss(values, microbatches)
 
     def train(self, microbatches: Sequence[Any], function: Callable[[nn.Module, Any], torch.Tensor], step: int) -> None:
         """Forward and backward of one window; gradients are then in the sharded model, reduced.

@@ -160,10 +160,11 @@ def resolve_without_trainer(
     hidden_size: int | None = None,
     num_training_steps: int | None = None,
 ) -> DistConfig:
-    """`config` for one's own loop: the micro batch may stay None, clipping is 1.0 unless the file says otherwise."""
+    """`config` for one's own loop: the micro batch may stay None, gradients are clipped where the file says so."""
     work = _Resolution(config)
     if not work.explicit("gradient_clipping"):
-        work.fill("gradient_clipping", 1.0, "default")
+        # DeepSpeed and torch do not clip unasked; "auto" is what it is in the Trainer.
+        work.fill("gradient_clipping", 0.0 if config.gradient_clipping is None else 1.0, "default")
     for section in ("tensorboard", "wandb", "csv_monitor", "comms_logger"):
         if config.value_at(f"{section}.enabled"):
             work.notes.append(Note(f"{section}.enabled", "read by the Trainer; a loop of one's own logs by itself"))

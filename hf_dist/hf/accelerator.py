@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -32,6 +33,7 @@ from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
 from hf_dist.hf.data import make_seekable
 from hf_dist.hf.generation import let_generate_gather
+from hf_dist.hf.listed import listed_gradients
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
@@ -43,6 +45,7 @@ from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
 from hf_dist.pipelined import Example
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.units import containers
+from hf_dist.window import joint_clip
 
 
 class DistAccelerator(LoopCheckpointsMixin, Accelerator):
@@ -153,11 +156,15 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     def _engine_holding(self, params: Any) -> Engine:
         """The engine whose model has the first of these parameters; a single engine is taken on trust."""
         if len(self.engines) > 1:
-            first = next(iter([params] if isinstance(params, torch.Tensor) else params), None)
+            first = next(iter(params), None)
             for engine in self.engines:
                 if any(p is first for p in engine.model.parameters()):
                     return engine
         return self.engine
+
+    def _ends_window(self) -> bool:
+        """Whether the microbatch under way is the last one before a step, as accelerate counts."""
+        return bool(self.sync_gradients and self._may_reduce)
 
     def engine_of(self, model: nn.Module) -> Engine | None:
         """The engine of `model`, None if it was not prepared here."""
@@ -209,6 +216,9 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                     make_optimizer=False,
                     example=Example(lambda: example_from(self._example_loader), self.calls_model),
                 )
+            engine.window.asks = _held_weakly(self._ends_window)
+            if self.engines and engine.scaler is not None:
+                engine.scaler = self.engines[0].scaler  # one loss may be of several models: there is one scale
             let_adapters_work(engine)
             (self.engines if trainable else self.frozen).append(engine)
             if engine.sharded.placements.params is Placement.SHARD and self.mesh.shard.size > 1:
@@ -286,9 +296,6 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         """Backward of one microbatch; reduces gradients when the window ends (`sync_gradients`)."""
         kwargs.pop("learning_rate", None)
         kwargs.pop("scale_wrt_gas", None)
-        for engine in self.engines:
-            engine.set_gradient_accumulation_boundary(self.sync_gradients and self._may_reduce)
-            engine.expect_gradients()
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
 
     @contextmanager
@@ -350,9 +357,9 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Global norm of all trainable parameters of the model before clipping; equal on every rank.
+        """Global norm of the gradients of `parameters` before clipping; equal on every rank.
 
-        `parameters` tells which model; all of its trainable ones count, whatever is listed.
+        They may be of several models, a part of one, or tensors of an optimizer's param groups, as in torch.
         """
         if norm_type != 2:
             raise NotImplementedError(f"norm_type={norm_type}: only the L2 norm (2) is available")
@@ -365,7 +372,8 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                     'Set it to "auto", or change the script.',
                 )
             )
-        return self._engine_holding(parameters).clip_grad_norm(float(max_norm))
+        listed = listed_gradients(self.engines, parameters)
+        return joint_clip(listed.windows, float(max_norm), listed.plain)
 
     def _own_clipping(self) -> float:
         """`gradient_clipping` of the JSON in a loop of one's own (the Trainer clips to `max_grad_norm`); 0 without."""
@@ -373,8 +381,12 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         return float(clipping) if self.own_model is None and isinstance(clipping, (int, float)) else 0.0
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp every element of the window's gradient."""
-        self._engine_holding(parameters).clip_grad_value(float(clip_value))
+        """Clamp every element of the gradients of `parameters`."""
+        listed = listed_gradients(self.engines, parameters)
+        for window, ids in listed.windows:
+            window.clamp(float(clip_value), ids)
+        for grad in listed.plain:
+            grad.clamp_(-float(clip_value), float(clip_value))
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -392,6 +404,17 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         if engine is not None:
             return part_state_dict(engine, model, keep=self.is_main_process)
         return dict(super().get_state_dict(model, unwrap))
+
+
+def _held_weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """`method` of an object that is not kept alive by it: the memory of a model must not wait for the cyclic collector."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        found = reference()
+        return True if found is None else found()
+
+    return call
 
 
 def _has_objects(data: Any) -> bool:

@@ -14,7 +14,7 @@ class DistOptimizer(AcceleratedOptimizer):
     """Steps the engine instead of the bare optimizer; `param_groups` and `state` are the inner optimizer's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_norm: float = 0.0) -> None:
-        """`max_norm`: clip to it where the loop has not asked for anything (`gradient_clipping` of the JSON); 0: do not."""
+        """`max_norm`: clip to it, also where the loop has not asked (`gradient_clipping` of the JSON); 0: do not."""
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.engine = engine
         self._max_norm = max_norm
@@ -23,7 +23,7 @@ class DistOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         """At the end of a window: clip, step, gather replicated weights. Every rank calls it."""
         if self.gradient_state.sync_gradients:
-            if self._max_norm and not self.engine.will_clip:
+            if self._max_norm:
                 self.engine.clip_grad_norm(self._max_norm)
             self.engine.apply_gradients(closure)
             self._is_overflow = self.engine.step_was_skipped

@@ -22,7 +22,8 @@ from hf_dist.errors import ModelError
 from hf_dist.hf.state import loading
 from hf_dist.sharding.full_params import full_tensors, gathered
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.guard import OWNER, replace_method
+from hf_dist.sharding.guard import replace_method
+from hf_dist.sharding.prepared import OWNER
 
 __all__ = ["inactive_adapters_trainable", "let_adapters_work", "refuse_prompt_learning"]
 

@@ -30,13 +30,21 @@ class PipelineMixin:
     accelerator: Any
     _window: list[Any]
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's; batches that an interrupted run has kept belong to no step of this one."""
+        self._window = []
+        engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
+        if engine is not None:
+            engine.window.abandon()
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """HF's; under a pipeline the window's microbatches are kept until the last one, which runs and reports them all."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
-        if engine is None or engine.pipeline is None:
+        if engine is None or not engine.runner.takes_windows:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             return loss
-        self._window = [*getattr(self, "_window", ()), self._prepare_inputs(inputs)]  # type: ignore[attr-defined]
+        self._window = [*self._window, self._prepare_inputs(inputs)]  # type: ignore[attr-defined]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=engine.device)
         window, self._window = self._window, []
@@ -51,7 +59,7 @@ class PipelineMixin:
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         step = super().prediction_step  # type: ignore[misc]
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
-        if engine is None or engine.pipeline is None or generates:
+        if engine is None or not engine.runner.takes_windows or generates:
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         return engine.evaluate(

@@ -14,7 +14,7 @@ from torch import nn
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.sharding.full_params import gathered
-from hf_dist.sharding.guard import OWNER
+from hf_dist.sharding.prepared import OWNER
 
 _OVER_STAGES = {"SFTTrainer", "RewardTrainer"}
 """Trainers of TRL whose step is one forward and one backward of the trained model, as a pipeline needs it."""

@@ -22,8 +22,10 @@ from hf_dist.offload.host import threads
 from hf_dist.offload.store import Sliceable, Tier
 from hf_dist.optim.fragment import Fragment, make_fragments
 from hf_dist.optim.pieces import handed_on
+from hf_dist.optim.raw_calls import StepHook
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.guard import check_still_frozen
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -42,42 +44,23 @@ class FragmentedOptimizer:
         self.optimizer = optimizer
         self.has_own_options = True
         """False when param groups took theirs from a checkpoint."""
-        self.fragments = make_fragments(sharded.trainable_groups)
-        by_owner = {(id(f.group), f.index): f for f in self.fragments}
-        places = {id(p): (id(g), i) for g in sharded.groups for i, p in enumerate(g.params)}
-        slot_names = {(id(g), i): slot.name for g in sharded.groups for i, slot in enumerate(g.layout.slots)}
+        self._one_by_one = one_by_one
+        everything = make_fragments(sharded.trainable_groups)
+        self._by_owner = {(id(f.group), f.index): f for f in everything}
+        self._places = {id(p): (g, i) for g in sharded.groups for i, p in enumerate(g.params)}
         self.param_names: list[list[str]] = []
         """Full names in each param group, of all ranks' parameters, in the order the optimizer was made with."""
+        self.hook: StepHook | None = None
+        """Is told while this object steps the optimizer, so that it knows a step of user code from one of ours."""
         for group in optimizer.param_groups:
-            own: list[nn.Parameter] = []
-            names: list[str] = []
-            self.param_names.append(names)
-            for p in group["params"]:
-                if id(p) not in places:
-                    elsewhere = sharded.pipeline.name_elsewhere(p) if sharded.pipeline else None
-                    if elsewhere is not None:  # another pipeline stage steps it
-                        names.append(elsewhere)
-                        optimizer.state.pop(p, None)
-                        continue
-                    raise ModelError(
-                        f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
-                        "optimizer from the parameters of the model that is prepared with it."
-                    )
-                names.append(slot_names[places[id(p)]])
-                fragment = by_owner.get(places[id(p)])
-                state = optimizer.state.pop(p, None)
-                if fragment is not None:
-                    own.append(fragment.tensor)
-                    if state:
-                        optimizer.state[fragment.tensor] = {k: _cut(k, v, p, fragment) for k, v in state.items()}
-            group["params"] = own
+            self._cut_group(group)
         self._initial = {
             f: {key: _remembered(value) for key, value in optimizer.state[f.tensor].items()}
-            for f in self.fragments
+            for f in everything
             if f.tensor in optimizer.state
         }
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.fragments = [f for f in self.fragments if id(f.tensor) in stepped]
+        self.fragments = [f for f in everything if id(f.tensor) in stepped]
         self.batches = make_batches(sharded.trainable_groups, self.fragments, one_by_one=one_by_one)
         self._stepped: set[int] = set()  # ids of batches that `step_group` has stepped in this window
         self._narrowed: Narrowed | None = None  # of this window; options of param groups as they were at its first step
@@ -90,26 +73,82 @@ class FragmentedOptimizer:
                 with self.opened(batch):  # states that were there before rest where the others will
                     pass
 
-    def step(self, used: Callable[[Fragment], bool], closure: Any = None) -> Any:
+    def _cut_group(self, group: dict[str, Any]) -> list[Fragment]:
+        """Put this rank's fragments in the place of the parameters of a param group; which these are."""
+        own: list[Fragment] = []
+        names: list[str] = []
+        for p in group["params"]:
+            state = self.optimizer.state.pop(p, None)
+            if id(p) not in self._places:
+                elsewhere = self.sharded.pipeline.name_elsewhere(p) if self.sharded.pipeline else None
+                if elsewhere is not None:  # another pipeline stage steps it
+                    names.append(elsewhere)
+                    continue
+                raise ModelError(
+                    f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
+                    "optimizer from the parameters of the model that is prepared with it."
+                )
+            flat, index = self._places[id(p)]
+            names.append(flat.layout.slots[index].name)
+            fragment = self._by_owner.get((id(flat), index))
+            if fragment is not None:
+                own.append(fragment)
+                if state:
+                    self.optimizer.state[fragment.tensor] = {k: _cut(k, v, p, fragment) for k, v in state.items()}
+        group["params"] = [f.tensor for f in own]
+        self.param_names.append(names)
+        return own
+
+    def add_group(self) -> None:
+        """The optimizer was given one more param group (gradual unfreezing): its parameters are stepped from now on. Local.
+
+        Raises `ModelError` for parameters of another model, or that were frozen when the model was prepared; `ValueError`
+        for one that another group has.
+        """
+        group = self.optimizer.param_groups[-1]
+        known = {name for names in self.param_names for name in names}
+        found = [self._places[id(p)] for p in group["params"] if id(p) in self._places]
+        twice = [flat.layout.slots[i].name for flat, i in found if flat.layout.slots[i].name in known]
+        if twice:
+            self.optimizer.param_groups.pop()
+            raise ValueError(f"some parameters appear in more than one parameter group, the first is {twice[0]}")
+        check_still_frozen(flat for flat, _ in found if not flat.trainable)
+        added = self._cut_group(group)
+        self.fragments += added
+        if all(batch.on_device for batch in self.batches) and not self._one_by_one:
+            self.batches = make_batches(self.sharded.trainable_groups, self.fragments)
+        else:  # others may have states on loan or on disk
+            self.batches += make_batches(self.sharded.trainable_groups, added, one_by_one=self._one_by_one)
+        self._narrowed = None
+        self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        if self.hook is None:
+            yield
+            return
+        self.hook.is_own = True
+        try:
+            yield
+        finally:
+            self.hook.is_own = False
+
+    def step(self, used: Callable[[Fragment], bool]) -> None:
         """Lend every used fragment its gradient, step, take the gradients back. Local.
 
         One call of the optimizer's step if all states stay on the device, else one per batch, while states on disk are
         read ahead and written behind: see [Note: stepping in batches].
         """
         if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
-            with handed_on(self.batches[0], self.optimizer, used):
-                return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            with handed_on(self.batches[0], self.optimizer, used), self._stepping():
+                self.optimizer.step()
+            return
         left = [batch for batch in self.batches if id(batch) not in self._stepped]
         for k, batch in enumerate(left):
             if k + 1 < len(left):
                 self._read_ahead(left[k + 1])
             self._step_batch(batch, used)
         self.end_window()
-        return loss
 
     def will_step(self, group: FlatGroup) -> None:
         """`step_group` comes next for `group`: begin to read what rests on disk. Local."""
@@ -147,7 +186,7 @@ class FragmentedOptimizer:
             self._narrowed = Narrowed(self.optimizer)
         narrowed = self._narrowed.to(batch.fragments)
         count = torch.get_num_threads() if batch.on_device else storage.num_threads
-        with narrowed, threads(count), handed_on(batch, self.optimizer, used):
+        with narrowed, threads(count), handed_on(batch, self.optimizer, used), self._stepping():
             self.optimizer.step()
         if not storage.writes_beside:
             batch.settle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +80,46 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64).float()
 
 
-def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float) -> None:
-    """Multiply the reduced gradients in place. Local."""
+def squared_norm(sharded: ShardedModel, chosen: Container[int]) -> torch.Tensor:
+    """Square of the L2 norm of the reduced gradient of some parameters, 0D fp32. Collective over dp and `model`.
+
+    `chosen`: ids of parameters; every rank counts the elements it owns. Follows `summarize_gradients`.
+    """
+    mesh = sharded.mesh
+    squared = torch.zeros(1, dtype=torch.float32, device=mesh.device)
+    for group in sharded.trainable_groups:
+        if group.grad is None or not group.axes.owns:
+            continue
+        base = group.resting[0]
+        first, last = (edge - base for edge in group.owned)
+        for slot, param in zip(group.layout.slots, group.params, strict=True):
+            if id(param) in chosen:
+                start, stop = group.fragment(slot)
+                part = group.grad[max(start, first) : max(min(stop, last), start, first)]
+                squared += norm_of(part).square().to(mesh.device)
+    collectives.all_reduce(mesh.dp, squared, op="sum").wait()
+    collectives.all_reduce(mesh.model, squared, op="sum").wait()
+    return squared[0]
+
+
+def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float, chosen: Container[int] | None = None) -> None:
+    """Multiply the reduced gradients in place, all or those of parameters with these ids. Local."""
+    for grad in chosen_gradients(sharded, chosen):
+        grad.mul_(factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor)
+
+
+def chosen_gradients(sharded: ShardedModel, chosen: Container[int] | None = None) -> Iterator[torch.Tensor]:
+    """This rank's reduced gradients: whole groups, or the parts of parameters with these ids. Local."""
     for g in sharded.trainable_groups:
-        if g.grad is not None:
-            g.grad.mul_(factor.to(g.grad.device) if isinstance(factor, torch.Tensor) else factor)
+        if g.grad is None:
+            continue
+        if chosen is None:
+            yield g.grad
+            continue
+        for slot, param in zip(g.layout.slots, g.params, strict=True):
+            if id(param) in chosen:
+                start, stop = g.fragment(slot)
+                yield g.grad[start:stop]
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist.offload.store import Tier
 from hf_dist.optim.fragment import Fragment, lent
+from hf_dist.optim.raw_calls import watched
 from hf_dist.optim.runs import Run, find_runs, groups_of, lay_side_by_side
 from hf_dist.optim.step_batch import StepBatch
 
@@ -66,8 +67,7 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Callable
 
 def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody looks on, nothing touches the masters after the kernel, and each is cast into something else in memory."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not hooks
+    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not watched(optimizer)
     return (
         plain
         and all(group.get("fused") for group in optimizer.param_groups)

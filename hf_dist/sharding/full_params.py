@@ -13,10 +13,11 @@ from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.offload.store import opened
 from hf_dist.sharding.group import FlatGroup, _copy_overlap
-from hf_dist.sharding.guard import OWNER
 from hf_dist.sharding.layout import ParamSlot
+from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.prepared import OWNER
 
-__all__ = ["full_tensors", "gathered"]
+__all__ = ["full_gradient", "full_tensors", "gathered"]
 
 
 @contextmanager
@@ -73,6 +74,8 @@ def unsharded(
             group.pins -= 1
             moved = group.take_back()
             settle(group, moved or before != [p._version for p in group.params])
+            if group.placements.params is Placement.SHARD and group.trainable:
+                group.ignore_writes()
             if id(group) not in was_full:
                 group.reshard()
 
@@ -89,15 +92,11 @@ def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
         stages = collectives.all_gather_object(holders, bool(wrote))
         if True in stages:
             collectives.broadcast(holders, group.full, stages.index(True))
-    if group.separate or group.master is not group.shard:
-        start, stop = group.resting
-        with opened(group.master, changed=True) as masters:
-            new = group.full[start:stop].to(masters.device)
-            # Only what changed: the rest of the master weights keeps the bits that the compute dtype has no room for.
-            torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
-        group.masters_changed()
+    if group.adopt_full():
         group.write_back()
         group.storage.link.wait_device()
+    if group.trainable:
+        group.ignore_writes()
 
 
 def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[FlatGroup]:
@@ -117,12 +116,29 @@ def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[
     return list(groups.values())
 
 
+def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient of a prepared parameter that will be stepped, in its shape, fp32, a copy; None before there is one.
+
+    Collective: every rank that holds a part of it calls it, after the last backward of a window. In fp16 it holds the loss
+    scale until gradients were clipped. Counterpart of DeepSpeed's `safe_get_full_grad`. Raises `ModelError` for a parameter
+    that hf_dist does not hold.
+    """
+    (group,) = _groups_of(param)
+    if group.access is None:
+        return None
+    whole = group.access.whole(param)
+    if whole is not None and group.resting != (0, group.layout.numel):
+        collectives.all_reduce(group.axes.shard, whole, op="sum").wait()
+    return whole
+
+
 def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     """(slot, full tensor on the device) of each parameter, in the dtype the model was loaded in; a slice, where it is one.
 
     Collective over the shard axis. Taken from the fp32 master weights where there are any, so that a model loaded in fp32 and
     trained in bf16 is saved with all its bits.
     """
+    group.take_writes()
     wide = group.source.dtype if torch.float32 in group.loaded_dtypes else group.dtype
     full = torch.zeros(group.layout.numel, dtype=wide, device=group.mesh.device)
     start, stop = group.resting

@@ -28,6 +28,7 @@ from hf_dist.sharding.lazy import WeightSource, lazy_source
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.places import plan_places
 from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.prepared import GradientAccess, prepare, raw_data
 from hf_dist.sharding.window_gradient import WindowGradient
 
 
@@ -61,9 +62,20 @@ class FlatGroup:
         self._guarded = False
         self._gather: collectives.Handle | None = None
         self._stale_shard = False  # `master` was written and `shard` was not
+        self._version: int | None = None  # `_written()` when nobody else had written yet
+        self._data_was_read = False  # `p.data` of a parameter, through which it may have been written without a trace
+        self.access: GradientAccess | None = None
+        """What `p.grad` of the parameters answers; of groups that train."""
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
+            if self.trainable:
+                unguard(p)  # the guard goes over it
+                prepare(p)
+                if self._guarded:
+                    guard(p)
+        if self.fresh and not self._guarded:
+            self.ignore_writes()
 
     # ------------------------------------------------------------------ storage
 
@@ -220,6 +232,8 @@ class FlatGroup:
             self._guarded = False
             for p in self.params:
                 unguard(p)
+            if self.trainable:
+                self.ignore_writes()
 
     def _guard(self) -> None:
         if not self._guarded:
@@ -234,6 +248,7 @@ class FlatGroup:
         if self._gather is not None:  # never free what a collective still writes into
             self._gather.wait()
             self._gather = None
+        self.take_writes()
         self.fresh = False
         self._guard()
         with torch.autograd._unsafe_preserve_version_counter(self.full):
@@ -251,9 +266,50 @@ class FlatGroup:
             if p.data_ptr() != view.data_ptr() and slot.numel:
                 if p.shape != view.shape:
                     raise ModelError(f"{slot.name} was given elements of shape {tuple(p.shape)}, it has {slot.shape}")
-                view.copy_(p.data)
+                view.copy_(raw_data(p))
                 p.data, moved = view, True
         return moved
+
+    def data_was_read(self) -> None:
+        """Somebody has `p.data` of a parameter: writes through it leave no trace. Local."""
+        self._data_was_read = True
+
+    def ignore_writes(self) -> None:
+        """What user code has written into the full weights is not wanted. Local."""
+        self._version, self._data_was_read = self._written(), False
+
+    def _written(self) -> int:
+        """A number that grows whenever an operator writes into a parameter. Views of `full` count for themselves."""
+        return sum(p._version for p in self.params)
+
+    def take_writes(self) -> None:
+        """Weights that user code has written since they were gathered become those of the masters. Local.
+
+        Each rank takes its own elements: as in plain data parallelism every rank is to write the same.
+        """
+        if not self.trainable or not self.fresh or self._guarded or self._version is None:
+            return  # nobody could write
+        if not self._data_was_read and self._written() == self._version:
+            return
+        self.wait_unshard()
+        self.take_back()
+        if self.adopt_full():
+            self.write_back()
+            self.storage.link.wait_device()
+        self.ignore_writes()
+
+    @torch.no_grad()
+    def adopt_full(self) -> bool:
+        """Give the masters what `full` holds, where the two differ; whether there are masters besides. Local."""
+        if not self.separate and self.master is self.shard:
+            return False
+        start, stop = self.resting
+        with opened(self.master, changed=True) as masters:
+            new = self.full[start:stop].to(masters.device)
+            # Only what changed: the rest of the master weights keeps the bits that the compute dtype has no room for.
+            torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
+        self.masters_changed()
+        return True
 
     def fetch(self) -> None:
         """Begin to bring what a gather will read into memory. Local; nothing to do for what is there."""
@@ -288,6 +344,7 @@ class FlatGroup:
         if self.pins:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if self.placements.params is Placement.SHARD:
+            self._version = None  # written before the step, they were taken then
             self.reshard()
             return
         if self._gather is not None:  # of the weights before: its transfers must not be dropped half-way
@@ -359,6 +416,12 @@ class FlatGroup:
                 held[state.tier] += state.nbytes
         held[Tier.HOST] += self.gradient.host_nbytes
         return held
+
+    def multiply_gradient(self, factor: float) -> None:
+        """All that the window has gathered so far times `factor`, reduced or not. Local."""
+        self.window.multiply(factor)
+        if self.grad is not None:
+            self.grad.mul_(factor)
 
     def release_gradient(self) -> None:
         """The optimizer has read the reduced gradient: its memory goes, who had one is still known. Local."""

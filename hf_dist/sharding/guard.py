@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_dist.errors import FreedParameterError, ModelError
+from hf_dist.sharding.prepared import OWNER
 
-OWNER = "_hf_dist_owner"
 LAZY = "_hf_dist_lazy"
 """On a parameter that is still in a file (`lazy.py`): it is filled when it is read."""
 

@@ -8,9 +8,11 @@ are reduced, if they rest sharded or the window ends; the optimizer steps `sourc
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterable
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +31,16 @@ from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.targets import MixedDtypes
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.units import containers
+
+
+class Window(Protocol):
+    """What a backward tells, and asks."""
+
+    def begin_backward(self) -> bool:
+        """A backward has reached the model; whether it is expected to be the last of its accumulation window."""
+
+    def abandon(self) -> None:
+        """The gradients so far belong to no step."""
 
 
 class Passes:
@@ -61,8 +73,13 @@ class Passes:
         self.select(0)
         self.before_training: Callable[[Any, Any], None] | None = None
         """Called once with the arguments of the first forward that has a backward; it may say how long units stay."""
+        self.window: Callable[[], Window | None] = lambda: None
+        """Of the engine, a weak reference; None where there is none."""
         self._depth = 0  # how many modules that contain every unit are in their forward
         self._mixed: MixedDtypes | None = None  # open during a forward that was given targets
+        self._frame: FrameType | None = None  # of the outermost one's call, while it runs
+        # Forwards of each unit that are under way.
+        self._calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
         self._in_backward = False
         self._num_backwards = 0
         self._install_hooks(model)
@@ -128,15 +145,17 @@ class Passes:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the forward of a module that contains every unit; the outermost one begins the pass."""
+        if self._depth and not _runs(self._frame):  # Ctrl-C has ended a forward: torch then calls no hook
+            self._end_forward()
         self._depth += 1
         if self._depth > 1:
             return None
+        self._frame = sys._getframe(2)  # behind the hook: the call of the module
         if _recomputing():
             self._regather(self.root)
             return None
         if self._in_backward:  # the last backward raised; what it left behind belongs to no step
-            self._end_backward()
-            self.reducer.drop()
+            self._abandon_window()
         if torch.is_grad_enabled():
             self.buffers.watch()
             self.begin_training(args, kwargs)
@@ -144,7 +163,6 @@ class Passes:
         self._issue(self.orders.forward.reach(0))
         self.root.wait_unshard()
         self._gather_ahead(self.orders.forward, 0)
-        self._close_mixed()  # of a forward that was interrupted
         inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs)
         if self._mixed is not None:
             self._mixed.__enter__()
@@ -159,7 +177,10 @@ class Passes:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After it. The root stays for backward; in evaluation everything rests."""
         self._depth -= 1
-        if self._depth > 0 or _recomputing():
+        if self._depth > 0:
+            return
+        self._frame = None
+        if _recomputing():
             return
         self._close_mixed()
         self.reducer.settle()  # of the microbatch before: their buffers would be there beside the loss
@@ -215,7 +236,7 @@ class Passes:
     def _watch_inputs(self, unit: ShardUnit, args: Any, kwargs: Any) -> Any:
         """Route differentiable inputs through an identity that tells when the call's backward has reached them."""
         unit_call = Call(has_inputs=False)
-        self._call = unit_call
+        self._calls[unit.index].append(unit_call)
         # Only early freeing asks for the arrival. Without it a block may write into its inputs in place.
         if not torch.is_grad_enabled() or self.params_rest is not Placement.SHARD:
             return None
@@ -238,8 +259,9 @@ class Passes:
 
     def _post_forward(self, unit: ShardUnit, module: nn.Module, args: Any, output: Any) -> None:
         tensors = differentiable(output) or inside_object(output)
+        unit_call = self._calls[unit.index].pop()
         if tensors and torch.is_grad_enabled():
-            self._watch_outputs(unit, tensors, self._call)
+            self._watch_outputs(unit, tensors, unit_call)
         # The last unit's backward comes next, its weights may stay: `_leave` decides. (Before the ranks agreed this is a
         # guess.) A recomputed forward is followed by its backward at once.
         stays = self.orders.forward.last == unit.index or (unit.stay > Stay.USE and torch.is_grad_enabled())
@@ -265,9 +287,14 @@ class Passes:
         self._start_backward()
         Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _start_backward(self) -> None:
+    def _start_backward(self, finishing: Container[int] | None = None) -> None:
+        window = self.window()
+        is_last = window.begin_backward() if window is not None else True
+        if finishing is None:
+            finishing = range(len(self.units)) if is_last else ()
         self._in_backward = True
         self._num_backwards += 1
+        self.reducer.begin_backward(finishing)
         self.orders.backward.restart()
         self.reducer.order.restart()
         for unit in self.units:
@@ -279,8 +306,7 @@ class Passes:
 
         `finishing`: units whose gradients are complete after it. Select the stage's pass first. Collective over the shard axes.
         """
-        self.reducer.finishing = finishing
-        self._start_backward()
+        self._start_backward(finishing)
         # A stage that sends tensors on has no output of the root module on which a gradient could arrive.
         self._issue(self.orders.backward.reach(0))
         self.root.wait_unshard()
@@ -344,6 +370,33 @@ class Passes:
             self.orders.agree([seen for seen, _ in everyone])
             self.buffers.agree(changed for _, changed in everyone)
 
+    def _abandon_window(self) -> None:
+        window = self.window()
+        if window is not None:
+            window.abandon()
+        else:
+            self._end_backward()
+            self.reducer.drop()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last backward has ended without its end."""
+        return self._in_backward and not _recomputing()
+
+    def abandon(self) -> None:
+        """No pass is under way any more; what one has left behind is cleared. Local."""
+        if self.failed:
+            self._end_backward()
+        if self._depth and not _runs(self._frame):
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        self._depth, self._frame = 0, None
+        self._close_mixed()
+        for unit in self.units:
+            self._calls[unit.index].clear()
+            unit.reshard()
+
     def _end_backward(self) -> None:
         self._in_backward = False
         for unit in self.units:
@@ -389,6 +442,14 @@ def _gradient_arrived(
     passes = me()
     if passes is not None:
         passes._gradient_ready(unit, group, index)
+
+
+def _runs(frame: FrameType | None) -> bool:
+    """Whether the function of `frame` is still running on this thread."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
 
 
 def _recomputing() -> bool:

@@ -41,9 +41,20 @@ class Reducer:
         self.order = IssueOrder([u.index for u in reversed(units) if u.trainable])
         self.when_final: Callable[[FlatGroup], None] | None = None
         """Called when the gradient of a group is complete for the window, with nothing left to add over the ranks."""
+        self._unfinished: set[int] = set()  # units with gradients of a backward that was not announced as the last
+        self._dropping = False
         self._in_flight: deque[tuple[int, Handle]] = deque()  # (elements, handle)
         self._combining: deque[Handle] = deque()
         self._at_end: list[tuple[FlatGroup, Combination]] = []
+
+    def begin_backward(self, finishing: Container[int]) -> None:
+        """`finishing`: units whose gradients of the window are expected to be complete after the backward that begins."""
+        self.finishing = finishing
+        for index in self.order.units:
+            if index in finishing:
+                self._unfinished.discard(index)
+            else:
+                self._unfinished.add(index)
 
     def reduces(self, index: int) -> bool:
         """Whether unit `index` is reduced after the backward under way."""
@@ -80,37 +91,69 @@ class Reducer:
         for group in unit.trainable:
             handle = group.reduce()
             if unit.index in self.finishing:
-                if group.axes.then:
-                    handle = Handle([handle], functools.partial(self._combine, group, 0))
-                elif self.when_final is not None:
-                    handle = Handle([handle], functools.partial(self.when_final, group))
+                handle = self._finished(group, handle)
             self._in_flight.append((group.layout.numel, handle))
         if not self.max_numel:
             self.settle()
 
+    def _finished(self, group: FlatGroup, handle: Handle) -> Handle:
+        """What follows when the window's gradient of `group` is reduced: its further axes, or a step in backward."""
+        if group.axes.then:
+            return Handle([handle], functools.partial(self._combine, group, 0))
+        if self.when_final is not None:
+            return Handle([handle], functools.partial(self._final, group))
+        return handle
+
     def _combine(self, group: FlatGroup, index: int) -> None:
         """The window's gradient of `group` is reduced, and combined over the first `index` of its further axes: go on."""
-        if index == len(group.axes.then):
+        if index == len(group.axes.then) or self._dropping:
             return
         row = group.axes.then[index]
         if row.at_end:
-            self._at_end.append((group, row))
+            if (group, row) not in self._at_end:  # several schedules may have run before the step
+                self._at_end.append((group, row))
         else:
             self._combining.append(Handle([group.combine(row)], functools.partial(self._combine, group, index + 1)))
+
+    def _final(self, group: FlatGroup) -> None:
+        if self.when_final is not None and not self._dropping:
+            self.when_final(group)
+
+    def reduce_rest(self) -> None:
+        """Reduce what backwards have left that were not announced as the last of their window. Collective over dp."""
+        rest = [unit for unit in reversed(self.units) if unit.trainable and unit.index in self._unfinished]
+        self._unfinished.clear()
+        self.finishing = range(len(self.units))
+        for unit in rest:
+            if self.placements.grads is not Placement.SHARD:
+                self._reduce(unit)
+                continue
+            for group in unit.trainable:  # reduced in each backward
+                self._in_flight.append((0, self._finished(group, Handle([]))))
+        self.wait()
+        for unit in self.units:
+            for group in unit.trainable:
+                if group.access is not None:
+                    group.access.adopt()
 
     def settle(self) -> None:
         """Wait for the reductions in flight. Local."""
         while self._in_flight:
             self._in_flight.popleft()[1].wait()
 
-    def wait(self) -> None:
-        """Until nothing is in flight, nor on its way to the host, and what waits for the end of the window is combined.
-
-        Collective over the axes that wait for it (of weights that several pipeline stages hold), once per window; else local.
-        """
+    def land(self) -> None:
+        """Until nothing is in flight, nor on its way to the host. Local."""
         self.settle()
         while self._combining:
             self._combining.popleft().wait()
+        self.link.wait_host()
+
+    def wait(self) -> None:
+        """`land`, and what waits for the end of the window is combined.
+
+        Collective over the axes that wait for it (of weights that several pipeline stages hold), once per window; else local.
+        """
+        self.land()
         # By name: stages reduce their units in different orders, and each waits for the others here.
         for group, row in sorted(self._at_end, key=lambda waiting: waiting[0].layout.slots[0].name):
             group.combine(row).wait()
@@ -119,7 +162,13 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget the gradients of the window."""
-        self.wait()
+        self._dropping = True  # what was to follow a reduction does not
+        try:
+            self.land()
+        finally:
+            self._dropping = False
+        self._at_end.clear()  # their sum is a collective of its own, and nobody wants it
+        self._unfinished.clear()
         for unit in self.units:
             for group in unit.trainable:
                 group.drop_gradients()

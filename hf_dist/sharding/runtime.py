@@ -13,9 +13,10 @@ from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.offload.store import Tier
 from hf_dist.sharding.budgets import Budgets
+from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import axes_by_name
-from hf_dist.sharding.guard import check_still_frozen, refuse_moves, replace_method
+from hf_dist.sharding.guard import check_still_frozen, refuse_moves
 from hf_dist.sharding.passes import Passes
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
@@ -66,24 +67,14 @@ class ShardedModel:
             pipeline=pipeline,
         )
         refuse_moves(model)
-        me = weakref.ref(self)
+        reducer = weakref.ref(self.reducer)
 
-        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-            sharded = me()
-            if sharded is not None:
-                sharded.drop_gradients()
-            type(module).zero_grad(module, set_to_none)
+        def land() -> None:
+            if (found := reducer()) is not None:
+                found.land()
 
-        replace_method(model, "zero_grad", zero_grad)
-
-    @property
-    def is_last_microbatch(self) -> bool:
-        """Whether the next backward ends its accumulation window; set it before every backward."""
-        return bool(self.reducer.finishing)
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool) -> None:
-        self.reducer.finishing = range(len(self.units)) if value else ()
+        for group in self.trainable_groups:
+            group.access = GroupAccess(group, land)
 
     @property
     def whole(self) -> nn.Module:
@@ -133,6 +124,25 @@ class ShardedModel:
         Local, but for weights that several pipeline stages hold (`Reducer.wait`).
         """
         self.reducer.wait()
+
+    def reduce_rest(self) -> None:
+        """Reduce what no backward was announced to be the last of, and take gradients that user code has set. Collective."""
+        self.reducer.reduce_rest()
+
+    def gradient_versions(self) -> list[int]:
+        """A number for each reduced gradient that moves when anybody writes into it. Local."""
+        return [-1 if g.grad is None else g.grad._version for g in self.trainable_groups]
+
+    def multiply_gradients(self, factor: float) -> None:
+        """All gradients of the window so far times `factor`, reduced or not. Local."""
+        self.reducer.land()
+        for group in self.trainable_groups:
+            group.multiply_gradient(factor)
+
+    def take_writes(self) -> None:
+        """Weights that user code has written become those that are stepped and saved. Local."""
+        for group in self.groups:
+            group.take_writes()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of the window (`zero_grad`)."""

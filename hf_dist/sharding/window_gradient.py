@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.layout import FlatLayout
+from hf_dist.sharding.prepared import raw_grad, set_raw_grad
 
 
 class WindowGradient:
@@ -55,7 +56,7 @@ class WindowGradient:
     def add(self, index: int) -> None:
         """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it."""
         p = self._params[index]
-        grad = p.grad
+        grad = raw_grad(p)
         if grad is None:
             return
         self.used[index] = True
@@ -71,7 +72,28 @@ class WindowGradient:
         else:
             into.copy_(grad)
         self._filled[index] = True
-        p.grad = None
+        set_raw_grad(p, None)
+
+    def of(self, index: int) -> torch.Tensor | None:
+        """What has been moved into the flat buffer for parameter `index`, in its shape; None if there is nothing. Local."""
+        if self.values is None or not self._filled[index]:
+            return None
+        slot = self._layout.slots[index]
+        return self.values[slot.offset : slot.stop].view(slot.shape)
+
+    def forget(self, index: int) -> None:
+        """Parameter `index` has no gradient so far. Local."""
+        set_raw_grad(self._params[index], None)
+        self.used[index] = False
+        self._filled[index] = False
+
+    def multiply(self, factor: float) -> None:
+        """What is here times `factor`. Local."""
+        for i, p in enumerate(self._params):
+            waiting = raw_grad(p) if self._in_place else None
+            for values in (waiting, self.of(i)):
+                if values is not None:
+                    values.mul_(factor)
 
     def _buffer(self) -> torch.Tensor:
         """`values`, begun anew if it is None: zero between the slots, not initialised in them."""
@@ -93,9 +115,10 @@ class WindowGradient:
             if self._filled[i]:
                 continue
             into = values[slot.offset : slot.stop].view(slot.shape)
-            if self._in_place and p.grad is not None:  # of earlier microbatches, this one did not use it
-                into.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-                p.grad = None
+            waiting = raw_grad(p) if self._in_place else None
+            if waiting is not None:  # of earlier microbatches, this one did not use it
+                into.copy_(waiting.to_dense() if waiting.is_sparse else waiting)
+                set_raw_grad(p, None)
                 self.used[i] = True
             else:
                 into.zero_()
@@ -106,8 +129,7 @@ class WindowGradient:
     def drop(self) -> None:
         """The window is over: forget what was not reduced, and who had a gradient."""
         self.values = None
-        if self._in_place:
-            self._in_place = False
-            for p in self._params:
-                p.grad = None
+        self._in_place = False
+        for p in self._params:
+            set_raw_grad(p, None)
         self.used = [False] * len(self._params)

@@ -49,7 +49,7 @@ class Clock:
 
 def install(clock: Clock) -> None:
     """Clocks on the engine's functions, in this process from now on; before an engine is made, which binds some."""
-    from hf_dist import collectives, engine
+    from hf_dist import collectives, engine, window
     from hf_dist.optim.attach import FragmentedOptimizer
     from hf_dist.sharding.group import FlatGroup
     from hf_dist.sharding.passes import Passes
@@ -67,8 +67,8 @@ def install(clock: Clock) -> None:
     clock.wrap(FlatGroup, "reduce", "gradients: cast for the wire, sends posted")
     clock.wrap(collectives.Handle, "wait", "gradients: sum of what arrived")
     clock.wrap(collectives, "_block_on", "waiting for collectives")
-    clock.wrap(engine, "summarize_gradients", "norm")
-    clock.wrap(engine, "scale_gradients", "clipping")
+    clock.wrap(window, "summarize_gradients", "norm")
+    clock.wrap(window, "scale_gradients", "clipping")
     clock.wrap(FragmentedOptimizer, "step", "optimizer")
     clock.wrap(ShardedModel, "weights_changed", "weights written back")
     clock.wrap(engine.Engine, "step", "rest of the step")

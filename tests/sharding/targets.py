@@ -136,7 +136,6 @@ def interrupted(rank: int, world: int) -> tuple[bool, int]:
         engine(torch.ones(4, 8), BIG)
     except KeyboardInterrupt:
         handle.remove()
-    engine.sharded.passes._depth = 0  # as whoever abandons the window does
     engine(torch.ones(4, 8), BIG)
     return torch.equal(model.seen, BIG), torch._C._len_torch_function_stack()
 

@@ -1,0 +1,54 @@
+"""Which gradients a list of parameters means: of one engine, of several, of a part of a model, of plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_dist.engine import Engine
+from hf_dist.errors import ModelError
+from hf_dist.window import Window
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The gradients of some parameters."""
+
+    windows: list[tuple[Window, set[int] | None]]
+    """With the ids of the parameters that were listed, None for all that train; never empty."""
+    plain: list[torch.Tensor]
+    """Of tensors that no engine holds."""
+
+
+def listed_gradients(engines: Sequence[Engine], parameters: Any) -> Listed:
+    """The gradients of `parameters`: a tensor or an iterable of parameters, or of tensors in an optimizer's param groups.
+
+    Local. Raises `ModelError` for a part of the parameters under a pipeline, where the stages could not know of each other.
+    """
+    tensors: Iterable[Any] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    listed = {id(p): p for p in tensors}
+    windows: list[tuple[Window, set[int] | None]] = []
+    for engine in engines:
+        own = {id(p) for g in engine.sharded.trainable_groups for p in g.params}
+        of_model = own | {id(p) for p in engine.model.parameters()}
+        stepped = engine.fragments.fragments if engine.fragments is not None else ()
+        stood_for = {id(f.tensor): id(f.group.params[f.index]) for f in stepped}
+        known = [i for i in listed if i in of_model or i in stood_for]
+        found = {stood_for.get(i, i) for i in known if i in own or i in stood_for}
+        by_fragment = any(i in stood_for for i in known)
+        for i in known:
+            del listed[i]
+        if not known:
+            continue
+        is_all = found == own and not by_fragment  # which fragments there are differs by rank
+        if not is_all and not by_fragment and engine.mesh.pp.size > 1:
+            raise ModelError(
+                f"{len(found)} of {len(own)} trainable parameters were given to be clipped: with pipeline.stages above 1 pass "
+                "model.parameters(), the stages clip together"
+            )
+        windows.append((engine.window, None if is_all else found))
+    plain = [p.grad for p in listed.values() if p.grad is not None]
+    return Listed(windows or [(engines[0].window, set())], plain)

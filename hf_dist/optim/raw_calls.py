@@ -1,0 +1,75 @@
+"""What a user's own calls of a torch optimizer do once it steps fragments: `step`, `zero_grad`, `add_param_group`.
+
+The fragments have gradients only while the engine lends them, so without this a loop that keeps the plain optimizer would
+step nothing, drop nothing and train no group that it adds, without a word.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+
+class Engine(Protocol):
+    """Who answers."""
+
+    def stepped_by_hand(self, closure: Any) -> Any:
+        """`optimizer.step(closure)` was called; returns what the closure did."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+    def add_param_group(self, options: dict[str, Any]) -> None:
+        """Train the parameters of another group."""
+
+
+class StepHook:
+    """Pre-hook of an optimizer's step: a call that is not the engine's own becomes one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self.is_own = False
+        """Whether the engine is stepping."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        engine = self._engine()
+        if self.is_own or engine is None:
+            return None
+        given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
+        value = engine.stepped_by_hand(given[0] if given else None)
+        # The optimizer's own step goes on with fragments that have no gradient, and returns what the closure returned.
+        return (optimizer, *([lambda: value] if given else [])), {}
+
+
+def route(optimizer: torch.optim.Optimizer, engine: Engine) -> StepHook:
+    """Have calls of `optimizer` by user code arrive at `engine`, which is held weakly. Local."""
+    reference = weakref.ref(engine)
+    kind: Any = type(optimizer)
+    held = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        found = reference()
+        if found is not None:
+            found.zero_grad()
+        kind.zero_grad(held(), set_to_none)
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        found = reference()
+        kind.add_param_group(held(), param_group)
+        if found is not None:
+            found.add_param_group(param_group)
+
+    own: Any = optimizer
+    own.zero_grad = zero_grad
+    own.add_param_group = add_param_group
+    hook = StepHook(engine)
+    optimizer.register_step_pre_hook(hook)
+    return hook
+
+
+def watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody else looks at the steps of `optimizer`."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return any(not isinstance(hook, StepHook) for hook in hooks)

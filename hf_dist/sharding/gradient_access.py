@@ -1,0 +1,121 @@
+"""What reading and writing `p.grad` of a prepared parameter does: the gradient lies in flat buffers of its group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from hf_dist.errors import ModelError
+from hf_dist.sharding.gradient_shard import GradientShard
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.layout import ParamSlot
+from hf_dist.sharding.prepared import raw_grad, set_raw_grad
+
+
+class GroupAccess:
+    """The gradients of one group as user code sees them."""
+
+    def __init__(self, group: FlatGroup, land: Callable[[], None]) -> None:
+        """`land`: waits until what is on its way to the group's gradient is there; local."""
+        self._of = weakref.ref(group)
+        self._land = land
+        self._index = {id(p): i for i, p in enumerate(group.params)}
+
+    @property
+    def _group(self) -> FlatGroup:
+        group = self._of()
+        assert group is not None, "a group outlives what it owns"
+        return group
+
+    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """This rank's view of the gradient of one of the parameters, as far as the window has come. Local.
+
+        Before the last microbatch of stages 0 and 1 it is this rank's own sum, as inside DDP's `no_sync`; after it the mean
+        over the data ranks, times the fp16 loss scale until it is clipped. Where a rank keeps a part of that, the result is
+        a `GradientShard`.
+        """
+        group, index = self._group, self._index[id(param)]
+        waiting = raw_grad(param)
+        if waiting is None:
+            waiting = group.window.of(index)
+        if waiting is not None:
+            return waiting
+        self._land()
+        if group.grad is None:
+            return None
+        slot = group.layout.slots[index]
+        start, stop = group.fragment(slot)
+        own = group.grad[start:stop]
+        if group.resting != (0, group.layout.numel) or group.mesh.model.size > 1:
+            # A loop over the parameters of a pipeline's rank sees those of its stages: its norms would be of a part.
+            axis = group.axes.shard if group.mesh.model.size == 1 else None
+            return GradientShard.of(own, torch.Size(slot.shape), axis, slot.name)
+        alone = group.mesh.world.size == 1
+        return None if alone and not group.window.used[index] else own.view(slot.shape)
+
+    def set_gradient(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
+        """`p.grad = value`: None for no gradient, a tensor of the parameter's shape for another one. Local.
+
+        Every rank sets the same; each keeps its part. Raises `ModelError` for another shape.
+        """
+        group, index = self._group, self._index[id(param)]
+        slot = group.layout.slots[index]
+        if value is None:
+            self._land()
+            group.window.forget(index)
+            if group.grad is not None:
+                start, stop = group.fragment(slot)
+                group.grad[start:stop].zero_()
+            return
+        if isinstance(value, GradientShard):  # p.grad *= 0.5 ends like this; it was done in place
+            return
+        if tuple(value.shape) != tuple(slot.shape):
+            raise ModelError(
+                f"p.grad of {slot.name} was given shape {tuple(value.shape)}, the parameter has {slot.shape}"
+            )
+        now = self.gradient_of(param)
+        if now is None:
+            set_raw_grad(param, value.detach().to(param.dtype))  # `adopt` finds it
+        elif isinstance(now, GradientShard):
+            self._store(slot, value)
+        elif now.data_ptr() != value.data_ptr():
+            now.copy_(value)
+        group.window.used[index] = True
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Gradients that user code has put on `p.grad` without a backward join those of the window. Local."""
+        group = self._group
+        for index, (slot, p) in enumerate(zip(group.layout.slots, group.params, strict=True)):
+            value = raw_grad(p)
+            if value is not None:
+                set_raw_grad(p, None)
+                self._store(slot, value)
+                group.window.used[index] = True
+
+    @torch.no_grad()
+    def whole(self, param: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient in a tensor of the parameter's shape, zero elsewhere. Local."""
+        group = self._group
+        self._land()
+        if group.grad is None:
+            return None
+        slot = group.layout.slots[self._index[id(param)]]
+        first, last = group.fragment(slot)
+        origin = group.resting[0] + first - slot.offset
+        full = torch.zeros(slot.numel, dtype=torch.float32, device=group.mesh.device)
+        full[origin : origin + last - first] = group.grad[first:last].to(full)
+        return full.view(slot.shape)
+
+    def _store(self, slot: ParamSlot, value: torch.Tensor) -> None:
+        group = self._group
+        start, stop = group.resting
+        if group.grad is None:
+            group.gradient.add(torch.zeros(stop - start, dtype=group.precision.reduced, device=group.mesh.device))
+            group.storage.link.wait_host()
+        assert group.grad is not None
+        first, last = group.fragment(slot)
+        origin = start + first - slot.offset
+        group.grad[first:last].copy_(value.detach().reshape(-1)[origin : origin + last - first])

@@ -1,0 +1,126 @@
+"""`p.grad` where a rank holds only a part of it: norms are those of the whole gradient, products reach the part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.errors import ModelError
+from hf_dist.mesh import MeshAxis
+
+_BASE: Any = torch._C.TensorBase
+_METADATA = {
+    vars(_BASE)[name].__get__
+    for name in (
+        "dtype",
+        "device",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "_version",
+    )
+}
+_PLAIN = (torch.Tensor.detach, torch.detach, _BASE.data.__get__)
+_IN_PLACE = {
+    getattr(torch.Tensor, name)
+    for name in ("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "neg_", "nan_to_num_")
+} | {torch.Tensor.__imul__, torch.Tensor.__itruediv__}
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
+_FOREACH: dict[Any, Any] = {
+    torch._foreach_mul_: torch.Tensor.mul_,
+    torch._foreach_clamp_min_: torch.Tensor.clamp_min_,
+    torch._foreach_clamp_max_: torch.Tensor.clamp_max_,
+}
+
+
+class GradientShard(torch.Tensor):
+    """This rank's elements of a gradient, in place. Norms are collective over the ranks that hold the rest."""
+
+    _whole: torch.Size
+    _axis: MeshAxis | None
+    _name: str
+
+    @staticmethod
+    def of(part: torch.Tensor, whole: torch.Size, axis: MeshAxis | None, name: str) -> GradientShard:
+        """`part`: 1-D view into the gradient that will be stepped; `whole`: the parameter's shape; `axis`: who has the rest,
+        None under a pipeline, where no rank sees the gradients of all parameters and nothing but metadata is answered."""
+        shard = part.as_subclass(GradientShard)
+        shard._whole, shard._axis, shard._name = whole, axis, name
+        return shard
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(first, GradientShard):
+                if func in _METADATA:
+                    return func(first)
+                if (answer := first._shape_answer(func, args[1:])) is not None:
+                    return answer
+                if first._axis is None:
+                    raise ModelError(
+                        f"p.grad of {first._name}: with pipeline.stages above 1 a rank has gradients of its own stages only. "
+                        "Clip with accelerator.clip_grad_norm_ or gradient_clipping; hf_dist.full_gradient(p) is one of them."
+                    )
+                if func in _PLAIN:  # who wants to be rid of autograd
+                    return first
+                if func in _IN_PLACE and all(_is_number(x) for x in (*args[1:], *kwargs.values())):
+                    func(first, *args[1:], **kwargs)
+                    return first
+                if func in _NORMS:
+                    return first._norm(*args[1:], **kwargs)
+            if func in _FOREACH and _is_number(args[1]):
+                in_place: Any = _FOREACH[func]
+                for tensor in cast(Any, first):
+                    in_place(tensor, args[1])
+                return None
+        shard = next((x for x in args if isinstance(x, GradientShard)), None)
+        name = shard._name if shard is not None else "a parameter"
+        raise ModelError(
+            f"{getattr(func, '__name__', func)} of the gradient of {name}: this rank holds a shard of it (ZeRO stage 1 to 3). "
+            "On p.grad there are norms, products with a number, clamp_ and zero_; torch.nn.utils.clip_grad_norm_ and "
+            "clip_grad_value_ work. Every rank can have the whole of it with hf_dist.full_gradient(p)."
+        )
+
+    def _shape_answer(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if func == _BASE.shape.__get__:
+            return self._whole
+        if func is torch.Tensor.size:
+            return self._whole[args[0]] if args else self._whole
+        if func in (torch.Tensor.numel, torch.Tensor.nelement, torch.numel):
+            return self._whole.numel()
+        if func in (torch.Tensor.dim, _BASE.ndim.__get__):
+            return len(self._whole)
+        if func is torch.Tensor.__repr__:
+            return f"<shard of the gradient of {self._name}, {super().numel()} of {self._whole.numel()} elements>"
+        return None
+
+    def _norm(self, p: Any = 2, ord: Any = None, **kwargs: Any) -> torch.Tensor:
+        asked = p if ord is None else ord
+        degree = 2.0 if asked == "fro" else float(asked)
+        if any(value is not None for key, value in kwargs.items() if key not in ("dtype", "keepdim")):
+            raise ModelError(f"a norm along a dimension of the gradient of {self._name}: this rank holds a shard of it")
+        own = self.as_subclass(torch.Tensor)
+        is_max = degree == float("inf")
+        if own.numel() == 0:
+            value = torch.zeros((), dtype=torch.float32, device=own.device)
+        else:
+            value = torch.linalg.vector_norm(own, degree, dtype=torch.float32)
+        assert self._axis is not None
+        total = (value if is_max else value.pow(degree)).reshape(1)
+        collectives.all_reduce(self._axis, total, op="max" if is_max else "sum").wait()
+        return total[0] if is_max else total[0].pow(1.0 / degree)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.ndim == 0

@@ -1,0 +1,192 @@
+"""Raw torch loops on a prepared model: `p.grad`, torch's clipping, the plain optimizer's calls, failures, written weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hf_dist
+from hf_dist.errors import ModelError
+from tests.harness import run_ranks
+from tests.window import scripts
+from tests.window.nets import Blocks, Kit, Shares, batch, config, loss_of, on_hf_dist, on_torch, sgd, weights
+
+RELATIVE = 1e-5
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def close(found: tuple[torch.Tensor, list[float]], wanted: tuple[torch.Tensor, list[float]]) -> None:
+    """Weights and notes are equal."""
+    torch.testing.assert_close(found[0], wanted[0], rtol=RELATIVE, atol=RELATIVE * float(wanted[0].abs().max()))
+    assert found[1] == pytest.approx(wanted[1], rel=RELATIVE)
+
+
+def cases() -> list[Any]:
+    """(script, stage)."""
+    found = [(script, stage) for script in scripts.ANY_STAGE for stage in range(4)]
+    found += [(script, stage) for script in scripts.NEEDS_WHOLE_WEIGHTS for stage in range(3)]
+    return found
+
+
+@pytest.mark.parametrize(("script", "stage"), cases(), ids=lambda x: getattr(x, "__name__", f"stage{x}"))
+def test_a_torch_loop_on_a_prepared_model_gives_the_numbers_of_torch(script: Callable[[Kit], None], stage: int) -> None:
+    close(on_hf_dist(script, config(stage)), on_torch(script))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("script", [*scripts.ANY_STAGE, *scripts.NEEDS_WHOLE_WEIGHTS], ids=lambda s: s.__name__)
+def test_the_same_with_the_optimizer_on_the_host(script: Callable[[Kit], None], stage: int) -> None:
+    settings = config(stage)
+    settings["zero_optimization"].update(OFFLOAD)
+    close(on_hf_dist(script, settings), on_torch(script))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_unit_inside_of_another_units_forward(stage: int) -> None:
+    close(on_hf_dist(scripts.plain_steps, config(stage), Shares), on_torch(scripts.plain_steps, Shares))
+
+
+def on_ranks(rank: int, world: int) -> dict[str, Any]:
+    """Every script at every stage, each rank with its own rows of a batch."""
+
+    def rows(i: int) -> torch.Tensor:
+        return batch(i, 4 * world)[4 * rank : 4 * rank + 4]
+
+    found: dict[str, Any] = {}
+    for script, stage in cases():
+        try:
+            found[f"{script.__name__}-{stage}"] = on_hf_dist(script, config(stage), rows=rows)
+        except Exception as error:
+            found[f"{script.__name__}-{stage}"] = repr(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    """What two ranks found, by script and stage."""
+    return run_ranks(on_ranks, 2)
+
+
+LOCAL_NOTES = {"plain_steps", "written_inside_forward", "interrupted_evaluation", "closures"}
+"""Scripts that note this rank's own loss."""
+
+
+@pytest.mark.parametrize(("script", "stage"), cases(), ids=lambda x: getattr(x, "__name__", f"stage{x}"))
+def test_two_ranks_give_the_numbers_of_one_process_on_the_joined_batch(
+    script: Callable[[Kit], None], stage: int, two_ranks: list[dict[str, Any]]
+) -> None:
+    def joined(kit: Kit) -> None:
+        kit.rows = lambda i: batch(i, 8)
+        script(kit)
+
+    wanted = on_torch(joined)
+    for rank in two_ranks:
+        found = rank[f"{script.__name__}-{stage}"]
+        assert not isinstance(found, str), found
+        if script.__name__ in LOCAL_NOTES:
+            found, wanted = (found[0], []), (wanted[0], [])
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("script", scripts.NEEDS_WHOLE_WEIGHTS, ids=lambda s: s.__name__)
+def test_weights_written_between_steps_stay_written_in_bf16(script: Callable[[Kit], None], stage: int) -> None:
+    """The masters follow: as far as bf16 has digits the weights are those of fp32."""
+    found, _ = on_hf_dist(script, config(stage, bf16={"enabled": True}))
+    wanted, _ = on_torch(script)
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_was_not_written_keeps_the_low_bits_of_its_masters(stage: int) -> None:
+    def low_bits(write: bool) -> torch.Tensor:
+        model = Blocks()
+        engine = hf_dist.initialize(model, config=config(stage, bf16={"enabled": True}), optimizer=sgd(model))
+        for i in range(3):
+            engine.backward(loss_of(engine.model, batch(i).bfloat16()))
+            engine.step()
+            if write:
+                model.head.bias.data.fill_(0.5)
+        return torch.cat([g.source.clone() for g in engine.sharded.groups])
+
+    written, plain = low_bits(True), low_bits(False)
+    first = plain[: 8 * 8]  # of `first`: one step later the bias of the head has changed its gradient
+    assert not torch.equal(first, first.bfloat16().float())
+    assert not torch.equal(written[: 8 * 8], written[: 8 * 8].bfloat16().float())
+
+
+def test_weights_written_after_the_last_step_are_in_the_checkpoint(tmp_path: Any) -> None:
+    model = Blocks()
+    engine = hf_dist.initialize(model, config=config(1, bf16={"enabled": True}), optimizer=sgd(model))
+    engine.backward(loss_of(model, batch(0).bfloat16()))
+    engine.step()
+    for p in model.parameters():
+        p.data.fill_(0.25)
+    engine.save_checkpoint(tmp_path / "c")
+    again = Blocks(1)
+    other = hf_dist.initialize(again, config=config(1, bf16={"enabled": True}), optimizer=sgd(again))
+    other.load_checkpoint(tmp_path / "c")
+    assert torch.equal(weights(again), torch.full_like(weights(again), 0.25))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_param_group_that_is_added_later_is_trained(stage: int) -> None:
+    def run(prepared: bool) -> torch.Tensor:
+        model = Blocks()
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.01, momentum=0.9)
+        if prepared:
+            engine = hf_dist.initialize(model, config=config(stage), optimizer=optimizer)
+            assert engine.optimizer is optimizer
+        for i in range(5):
+            if i == 2:
+                optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.03})
+            optimizer.zero_grad()
+            loss_of(model, batch(i)).backward()
+            optimizer.step()
+        return weights(model)
+
+    torch.testing.assert_close(run(True), run(False), rtol=RELATIVE, atol=RELATIVE)
+
+
+def test_a_param_group_that_cannot_be_trained_is_refused_by_name() -> None:
+    model = Blocks()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.blocks.parameters(), *model.head.parameters()], lr=0.1)
+    engine = hf_dist.initialize(model, config=config(1), optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"more than one parameter group.*head.weight"):
+        optimizer.add_param_group({"params": [model.head.weight]})
+    model.first.requires_grad_(True)
+    with pytest.raises(ModelError, match=r"first\.weight was unfrozen"):
+        optimizer.add_param_group({"params": list(model.first.parameters())})
+    assert engine.optimizer is optimizer
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    """What is said of gradients of which a rank holds a part."""
+    model = Blocks()
+    engine = hf_dist.initialize(model, config=config(2), optimizer=sgd(model))
+    loss_of(model, batch(rank)).backward()
+    said = []
+    for read in (lambda p: p.grad + 1, lambda p: p.grad.sum(), lambda p: p.grad.add_(torch.ones(8, 8))):
+        try:
+            read(model.first.weight)
+        except ModelError as error:
+            said.append(str(error))
+    said.append(repr(model.first.weight.grad))
+    assert model.first.weight.grad.shape == (8, 8) and model.first.weight.grad.numel() == 64
+    whole = hf_dist.full_gradient(model.first.weight)
+    both = [torch.autograd.grad(loss_of(m := Blocks(), batch(r)), m.first.weight)[0] for r in range(world)]
+    torch.testing.assert_close(whole, sum(both) / world)
+    assert engine.global_steps == 0
+    return said
+
+
+def test_what_a_shard_of_a_gradient_cannot_answer_is_refused_by_name() -> None:
+    for said in run_ranks(refusals, 2):
+        assert len(said) == 4
+        for text in said[:3]:
+            assert "first.weight" in text and "full_gradient" in text
+        assert "shard of the gradient of first.weight" in said[3]
