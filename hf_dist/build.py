@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_dist import failure, watchdog
-from hf_dist.activation import set_up_checkpointing, tiled_loss_for
+from hf_dist.activation import set_up_checkpointing
 from hf_dist.config import (
     BatchSizes,
     DistConfig,
@@ -29,6 +29,7 @@ from hf_dist.errors import ConfigError, Problem
 from hf_dist.estimate.budget import keep_by_budget
 from hf_dist.estimate.states import OptimizerStates
 from hf_dist.log import say
+from hf_dist.loss import tiled_loss_for
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
 from hf_dist.offload.storage import Storage, open_storage
 from hf_dist.optim.build import build_optimizer

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hf_dist import collectives
-from hf_dist.activation import TiledLoss
 from hf_dist.checkpoint import random_state, resume
 from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
@@ -22,6 +21,7 @@ from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.errors import ModelError
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.log import say, warn_once
+from hf_dist.loss import TiledLoss
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.store import Tier
 from hf_dist.optim.attach import FragmentedOptimizer

@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
-from hf_dist.activation.chunks import loss_nbytes
 from hf_dist.activation.host_copies import NUM_KEPT
-from hf_dist.activation.tiles import TILE_BYTES, saves_memory
 from hf_dist.config import DistConfig, settled
+from hf_dist.loss.chunks import loss_nbytes
+from hf_dist.loss.tiles import TILE_BYTES, saves_memory
 from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.sharding.precision import precision_for
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from hf_dist.activation.chunks import CHUNK_BYTES, Cast, Computed
+from hf_dist.loss.chunks import CHUNK_BYTES, Cast, Computed
 
 SHAPES = ((1024, 6144), (512, 25600), (1024, 32000), (256, 128256))
 """Rows, vocabulary."""

@@ -58,7 +58,7 @@ def run_cases(
     rank: int, world: int, cases: list[tuple[str, int, dict[str, Any]]], tile_bytes: int | None = None
 ) -> list[Any]:
     """Every case; a traceback where one raised."""
-    from hf_dist.activation import chunks, tiles
+    from hf_dist.loss import chunks, tiles
 
     if tile_bytes is not None:
         tiles.TILE_BYTES = tile_bytes
@@ -74,7 +74,7 @@ def run_cases(
 
 def run_trainer_jobs(rank: int, world: int, jobs: list[tuple[str, dict[str, Any]]], folder: str) -> list[Any]:
     """Jobs of the HF tests with tiles so small that a tiny vocabulary fills several."""
-    from hf_dist.activation import tiles
+    from hf_dist.loss import tiles
     from tests.hf.on_ranks import run_jobs
 
     tiles.TILE_BYTES = 1 << 12

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_dist.activation import TiledLoss, chunks
-from hf_dist.activation.lazy_logits import Hidden, LazyLogits, Use
+from hf_dist.loss import TiledLoss, chunks
+from hf_dist.loss.lazy_logits import Hidden, LazyLogits, Use
 from tests.activation.families import FAMILIES, LENGTH, VOCAB, make_batch, make_model
 
 ROWS_PER_CHUNK = 5

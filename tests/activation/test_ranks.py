@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist.activation import tiles
+from hf_dist.loss import tiles
 from tests.activation.families import VOCAB
 from tests.activation.on_ranks import run_cases, run_trainer_jobs
 from tests.harness import run_ranks

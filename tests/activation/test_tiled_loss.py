@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_dist.activation import TiledLoss, tiles
-from hf_dist.activation.lazy_logits import Hidden, LazyLogits, Use
 from hf_dist.errors import ModelError
+from hf_dist.loss import TiledLoss, tiles
+from hf_dist.loss.lazy_logits import Hidden, LazyLogits, Use
 from tests.activation.families import FAMILIES, LENGTH, VOCAB, make_batch, make_model
 
 RTOL = 1e-6

@@ -18,9 +18,9 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from hf_dist.activation.chunks import Cast, Computed
-from hf_dist.activation.tiles import Linear, saves_memory, tiled_cross_entropy
 from hf_dist.errors import ModelError
+from hf_dist.loss.chunks import Cast, Computed
+from hf_dist.loss.tiles import Linear, saves_memory, tiled_cross_entropy
 
 _FIX = 'Read them before backward, or set "hf_dist": {"tiled_loss": false}.'
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_dist.activation.chunks import Cast, Computed, Elementwise
+from hf_dist.loss.chunks import Cast, Computed, Elementwise
 
 TILE_BYTES = 1 << 29
 """Memory for one tile: logits and gradient in the compute dtype, and on a CPU the gradient in fp32."""

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_dist.activation.lazy_logits import Hidden, LazyLogits, Use
 from hf_dist.config import DistConfig, settled
 from hf_dist.log import say_once
+from hf_dist.loss.lazy_logits import Hidden, LazyLogits, Use
 
 
 class TiledLoss:
