@@ -12,7 +12,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says what its files cost."""
-    config.pluginmanager.register(Durations(), "durations")
+    config.pluginmanager.register(Durations(config), "durations")
 
 
 def pytest_collection_finish() -> None:

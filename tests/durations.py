@@ -31,14 +31,18 @@ Costs = dict[str, tuple[float, float]]
 class Durations:
     """Registered by `conftest.py`; in a worker of pytest-xdist it hands what it measured to the process that started it."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self.costs: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         self._file = ""
         self._since = (tree_seconds(os.getpid()), time.monotonic())
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins; what was used since the last file's first one was used by that file."""
-        self._turn_to(nodeid.split("::")[0])
+        if not self._config.pluginmanager.hasplugin(
+            "dsession"
+        ):  # else workers run the tests, and this only tells of them
+            self._turn_to(nodeid.split("::")[0])
 
     def _turn_to(self, file: str) -> None:
         if file == self._file:

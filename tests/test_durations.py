@@ -15,13 +15,17 @@ from tests.harness import ROOT
 PLUGIN = """
 from tests import durations
 
+import itertools
+import os
+
+more = itertools.count(0, 1000 if {two_workers} and "PYTEST_XDIST_WORKER" not in os.environ else 0)
 durations.spent = 0.0
-durations.tree_seconds = lambda root: durations.spent
+durations.tree_seconds = lambda root: durations.spent + next(more)
 durations.slowness = lambda: 1.0
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(durations.Durations())
+    config.pluginmanager.register(durations.Durations(config))
 """
 SPEND = "from tests import durations\n\ndef test_it():\n    durations.spent += {}\n"
 
@@ -30,7 +34,7 @@ SPEND = "from tests import durations\n\ndef test_it():\n    durations.spent += {
     "workers", [(), ("-p", "xdist", "-n", "2", "--dist", "loadfile")], ids=["one process", "two workers"]
 )
 def test_a_file_that_is_too_dear_fails_the_run_and_is_named(workers: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(PLUGIN)
+    (tmp_path / "conftest.py").write_text(PLUGIN.format(two_workers=bool(workers)))
     for name, seconds in (("cheap", 59), ("noticed", 61), ("dear", 91)):
         (tmp_path / f"test_{name}.py").write_text(SPEND.format(seconds))
     environment = {k: v for k, v in os.environ.items() if k not in ("HF_DIST_KILLS", "HF_DIST_FULL_GRID")}
