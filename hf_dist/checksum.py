@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 __all__ = ["checksum"]
@@ -22,7 +20,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
-    weights = _weights(raw.device)
+    weights = _weights(min(_WORDS, -(-raw.numel() // 8)), raw.device)
     for part in raw.split(8 * _WORDS):
         rest = -part.numel() % 8
         if rest:
@@ -40,10 +38,9 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.dot(a, b) if a.device.type == "cpu" else (a * b).sum()  # CUDA has no product of integers
 
 
-@functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """(_WORDS,) odd numbers that look random, the same everywhere."""
-    mixed = torch.arange(1, _WORDS + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """(count,) odd numbers that look random, the same everywhere. Not kept: made faster than used."""
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         mixed = (mixed ^ (mixed >> shift)) * factor
     return mixed | 1

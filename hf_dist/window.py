@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
+from hf_dist.failure import lost_peer, timed_out
 from hf_dist.log import warn_once
 from hf_dist.optim.clip import (
     GradientSummary,
@@ -33,6 +34,7 @@ from hf_dist.optim.clip import (
 from hf_dist.optim.in_backward import KEY as IN_BACKWARD
 from hf_dist.optim.in_backward import StepInBackward
 from hf_dist.sharding.guard import replace_method
+from hf_dist.sharding.prepared import forget_gradients
 from hf_dist.sharding.runtime import ShardedModel
 
 __all__ = ["Window", "backward_of"]
@@ -58,9 +60,9 @@ def backward_of(loss_scale: float) -> Iterator[None]:
     before, _under_way = _under_way, _Backward(loss_scale)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for window in _under_way.reached.values():
-            window.abandon()
+            window.give_up(error)
         raise
     finally:
         _under_way = before
@@ -93,7 +95,7 @@ class Window:
             window = me()
             if window is not None:
                 window.abandon()
-            type(module).zero_grad(module, set_to_none)
+            forget_gradients(module)
 
         replace_method(sharded.model, "zero_grad", zero_grad)
 
@@ -202,9 +204,15 @@ class Window:
         """Whatever leaves the block by an exception, Ctrl-C too, takes the window with it."""
         try:
             yield
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self.give_up(error)
             raise
+
+    def give_up(self, error: BaseException) -> None:
+        """`abandon` because of `error`, which the caller raises. Nothing is waited for where a peer is gone."""
+        if not (lost_peer(error) or timed_out(error)):
+            with suppress(RuntimeError):  # the ranks that would send may have failed, too
+                self.abandon()
 
     def zero_grad(self) -> None:
         """`abandon` on a user's word, who is told once where that cuts a window short."""
@@ -217,6 +225,11 @@ class Window:
 
     def abandon(self) -> None:
         """The gradients so far belong to no step. Local where nothing is on its way."""
+        if self.early is not None and self.early.norms:
+            warn_once(
+                f"a window was abandoned after {IN_BACKWARD} had stepped some of its parameters: these keep the step. Without "
+                "the key a window that fails leaves the weights as they were."
+            )
         self._sharded.passes.abandon()
         self.close()
 

@@ -56,6 +56,14 @@ def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
     _GRAD.__set__(param, value)
 
 
+def forget_gradients(module: nn.Module) -> None:
+    """`.grad` of every parameter of `module` becomes None, without a look at what their properties say."""
+    with torch._C.DisableTorchFunctionSubclass():  # freed parameters are asked, too
+        for param in module.parameters():
+            if _GRAD.__get__(param) is not None:
+                _GRAD.__set__(param, None)
+
+
 def raw_data(param: torch.Tensor) -> torch.Tensor:
     """`.data` for our own code, which writes nothing behind anybody's back."""
     return cast(torch.Tensor, _DATA.__get__(param))

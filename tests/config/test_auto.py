@@ -277,7 +277,7 @@ def test_without_a_trainer_the_micro_batch_may_stay_open() -> None:
         load_config({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}), data_ranks=2
     )
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (None, None)
-    assert (config.gradient_accumulation_steps, config.gradient_clipping) == (1, 1.0)
+    assert (config.gradient_accumulation_steps, config.gradient_clipping) == (1, 0.0)
     assert config.source_of("gradient_clipping") == "absent <- default"
 
 

@@ -26,7 +26,7 @@ def test_the_table_shows_set_values_with_sources_and_idle_keys_once(tmp_path: Pa
         "  bf16.enabled                    true  line 7\n"
         "  zero_optimization.stage         3     line 8\n"
         "  zero_optimization.overlap_comm  true  line 8\n"
-        "  gradient_clipping               1.0   absent <- default\n"
+        "  gradient_clipping               0.0   absent <- default\n"
         "  gradient_accumulation_steps     4     absent <- the other batch sizes\n"
         "Accepted without effect:\n"
         "  steps_per_print: use logging_steps of TrainingArguments\n"
