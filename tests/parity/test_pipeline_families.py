@@ -1,0 +1,63 @@
+"""Families of models over pipeline stages equal one process; weights that a stage uses several times; half precision."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.parity.pipeline_grid import TOLERANCE, check_equals_one_process, runner
+from tests.parity.pipelines import PipelineCase, run_cases
+from tests.pipeline.zoo import CONFIGS
+
+FAMILIES = [PipelineCase(family, 2, 2, 3) for family in CONFIGS if family != "Llama"]
+MIXTURES = ("Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3")
+USED_OFTEN = [  # weights that a stage uses several times: experts in a loop, tables of relative positions
+    *(PipelineCase(family, 2, 1, 1, "zb_h1", experts=how) for family in MIXTURES for how in ("eager", "batched_mm")),
+    *(PipelineCase(family, 2, 1, 1, "zb_h1") for family in ("DebertaV2", "T5")),
+    PipelineCase("Mixtral", 2, 1, 0, "zb_h1", microbatches=2, experts="eager", checkpointing=True),
+]
+USED_OFTEN_ON_FOUR = [
+    PipelineCase("Qwen3Moe", 2, 2, 3, "zb_h1", microbatches=5, experts="eager"),
+    PipelineCase("GptOss", 2, 2, 2, "zb_h1", experts="eager", offload=True),
+]
+GRID = {"families": FAMILIES[::2], "more families": FAMILIES[1::2]}
+GRID |= {"used often": USED_OFTEN, "used often, 4 ranks": USED_OFTEN_ON_FOUR}
+results = runner(GRID)
+
+
+@pytest.mark.parametrize(
+    ("row", "index"),
+    [pytest.param(row, i, id=str(case)) for row, cases in GRID.items() for i, case in enumerate(cases)],
+)
+def test_equals_one_process(row: str, index: int) -> None:
+    check_equals_one_process(GRID[row][index], results(row), index)
+
+
+HALF = [
+    PipelineCase(family, precision="bf16") for family in ("Llama", "Gemma3", "Mixtral", "GPT2", "ViT", "T5", "Bart")
+]
+HALF += [PipelineCase(precision="fp16"), PipelineCase("Mixtral", schedule="zb_h1", precision="bf16", experts="eager")]
+BF16_RESOLUTION = 2**-8
+
+
+@functools.cache
+def half_results(pp: int) -> list[list[object]]:
+    """Of the rank with the loss: the same engine on one stage and on two."""
+    return run_ranks(run_cases, pp, ([replace(case, pp=pp) for case in HALF],), timeout=600)[-1]
+
+
+@pytest.mark.parametrize("index", range(len(HALF)), ids=map(str, HALF))
+def test_a_model_loaded_in_fp32_and_run_in_half_precision_equals_one_stage(index: int) -> None:
+    """Stand-ins for modules of other stages answer in the dtype of the run: rotary tables and masks take theirs from it.
+
+    In the first window; after it a last bit of the norm decides how a weight is rounded to half precision. What two stages
+    add to one gradient (tied weights, encoder states) autograd adds in half precision where both are in one process.
+    """
+    expected, found = half_results(1)[index], half_results(2)[index]
+    assert isinstance(expected, dict), expected
+    assert isinstance(found, dict), found
+    assert found["losses"][0] == pytest.approx(expected["losses"][0], rel=TOLERANCE)
+    assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=BF16_RESOLUTION)
