@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,7 @@ from hf_dist.hf.state import full_state_dict, part_state_dict
 from hf_dist.launch import detect_launch
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
 from hf_dist.pipelined import Example
+from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.units import containers
 from hf_dist.window import joint_clip
@@ -220,6 +222,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             if self.engines and engine.scaler is not None:
                 engine.scaler = self.engines[0].scaler  # one loss may be of several models: there is one scale
             let_adapters_work(engine)
+            self._give_no_sync(model)
             (self.engines if trainable else self.frozen).append(engine)
             if engine.sharded.placements.params is Placement.SHARD and self.mesh.shard.size > 1:
                 # HF's `generate` then keeps all ranks in step until the longest is done.
@@ -230,6 +233,17 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         if model not in self._models:
             self._models.append(model)
         return model
+
+    def _give_no_sync(self, model: nn.Module) -> None:
+        """`model.no_sync()`, which a model has that DDP has wrapped, and loops call."""
+        me = weakref.ref(self)
+
+        def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+            accelerator = me()
+            return nullcontext() if accelerator is None else accelerator.no_sync(module)
+
+        if not hasattr(model, "no_sync"):
+            replace_method(model, "no_sync", no_sync)
 
     def _config_for(self, model: nn.Module) -> DistConfig:
         """Settled but for the schedule, whose length is known only when it is made."""
@@ -404,6 +418,18 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         if engine is not None:
             return part_state_dict(engine, model, keep=self.is_main_process)
         return dict(super().get_state_dict(model, unwrap))
+
+
+def _signature() -> inspect.Signature:
+    """Accelerate's own arguments and ours, for whoever looks."""
+    stock = inspect.signature(Accelerator.__init__)
+    ours = inspect.signature(DistAccelerator.__init__).parameters["dist_config"]
+    named = [p for p in stock.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [p for p in stock.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    return stock.replace(parameters=[*named, ours, *rest])
+
+
+DistAccelerator.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _held_weakly(method: Callable[[], bool]) -> Callable[[], bool]:

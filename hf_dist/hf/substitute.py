@@ -20,6 +20,8 @@ from hf_dist.hf.trainer import DistTrainer
 
 __all__ = ["substitute"]
 
+_STOCK_ACCELERATOR = accelerate.Accelerator
+
 _STOCK: dict[type, type] = {
     transformers.Trainer: DistTrainer,
     transformers.Seq2SeqTrainer: DistSeq2SeqTrainer,
@@ -40,4 +42,5 @@ def substitute() -> None:
         for module in (package, sys.modules[stock.__module__]):
             setattr(module, stock.__name__, ours)
     if config_from_environment(LauncherSettings.from_environment(os.environ)) is not None:
-        accelerate.Accelerator = DistAccelerator
+        for module in (sys.modules["accelerate"], sys.modules[_STOCK_ACCELERATOR.__module__]):
+            setattr(module, _STOCK_ACCELERATOR.__name__, DistAccelerator)

@@ -82,6 +82,12 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         # Settled when the arguments were made; `--bf16` there and "bf16" here are one thing.
         return AutoSources(**{**vars(sources), "bf16": None, "fp16": None})
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the arguments of the Trainer underneath: libraries look at the signature to tell old Trainers from new ones."""
+        super().__init_subclass__(**kwargs)
+        if "__init__" not in vars(cls):
+            cls.__init__ = _like_stock(cls)  # type: ignore[method-assign]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.dist is not None:
@@ -171,6 +177,18 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
                 return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.bf16_full_eval, self.args.fp16_full_eval = saved
+
+
+def _like_stock(cls: Any) -> Any:
+    """An `__init__` of `cls` that calls the next one, with the signature of the first that is not the mixin's."""
+    inits = (vars(base).get("__init__") for base in cls.__mro__[1:])
+    stock = next(init for init in inits if init is not None and init is not DistTrainerMixin.__init__)
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(cls, self).__init__(*args, **kwargs)
+
+    return __init__
 
 
 class DistTrainer(DistTrainerMixin, Trainer):

@@ -353,6 +353,11 @@ class FlatGroup:
         self.fresh = False
         self._guard()
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether the full weights rest on this rank between uses."""
+        return self.placements.params is not Placement.SHARD
+
     def make_readable(self, name: str) -> None:
         """Called by the guard. Replicated weights that are on their way are waited for; freed ones raise.
 

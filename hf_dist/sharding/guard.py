@@ -27,6 +27,10 @@ LAZY = "_hf_dist_lazy"
 class Owner(Protocol):
     """What a guard asks when a guarded tensor is read."""
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether the elements rest in memory as a whole between uses."""
+
     def make_readable(self, name: str) -> None:
         """Return when the elements are in memory, or raise `FreedParameterError` naming the parameter and the fix."""
 
@@ -90,7 +94,7 @@ class _Guard:
             release(args[0])  # a lazy parameter gets other elements: its own need not be read
         if func in _EQUAL and all(hasattr(t, LAZY) for t in args[:2]):  # HF compares tied weights that are both stored
             return getattr(args[0], LAZY).equal(getattr(args[1], LAZY))
-        if func in _ALIASES:
+        if func in _ALIASES and not _is_replicated(args[0]):
             return _guarded_alias(args[0], func)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, _Guard):
@@ -101,7 +105,8 @@ class _Guard:
     # Reading may have put the object's own class back: then that class answers.
     def __reduce_ex__(self, protocol: Any) -> Any:
         _make_readable(self)
-        return super().__reduce_ex__(protocol) if isinstance(self, _Guard) else self.__reduce_ex__(protocol)
+        unguard(self)  # type: ignore[arg-type]
+        return self.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if hasattr(self, LAZY) and isinstance(self, nn.Parameter):
@@ -233,6 +238,12 @@ def _name(tensor: Any) -> str:
     if hasattr(tensor, LAZY):
         return cast(str, getattr(tensor, LAZY).name)
     return cast(str, getattr(tensor, OWNER, (None, "?"))[1])
+
+
+def _is_replicated(tensor: Any) -> bool:
+    """Whether the elements are all here, or on their way: an alias of them need not be guarded."""
+    owner = None if hasattr(tensor, LAZY) else getattr(tensor, OWNER, (lambda: None, ""))[0]()
+    return owner is not None and owner.is_replicated
 
 
 def _make_readable(tensor: Any) -> None:
