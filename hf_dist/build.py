@@ -26,8 +26,8 @@ from hf_dist.config import (
 )
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, Problem
-from hf_dist.estimate.budget import keep_by_budget
-from hf_dist.estimate.states import OptimizerStates
+from hf_dist.estimate.memory_budget import keep_by_budget
+from hf_dist.estimate.state_bytes import OptimizerStates
 from hf_dist.log import say
 from hf_dist.loss import tiled_loss_for
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
@@ -38,7 +38,6 @@ from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.pipelined import CutModel, Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
-from hf_dist.sharding.budgets import Budgets
 from hf_dist.sharding.compiled import compile_blocks
 from hf_dist.sharding.consistency import (
     agree_on_sources,
@@ -47,6 +46,7 @@ from hf_dist.sharding.consistency import (
     synchronize_weights,
     tell_full_build,
 )
+from hf_dist.sharding.in_flight import InFlightLimits
 from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.quantised import prepare_quantised
@@ -121,10 +121,10 @@ def _facts(config: DistConfig) -> dict[str, str]:
     return facts
 
 
-def budgets_for(config: DistConfig) -> Budgets:
+def in_flight_limits(config: DistConfig) -> InFlightLimits:
     """How much may be on its way at once."""
     zero = config.zero_optimization
-    return Budgets(
+    return InFlightLimits(
         prefetch=settled(zero.stage3_prefetch_bucket_size),
         gather=settled(zero.allgather_bucket_size),
         reduce=0 if zero.overlap_comm is False else settled(zero.reduce_bucket_size),
@@ -209,7 +209,7 @@ def _shard(
         placements=placements_for(config),
         mesh=mesh,
         precision=precision,
-        budgets=budgets_for(config),
+        limits=in_flight_limits(config),
         leaf_modules=(leaf.classes, leaf.names, leaf.name_suffixes),
         pipeline=cut.share if cut else None,
         storage=storage,

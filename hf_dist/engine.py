@@ -23,7 +23,7 @@ from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.log import say, warn_once
 from hf_dist.loss import TiledLoss
 from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.store import Tier
+from hf_dist.offload.resting import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.elementwise import check_elementwise
 from hf_dist.optim.fragment import Fragment

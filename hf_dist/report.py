@@ -8,7 +8,7 @@ import torch
 
 from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
-from hf_dist.estimate.states import OptimizerStates, States
+from hf_dist.estimate.state_bytes import OptimizerStates, States
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from hf_dist.watchdog import thread
-from hf_dist.watchdog.place import Place, find_place
+from hf_dist.watchdog.location import Location, find_location
 from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers
 from hf_dist.watchdog.wire import Collector, Sender
 from tests.workers.launcher import launch
 
 WORKER = "tests.workers.stalling"
-WAITS = Place("training step > forward", "model.layers.3", "the gather of weights", ("a.py:1 in wait",))
-WORKS = Place("data loader > collate", "", "", ("train.py:88 in pad",))
+WAITS = Location("training step > forward", "model.layers.3", "the gather of weights", ("a.py:1 in wait",))
+WORKS = Location("data loader > collate", "", "", ("train.py:88 in pad",))
 
 
 def stall(*statuses: Status, world: int = 4) -> str | None:
@@ -47,9 +47,9 @@ def test_the_rank_that_works_is_late_and_its_stack_is_shown() -> None:
 @pytest.mark.parametrize(
     "statuses",
     [
-        [Status(rank, still=500, place=WORKS) for rank in range(4)],
-        [Status(rank, still=59, place=WAITS) for rank in range(4)],
-        [Status(0, still=0, place=WORKS)],
+        [Status(rank, still=500, location=WORKS) for rank in range(4)],
+        [Status(rank, still=59, location=WAITS) for rank in range(4)],
+        [Status(0, still=0, location=WORKS)],
     ],
     ids=["all_compute_for_long", "all_wait_briefly", "others_not_there_yet"],
 )
@@ -58,8 +58,8 @@ def test_nothing_is_said_while_nobody_has_waited_for_long(statuses: list[Status]
 
 
 def test_a_rank_that_saves_is_named_with_what_it_does() -> None:
-    saving = Place("callbacks > saving", stack=("save.py:3 in write",))
-    text = stall(Status(0, still=90, place=WAITS), Status(1, pid=5, host="a", still=0.4, place=saving), world=2)
+    saving = Location("callbacks > saving", stack=("save.py:3 in write",))
+    text = stall(Status(0, still=90, location=WAITS), Status(1, pid=5, host="a", still=0.4, location=saving), world=2)
     assert text is not None
     assert "callbacks > saving, and moves (callbacks may rightly take this long)" in text
 
@@ -69,7 +69,7 @@ def test_a_rank_that_saves_is_named_with_what_it_does() -> None:
 )
 def test_a_silent_rank_is_told_from_a_late_one(state: str, words: str) -> None:
     silent = Status(1, "a", 5, 3, 0, WORKS, silent=70, state=state)
-    text = stall(Status(0, still=61, place=WAITS), silent, world=2)
+    text = stall(Status(0, still=61, location=WAITS), silent, world=2)
     assert text is not None
     assert "rank 1 (pid 5 on a) does not answer" in text
     assert words in text
@@ -77,15 +77,15 @@ def test_a_silent_rank_is_told_from_a_late_one(state: str, words: str) -> None:
 
 
 def test_a_rank_that_was_never_heard_of_is_named() -> None:
-    text = stall(Status(0, still=61, place=WAITS), Status(1, still=61, place=WAITS), world=4)
+    text = stall(Status(0, still=61, location=WAITS), Status(1, still=61, location=WAITS), world=4)
     assert text is not None
     assert "rank 2 does not answer" in text
     assert "rank 3 does not answer" in text
 
 
 def test_when_all_wait_the_few_that_wait_for_something_else_are_shown() -> None:
-    other = Place("evaluation > forward", "vision", "all_gather_object()", ("b.py:2 in gather",))
-    text = stall(*[Status(r, still=61, place=WAITS) for r in (0, 1, 2)], Status(3, still=61, place=other))
+    other = Location("evaluation > forward", "vision", "all_gather_object()", ("b.py:2 in gather",))
+    text = stall(*[Status(r, still=61, location=WAITS) for r in (0, 1, 2)], Status(3, still=61, location=other))
     assert text is not None
     assert "took different paths" in text
     assert "Python stack of rank 3" in text
@@ -127,7 +127,7 @@ def test_a_place_that_was_read_keeps_nothing_alive() -> None:
 
     def look() -> None:
         assert begun.wait(30)
-        find_place({})
+        find_location({})
         done.set()
 
     gc.collect()
@@ -153,24 +153,24 @@ def test_a_place_is_read_from_another_thread() -> None:
             ready.set()
             seen.wait(10)
 
-    ready, seen, places = threading.Event(), threading.Event(), []
+    ready, seen, locations = threading.Event(), threading.Event(), []
     model = nn.ModuleDict({"block": Slow()})
     names = {id(module): name for name, module in model.named_modules()}
 
     def look() -> None:
         ready.wait(10)
-        places.append(find_place(names))
+        locations.append(find_location(names))
         seen.set()
 
     looker = threading.Thread(target=look)
     looker.start()
     model["block"]()
     looker.join()
-    assert places[0].block == "block"
-    assert places[0].activity == "forward"
-    assert places[0].waits_for == ""
-    assert any("test_watchdog.py" in line and "in forward" in line for line in places[0].stack)
-    assert not any("module.py" in line for line in places[0].stack)
+    assert locations[0].block == "block"
+    assert locations[0].activity == "forward"
+    assert locations[0].waits_for == ""
+    assert any("test_watchdog.py" in line and "in forward" in line for line in locations[0].stack)
+    assert not any("module.py" in line for line in locations[0].stack)
 
 
 def test_a_collector_hears_who_spoke_who_left_and_why() -> None:
@@ -259,10 +259,10 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_comes_last(where: str
 
 
 def test_a_status_costs_next_to_nothing() -> None:
-    find_place({})
+    find_location({})
     start = time.perf_counter()
     for _ in range(100):
-        find_place({})
+        find_location({})
     assert (time.perf_counter() - start) / 100 < 0.01, "once in five seconds: a fifth of a percent at the very most"
 
 

@@ -171,7 +171,7 @@ def _set_flags(owners: list[nn.Module], every: int | None, config: DistConfig) -
                     f"differs from the model, where {sum(now)} of {len(now)} blocks are checkpointed (every_n_layers of "
                     "gradient_checkpointing_kwargs)",
                     "Keep one of the two.",
-                    config.place_of(path),
+                    config.at_line(path),
                 )
             )
         wanted = now
@@ -210,7 +210,7 @@ def _function(keywords: dict[str, Any], on_host: bool, selective: bool, config: 
                 "true",
                 f"contradicts {key} in gradient_checkpointing_kwargs",
                 f"Remove {key} there.",
-                config.place_of(path),
+                config.at_line(path),
             )
         )
     return BlockCheckpoint(keywords, on_host=on_host, selective=selective)

@@ -54,7 +54,7 @@ def prepare(asked: Asked, folder: Path) -> Prepared:
             reason = "is not one of the layouts that are compared: the peers have none"
             found = str(config.pipeline.stages)
             raise ConfigError(Problem("pipeline.stages", found, reason, "Remove the section.", str(file)))
-    device, ranks = _place(asked.ranks)
+    device, ranks = _device_and_ranks(asked.ranks)
     weights, class_name = _model(asked, folder)
     first = next(iter(configs.values()))
     reduce = first.communication_data_type or "fp32"
@@ -104,7 +104,7 @@ def _engine_names(text: str) -> list[str]:
     return names
 
 
-def _place(asked: int | None) -> tuple[str, int]:
+def _device_and_ranks(asked: int | None) -> tuple[str, int]:
     """Device type and ranks: every GPU of the machine, or two processes of the CPU."""
     if not torch.cuda.is_available():
         return "cpu", asked or 2

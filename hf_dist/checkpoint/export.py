@@ -27,7 +27,7 @@ from hf_dist.checkpoint.model_files import read_plan
 from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
 from hf_dist.checkpoint.weight_file import OpenFiles
-from hf_dist.checkpoint.weight_plan import Place, StoredTensor, WeightPlan
+from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import CHUNK
 from hf_dist.errors import CheckpointError
 
@@ -173,8 +173,8 @@ def _main_dtype(source: _Source) -> torch.dtype:
 
 def _new_plan(source: _Source, main: torch.dtype, wanted: torch.dtype, max_shard_size: int | str) -> WeightPlan:
     """The same tensors under the same names; only dtypes and files may change."""
-    old = () if source.plan is None else (place for file in source.plan.files for place in file.places)
-    pieces = {(place.file, place.tensor.name): place.tensor.pieces for place in old}
+    old = () if source.plan is None else (extent for file in source.plan.files for extent in file.extents)
+    pieces = {(extent.file, extent.tensor.name): extent.tensor.pieces for extent in old}
     groups: dict[tuple[str, str], list[StoredTensor]] = {}
     for file, tensors in source.files.items():
         below, name = os.path.split(file)
@@ -208,36 +208,36 @@ def _write(source: _Source, plan: WeightPlan, files: OpenFiles, report: Callable
     scattered = []
     for file in plan.files:
         report(f"{file.name}: {file.nbytes / 1e9:.2f} GB")
-        for place in file.places:
-            masters = [piece.param in source.masters for piece in place.tensor.pieces]
+        for extent in file.extents:
+            masters = [piece.param in source.masters for piece in extent.tensor.pieces]
             if not any(masters):
-                _copy(tensors[os.path.dirname(file.name), place.tensor.name], place, files)
-            elif not all(masters) or any(piece.scattered for piece in place.tensor.pieces):
-                scattered.append(place)
+                _copy(tensors[os.path.dirname(file.name), extent.tensor.name], extent, files)
+            elif not all(masters) or any(piece.scattered for piece in extent.tensor.pieces):
+                scattered.append(extent)
     for name, shape in source.masters.items():
-        places = [(place, piece) for place, piece in plan.by_param[name] if place not in scattered]
+        extents = [(extent, piece) for extent, piece in plan.by_param[name] if extent not in scattered]
         numel = math.prod(shape)
         # In halves: while one is read, DCP holds a piece as large as what one rank wrote, which may be all of it.
         for start, stop in ((0, numel // 2), (numel // 2, numel)):
-            if places and start < stop:
-                _write_runs(_master(source, name, start, stop), start, places, files)
-    for place in scattered:
-        _write_assembled(source, tensors[os.path.dirname(place.file), place.tensor.name], place, files)
+            if extents and start < stop:
+                _write_runs(_master(source, name, start, stop), start, extents, files)
+    for extent in scattered:
+        _write_assembled(source, tensors[os.path.dirname(extent.file), extent.tensor.name], extent, files)
 
 
-def _copy(tensor: FileTensor | MergedTensor, place: Place, files: OpenFiles) -> None:
+def _copy(tensor: FileTensor | MergedTensor, extent: Extent, files: OpenFiles) -> None:
     """From file to file, a few MB at a time."""
     step = CHUNK // 8
     buffer = torch.empty(min(step, tensor.numel), dtype=tensor.dtype)
     for start in range(0, tensor.numel, step):
         part = buffer[: min(step, tensor.numel - start)]
         tensor.read(start, start + part.numel(), part)
-        _put(part, place, start, files)
+        _put(part, extent, start, files)
 
 
-def _put(values: torch.Tensor, place: Place, start: int, files: OpenFiles) -> None:
-    dtype = place.tensor.dtype
-    files.write(place.file, place.offset + start * dtype.itemsize, values.to(dtype).view(torch.uint8))
+def _put(values: torch.Tensor, extent: Extent, start: int, files: OpenFiles) -> None:
+    dtype = extent.tensor.dtype
+    files.write(extent.file, extent.offset + start * dtype.itemsize, values.to(dtype).view(torch.uint8))
 
 
 def _master(source: _Source, name: str, start: int, stop: int) -> torch.Tensor:
@@ -247,29 +247,29 @@ def _master(source: _Source, name: str, start: int, stop: int) -> torch.Tensor:
     return values
 
 
-def _write_runs(values: torch.Tensor, start: int, places: Iterable[tuple[Place, Piece]], files: OpenFiles) -> None:
+def _write_runs(values: torch.Tensor, start: int, extents: Iterable[tuple[Extent, Piece]], files: OpenFiles) -> None:
     """Write elements [start, start + len(values)) of a parameter."""
     step = CHUNK // 4
-    for place, piece in places:
+    for extent, piece in extents:
         for run in piece.runs(start, start + values.numel()):
             own = values[run.source - start : run.source - start + run.numel]
             for first in range(0, run.numel, step):
-                _put(own[first : first + step], place, run.target + first, files)
+                _put(own[first : first + step], extent, run.target + first, files)
 
 
-def _write_assembled(source: _Source, old: FileTensor | MergedTensor, place: Place, files: OpenFiles) -> None:
+def _write_assembled(source: _Source, old: FileTensor | MergedTensor, extent: Extent, files: OpenFiles) -> None:
     """A tensor made of scattered elements, or of trained and frozen parameters together."""
     values: torch.Tensor | None = None
-    for piece in place.tensor.pieces:
+    for piece in extent.tensor.pieces:
         if piece.param not in source.masters:
             continue
         param = _master(source, piece.param, 0, math.prod(source.masters[piece.param]))
         if values is None:  # not earlier: reading the parameter takes twice its size
-            values = _whole(old).to(place.tensor.dtype)
+            values = _whole(old).to(extent.tensor.dtype)
         box = values.as_strided(piece.sizes, piece.target_strides, piece.target_offset)
         box.copy_(param.as_strided(piece.sizes, piece.strides, piece.offset))
     assert values is not None
-    _put(values, place, 0, files)
+    _put(values, extent, 0, files)
 
 
 def _whole(tensor: FileTensor | MergedTensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 from hf_dist.agree import agree
 from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
-from hf_dist.checkpoint.state import Stateful, Stored, fill_optimizer, fill_weights, missing_weights
+from hf_dist.checkpoint.training_state import Stateful, Stored, fill_optimizer, fill_weights, missing_weights
 from hf_dist.errors import CheckpointError
 from hf_dist.optim.attach import FragmentedOptimizer
 
@@ -54,7 +54,7 @@ class Imported:
 class _Source(Protocol):
     @property
     def stored(self) -> Stored:
-        """What there is, under the names of `checkpoint/state.py`."""
+        """What there is, under the names of `checkpoint/training_state.py`."""
 
     def read(self, targets: Targets) -> None:
         """Fill them in place. Local."""
@@ -297,7 +297,7 @@ class _DcpSource:
     """Tensors in folders of torch's DCP under other names than ours."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[Path, str]] = {}
+        self._positions: dict[str, tuple[Path, str]] = {}
         self.stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def add(self, folder: Path, prefix: str, name_of: Any) -> None:
@@ -305,12 +305,12 @@ class _DcpSource:
         for stored_name, (shape, dtype) in dcp.stored_tensors(folder).items():
             if stored_name.startswith(prefix):
                 name = name_of(stored_name.removeprefix(prefix))
-                self._places[name] = (folder, stored_name)
+                self._positions[name] = (folder, stored_name)
                 self.stored[name] = (shape, _kept_dtype(name, dtype))
 
     def read(self, targets: Targets) -> None:
-        for folder in {self._places[name][0] for name in targets}:
-            state = {self._places[n][1]: target for n, target in targets.items() if self._places[n][0] == folder}
+        for folder in {self._positions[name][0] for name in targets}:
+            state = {self._positions[n][1]: target for n, target in targets.items() if self._positions[n][0] == folder}
             dcp.read_state(folder, state)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hf_dist.boxes import TensorSlice
-from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.piece_source import PieceSource
 from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
@@ -19,7 +19,7 @@ from hf_dist.checkpoint.weight_plan import StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import MeshAxis
-from hf_dist.offload.store import opened
+from hf_dist.offload.resting import opened
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.runtime import ShardedModel
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hf_dist.agree import agree
 from hf_dist.checkpoint import folder, random_state
 from hf_dist.checkpoint.model_files import read_plan, read_weights
-from hf_dist.checkpoint.state import Stateful, load_state, read_rank_values
+from hf_dist.checkpoint.training_state import Stateful, load_state, read_rank_values
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import ParallelMesh
 

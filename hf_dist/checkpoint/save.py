@@ -21,8 +21,8 @@ from hf_dist.agree import together
 from hf_dist.checkpoint import dcp, folder
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.model_files import PLAN, ModelFiles
-from hf_dist.checkpoint.parts import OwnedPart
-from hf_dist.checkpoint.state import Stateful, owned_parts, saved_state, write_common
+from hf_dist.checkpoint.owned_part import OwnedPart
+from hf_dist.checkpoint.training_state import Stateful, owned_parts, saved_state, write_common
 from hf_dist.errors import CheckpointError
 from hf_dist.log import say
 from hf_dist.mesh import MeshAxis, ParallelMesh

@@ -18,7 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from hf_dist.checkpoint.pieces import Piece
 from hf_dist.errors import CheckpointError, ConfigError
 
-__all__ = ["SAFETENSORS_DTYPES", "Place", "StoredTensor", "WeightFile", "WeightPlan"]
+__all__ = ["SAFETENSORS_DTYPES", "Extent", "StoredTensor", "WeightFile", "WeightPlan"]
 
 WEIGHTS = "model.safetensors"
 VERSION = 1
@@ -72,8 +72,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a stored tensor lies."""
+class Extent:
+    """Where a stored tensor lies: neighbouring bytes of one file."""
 
     tensor: StoredTensor
     file: str
@@ -119,11 +119,11 @@ class WeightFile:
         return len(self.header) + self.data_nbytes
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def extents(self) -> tuple[Extent, ...]:
         """The tensors with their byte positions, in order."""
         found, position = [], len(self.header)
         for tensor in self.tensors:
-            found.append(Place(tensor, self.name, position))
+            found.append(Extent(tensor, self.name, position))
             position += tensor.nbytes
         return tuple(found)
 
@@ -189,14 +189,14 @@ class WeightPlan:
         return sum(file.nbytes for file in self.files)
 
     @cached_property
-    def by_param(self) -> Mapping[str, tuple[tuple[Place, Piece], ...]]:
+    def by_param(self) -> Mapping[str, tuple[tuple[Extent, Piece], ...]]:
         """Parameter -> where its elements go, in file order."""
-        found: dict[str, list[tuple[Place, Piece]]] = {}
+        found: dict[str, list[tuple[Extent, Piece]]] = {}
         for file in self.files:
-            for place in file.places:
-                for piece in place.tensor.pieces:
-                    found.setdefault(piece.param, []).append((place, piece))
-        return {name: tuple(places) for name, places in found.items()}
+            for extent in file.extents:
+                for piece in extent.tensor.pieces:
+                    found.setdefault(piece.param, []).append((extent, piece))
+        return {name: tuple(extents) for name, extents in found.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `from_json`."""

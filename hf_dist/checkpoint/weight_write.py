@@ -20,9 +20,9 @@ from hf_dist import collectives
 from hf_dist.agree import agree, together
 from hf_dist.boxes import TensorSlice, strides_of
 from hf_dist.checkpoint import weight_file
-from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.weight_file import OpenFiles
-from hf_dist.checkpoint.weight_plan import Place, StoredTensor, WeightPlan
+from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import MeshAxis
 
@@ -149,7 +149,7 @@ class _Writer:
         self.axis = axis
         self.mode = mode
         self.numbers = {file.name: number for number, file in enumerate(plan.files)}
-        self.scattered = [p for f in plan.files for p in f.places if any(piece.scattered for piece in p.tensor.pieces)]
+        self.scattered = [p for f in plan.files for p in f.extents if any(piece.scattered for piece in p.tensor.pieces)]
         self._scattered_names = {(p.file, p.tensor.name) for p in self.scattered}
         self.staging = torch.empty(CHUNK + 8, dtype=torch.uint8)
         self.written: Counter[str] = Counter()
@@ -185,8 +185,8 @@ class _Writer:
         for intervals in collectives.all_gather_object(self.axis, self._intervals()):
             for name, start, stop, _ in intervals:
                 held[name] += stop - start
-        for place in next(f for f in self.plan.files if f.name == file).places:
-            for piece in place.tensor.pieces:
+        for extent in next(f for f in self.plan.files if f.name == file).extents:
+            for piece in extent.tensor.pieces:
                 needed = max(p.stop for _, p in self.plan.by_param[piece.param])
                 if held[piece.param] < needed:
                     return f"of {piece.param} the ranks hold {held[piece.param]} elements, {needed} are stored"
@@ -198,14 +198,14 @@ class _Writer:
     def _writes(self, intervals: Iterable[Interval], owner: int) -> list[_Write]:
         found = []
         for number, (name, start, stop, held) in enumerate(intervals):
-            for place, piece in self.plan.by_param[name]:
-                if (place.file, place.tensor.name) in self._scattered_names:
+            for extent, piece in self.plan.by_param[name]:
+                if (extent.file, extent.tensor.name) in self._scattered_names:
                     continue
-                dtype = place.tensor.dtype
+                dtype = extent.tensor.dtype
                 for run in piece.runs(start, stop, held):
-                    position = place.offset + run.target * dtype.itemsize
+                    position = extent.offset + run.target * dtype.itemsize
                     first = run.source - start
-                    found.append(_Write(self.numbers[place.file], position, dtype, owner, number, first, run.numel))
+                    found.append(_Write(self.numbers[extent.file], position, dtype, owner, number, first, run.numel))
         return sorted(found, key=lambda w: (w.file, w.offset))
 
     def _write_in_order(self, files: OpenFiles) -> None:
@@ -272,16 +272,16 @@ class _Writer:
         names = {param for params, _ in groups for param in params}
         own = [interval for interval in self._intervals() if interval[0] in names]
         everyone = collectives.all_gather_object(self.axis, own)
-        for number, (params, places) in enumerate(groups):
+        for number, (params, extents) in enumerate(groups):
             target = number % self.axis.size if self.mode == PARALLEL else 0
-            dtype = places[0].tensor.dtype
+            dtype = extents[0].tensor.dtype
             full = {name: self._collect(name, everyone, target, dtype) for name in params}
             if self.axis.rank != target:
                 continue
-            for place in places:
-                data = _assemble(place.tensor, full)
+            for extent in extents:
+                data = _assemble(extent.tensor, full)
                 if data is not None:
-                    self._write_bytes(files, place.file, place.offset, data)
+                    self._write_bytes(files, extent.file, extent.offset, data)
 
     def _collect(
         self, name: str, everyone: list[list[Interval]], target: int, dtype: torch.dtype
@@ -341,15 +341,15 @@ def _cut(write: _Write) -> Iterator[_Write]:
         yield _Write(write.file, offset, write.dtype, write.owner, write.part, write.start + first, numel)
 
 
-def _groups(places: Iterable[Place]) -> list[tuple[list[str], list[Place]]]:
-    """Places that need the same parameters together, so that each parameter is collected once."""
-    groups: list[tuple[list[str], list[Place]]] = []
-    for place in places:
-        params = {piece.param for piece in place.tensor.pieces}
+def _groups(extents: Iterable[Extent]) -> list[tuple[list[str], list[Extent]]]:
+    """Extents that need the same parameters together, so that each parameter is collected once."""
+    groups: list[tuple[list[str], list[Extent]]] = []
+    for extent in extents:
+        params = {piece.param for piece in extent.tensor.pieces}
         touching = [group for group in groups if params.intersection(group[0])]
         merged = sorted(params.union(*(group[0] for group in touching)))
         groups = [group for group in groups if group not in touching]
-        groups.append((merged, [p for group in touching for p in group[1]] + [place]))
+        groups.append((merged, [p for group in touching for p in group[1]] + [extent]))
     return groups
 
 

@@ -15,7 +15,7 @@ from hf_dist.errors import ConfigError, ModelError, Problem
 
 if TYPE_CHECKING:
     from hf_dist.estimate.advice import Tried
-    from hf_dist.estimate.memory import Limits, MemoryPlan
+    from hf_dist.estimate.memory_plan import Limits, MemoryPlan
 
 __all__ = ["plan"]
 
@@ -112,7 +112,7 @@ def _as_dict(now: MemoryPlan, limits: Limits, tried: list[Tried], files: list[Pa
 
 
 def _limits(device: str | None, host: str | None, world_size: int) -> Limits:
-    from hf_dist.estimate.memory import Limits
+    from hf_dist.estimate.memory_plan import Limits
 
     size, _, ranks = (host or "").partition("/")
     if ranks and not ranks.strip().isdigit():

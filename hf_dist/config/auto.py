@@ -120,7 +120,7 @@ class _Resolution:
 
     def problem(self, path: str, expected: str, fix: str) -> None:
         where, found = self.config.spelled(path), shown(self.value(path))
-        self.problems.append(Problem(where, found, expected, fix, self.config.place_of(path)))
+        self.problems.append(Problem(where, found, expected, fix, self.config.at_line(path)))
 
     def result(self) -> DistConfig:
         if self.problems:
@@ -174,8 +174,8 @@ def resolve_without_trainer(
     except ConfigError as error:
         hint = _ranks_hint(config, data_ranks)
         for problem in error.problems:
-            place = config.place_of(problem.path)
-            work.problems.append(replace(problem, expected=problem.expected + hint, file=place))
+            line = config.at_line(problem.path)
+            work.problems.append(replace(problem, expected=problem.expected + hint, file=line))
         work.changes.update({path: (None, "default") for path in _BATCH if is_auto(config.value_at(path))})
     known = AutoSources(data_world_size=data_ranks, hidden_size=hidden_size, num_training_steps=num_training_steps)
     for rule in AUTO_TABLE:
@@ -258,9 +258,9 @@ def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
         line = work.config.lines.get(work.config.spelled(TRAIN))
         delete = f"Delete line {line}: the product is what is used then" if line else f'Set {TRAIN} to "auto"'
         for problem in error.problems:
-            expected, place = problem.expected + hint, work.config.place_of(problem.path)
+            expected, line = problem.expected + hint, work.config.at_line(problem.path)
             fix = f"{delete}. Or: {problem.fix}" if problem.path == TRAIN and problem.fix else problem.fix
-            work.problems.append(replace(problem, expected=expected, fix=fix, file=place))
+            work.problems.append(replace(problem, expected=expected, fix=fix, file=line))
         return
     if free:
         work.fill(TRAIN, sizes.train, "micro batch x accumulation x data ranks")

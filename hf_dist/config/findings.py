@@ -41,15 +41,15 @@ class Findings:
         """The path under which the user wrote the canonical `path`."""
         return respelled(path, {canonical: written for canonical, (written, _) in self.written.items()})
 
-    def place(self, path: str) -> str:
+    def at_line(self, path: str) -> str:
         """`file:line` of the key, the file alone if the line is unknown, empty for a dict."""
-        return place(self.origin, self.lines, self.spelled(path))
+        return at_line(self.origin, self.lines, self.spelled(path))
 
     def problem(self, path: str, expected: str, fix: str = "", found: Any = _ABSENT) -> None:
         """Record one wrong key; `found` is the value, left out for keys that are wrong whatever their value."""
         value = self.written[path][1] if path in self.written and found is not _ABSENT else found
         text = "" if value is _ABSENT else shown(value)
-        self.problems.append(Problem(self.spelled(path), text, expected, fix, self.place(path)))
+        self.problems.append(Problem(self.spelled(path), text, expected, fix, self.at_line(path)))
 
     def note(self, path: str, reason: str, kind: NoteKind = "idle") -> None:
         """Record one accepted key, once."""
@@ -73,7 +73,7 @@ def respelled(path: str, spellings: Mapping[str, str]) -> str:
     return path
 
 
-def place(origin: str, lines: Mapping[str, int], path: str) -> str:
+def at_line(origin: str, lines: Mapping[str, int], path: str) -> str:
     """`file:line` of `path` or of its nearest enclosing key."""
     if not origin:
         return ""

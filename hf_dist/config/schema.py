@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import PrivateAttr
 
 from hf_dist.config import values
-from hf_dist.config.findings import Note, place, respelled
+from hf_dist.config.findings import Note, at_line, respelled
 from hf_dist.config.sections import (
     ActivationCheckpointingConfig,
     AioConfig,
@@ -135,9 +135,9 @@ class DistConfig(Frozen):
         """Where the value at `path` comes from; "default" when nobody set it."""
         return self._provenance.sources.get(path, "default")
 
-    def place_of(self, path: str) -> str:
+    def at_line(self, path: str) -> str:
         """`file:line` of the key, empty for a dict."""
-        return place(self.origin, self.lines, self.spelled(path))
+        return at_line(self.origin, self.lines, self.spelled(path))
 
     def spelled(self, path: str) -> str:
         """The path as the user wrote it, when that is an alias."""

@@ -21,4 +21,4 @@ def axes_of(config: DistConfig, processes: int) -> Axes:
     try:
         return Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, paths=paths)
     except ConfigError as error:
-        raise ConfigError([replace(p, file=config.place_of(p.path)) for p in error.problems]) from None
+        raise ConfigError([replace(p, file=config.at_line(p.path)) for p in error.problems]) from None

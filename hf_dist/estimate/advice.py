@@ -23,7 +23,7 @@ from typing import Any
 from hf_dist.activation.checkpoint import asks_for_checkpointing
 from hf_dist.config import DistConfig, axes_of, settled
 from hf_dist.errors import HfDistError
-from hf_dist.estimate.memory import Limits, MemoryPlan
+from hf_dist.estimate.memory_plan import Limits, MemoryPlan
 from hf_dist.estimate.planner import Planner
 
 _ZERO = "zero_optimization"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_dist.estimate.advice import Tried
-from hf_dist.estimate.memory import Limits, MemoryPlan
-from hf_dist.offload.store import Tier
+from hf_dist.estimate.memory_plan import Limits, MemoryPlan
+from hf_dist.offload.resting import Tier
 from hf_dist.sharding.placement import Stay
 
 _TIGHT = 0.9

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hf_dist.estimate.advice import try_each
-from hf_dist.estimate.budget import planned_config, planner_for
 from hf_dist.estimate.describe import gigabytes, plan_table, settings
-from hf_dist.estimate.memory import Limits
+from hf_dist.estimate.memory_budget import planned_config, planner_for
+from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.running import Running
 
 NUM_SETTINGS = 3

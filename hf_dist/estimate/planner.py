@@ -12,11 +12,11 @@ from torch import nn
 from hf_dist.config import DistConfig, axes_of, settled
 from hf_dist.errors import HfDistError
 from hf_dist.estimate.activations import Activations, measure_activations, text_batch
-from hf_dist.estimate.memory import MemoryPlan
+from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.residency import budget_nbytes, keep_within
-from hf_dist.estimate.states import States
+from hf_dist.estimate.state_bytes import States
 from hf_dist.pipeline import make_schedule, plan_stages, simulate
-from hf_dist.pipeline.planning import PlannedSplit
+from hf_dist.pipeline.planned_split import PlannedSplit
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ that are not trained are gathered only, at stage 3. Every unit is taken to be us
 from __future__ import annotations
 
 from hf_dist.errors import TopologyError
-from hf_dist.estimate.states import States
+from hf_dist.estimate.state_bytes import States
 from hf_dist.sharding.placement import Placement
 
 
@@ -49,7 +49,7 @@ def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) ->
                 add("all_gather", shards, group.nbytes, 1)
             on_wire = group.layout.numel * precision.reduce.itemsize
             add("reduce_scatter" if shards_optim else "all_reduce", shards, on_wire, windows)
-            held = group.places.gradient
+            held = group.at_rest.gradient
             add("all_reduce", replicas, held.numel * held.dtype.itemsize, 1)
     ranks = replicas * max((g.layout.num_shards for g in states.groups), default=1)
     add("all_reduce", ranks, 4 * (1 + num_trained), 1)

@@ -40,7 +40,7 @@ from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
 from hf_dist.hf.peft import inactive_adapters_trainable, let_adapters_work, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
-from hf_dist.hf.state import full_state_dict, part_state_dict
+from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.launch import detect_launch
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
 from hf_dist.pipelined import Example

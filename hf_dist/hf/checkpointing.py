@@ -16,13 +16,13 @@ from hf_dist import collectives
 from hf_dist.checkpoint import folder, foreign, random_state, resume
 from hf_dist.checkpoint.model_files import ModelFiles
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
-from hf_dist.checkpoint.state import read_rank_values
+from hf_dist.checkpoint.training_state import read_rank_values
 from hf_dist.engine import Engine
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
 from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
-from hf_dist.hf.state import loading
+from hf_dist.hf.state_dict import loading
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
 from hf_dist.log import say
 from hf_dist.optim.taken_over import load_schedule

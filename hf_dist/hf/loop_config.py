@@ -102,7 +102,7 @@ def with_micro_batch(config: DistConfig, rows: int | None) -> DistConfig:
                 str(configured),
                 f"differs from the {rows} rows per process of the first DataLoader given to prepare()",
                 'Set it to "auto", or change the DataLoader.',
-                config.place_of(_MICRO),
+                config.at_line(_MICRO),
             )
         )
     if rows is None and not isinstance(config.train_batch_size, int):

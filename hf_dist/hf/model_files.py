@@ -21,7 +21,7 @@ from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.naming import buffer_parts, weight_plan_for
-from hf_dist.hf.state import loaded_dtype, write_dtype
+from hf_dist.hf.state_dict import loaded_dtype, write_dtype
 from hf_dist.sharding.runtime import ShardedModel
 
 _HF_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")

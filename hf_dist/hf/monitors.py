@@ -20,7 +20,7 @@ def report_to_monitors(config: DistConfig, args: Any) -> None:
     """
     wanted = [name for name in _PACKAGES if getattr(config, name).enabled]
     problems = [
-        Problem(f"{name}.enabled", "true", f"needs the package {name}", f"pip install {name}", config.place_of(name))
+        Problem(f"{name}.enabled", "true", f"needs the package {name}", f"pip install {name}", config.at_line(name))
         for name in wanted
         if not any(importlib.util.find_spec(package) for package in _PACKAGES[name])
     ]

@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_dist.boxes import TensorSlice
-from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.provenance import Provenance, UntraceableError
 from hf_dist.checkpoint.weight_plan import WEIGHTS, StoredTensor, WeightPlan
 from hf_dist.errors import CheckpointError

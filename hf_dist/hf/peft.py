@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_dist.engine import Engine
 from hf_dist.errors import ModelError
-from hf_dist.hf.state import loading
+from hf_dist.hf.state_dict import loading
 from hf_dist.sharding.full_params import full_tensors, gathered
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import replace_method

@@ -22,7 +22,7 @@ import torch
 from hf_dist.errors import ConfigError, HfDistError, Problem
 from hf_dist.log import say_once
 from hf_dist.offload.host import host_empty
-from hf_dist.offload.store import Tier
+from hf_dist.offload.resting import Tier
 from hf_dist.pages import PAGE
 
 _PROBE_NBYTES = 32 << 20

@@ -18,7 +18,7 @@ from hf_dist.log import say
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import Gradient, HostGradient, HostLink, host_zeros, step_threads
 from hf_dist.offload.nvme import BufferPool, DiskTensor, SwapFile, free_nbytes, no_space
-from hf_dist.offload.store import Resident, Resting, Tier
+from hf_dist.offload.resting import Resident, Resting, Tier
 
 _ZERO = "zero_optimization"
 MASTER_NBYTES = 4

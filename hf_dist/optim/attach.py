@@ -19,9 +19,9 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.offload.host import threads
-from hf_dist.offload.store import Sliceable, Tier
+from hf_dist.offload.resting import Sliceable, Tier
 from hf_dist.optim.fragment import Fragment, make_fragments
-from hf_dist.optim.pieces import handed_on
+from hf_dist.optim.fused_kernel import handed_on
 from hf_dist.optim.raw_calls import StepHook
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused
 from hf_dist.sharding.group import FlatGroup
@@ -47,7 +47,7 @@ class FragmentedOptimizer:
         self._one_by_one = one_by_one
         everything = make_fragments(sharded.trainable_groups)
         self._by_owner = {(id(f.group), f.index): f for f in everything}
-        self._places = {id(p): (g, i) for g in sharded.groups for i, p in enumerate(g.params)}
+        self._positions = {id(p): (g, i) for g in sharded.groups for i, p in enumerate(g.params)}
         self.param_names: list[list[str]] = []
         """Full names in each param group, of all ranks' parameters, in the order the optimizer was made with."""
         self.hook: StepHook | None = None
@@ -79,7 +79,7 @@ class FragmentedOptimizer:
         names: list[str] = []
         for p in group["params"]:
             state = self.optimizer.state.pop(p, None)
-            if id(p) not in self._places:
+            if id(p) not in self._positions:
                 elsewhere = self.sharded.pipeline.name_elsewhere(p) if self.sharded.pipeline else None
                 if elsewhere is not None:  # another pipeline stage steps it
                     names.append(elsewhere)
@@ -88,7 +88,7 @@ class FragmentedOptimizer:
                     f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
                     "optimizer from the parameters of the model that is prepared with it."
                 )
-            flat, index = self._places[id(p)]
+            flat, index = self._positions[id(p)]
             names.append(flat.layout.slots[index].name)
             fragment = self._by_owner.get((id(flat), index))
             if fragment is not None:
@@ -107,7 +107,7 @@ class FragmentedOptimizer:
         """
         group = self.optimizer.param_groups[-1]
         known = {name for names in self.param_names for name in names}
-        found = [self._places[id(p)] for p in group["params"] if id(p) in self._places]
+        found = [self._positions[id(p)] for p in group["params"] if id(p) in self._positions]
         twice = [flat.layout.slots[i].name for flat, i in found if flat.layout.slots[i].name in known]
         if twice:
             self.optimizer.param_groups.pop()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.offload.store import Tier
+from hf_dist.offload.resting import Tier
 from hf_dist.sharding.group import FlatGroup
 
 

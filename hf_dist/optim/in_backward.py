@@ -15,7 +15,7 @@ import torch
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.errors import ConfigError, ModelError, Problem
-from hf_dist.offload.store import Tier
+from hf_dist.offload.resting import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.clip import owned_norm
 from hf_dist.sharding.group import FlatGroup

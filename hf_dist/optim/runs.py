@@ -2,7 +2,7 @@
 
 A flat buffer holds the parameters of a group side by side, and so do masters and gradients; when the states do as well,
 an element-wise kernel does not see where one parameter ends. The optimizer is then lent the gradient of the first fragment of
-each run and skips the others, as parameters without a gradient; the kernel's call is extended over the run (`pieces.py`).
+each run and skips the others, as parameters without a gradient; the kernel's call is extended over the run (`fused_kernel.py`).
 """
 
 from __future__ import annotations

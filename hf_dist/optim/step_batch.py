@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_dist.offload.store import Resting, Sliceable, Tier
+from hf_dist.offload.resting import Resting, Sliceable, Tier
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.runs import Run
 from hf_dist.sharding.group import FlatGroup

@@ -4,13 +4,13 @@ from hf_dist.pipeline.actions import Schedule
 from hf_dist.pipeline.communication import add_communication
 from hf_dist.pipeline.p2p import P2PTransport, make_channels
 from hf_dist.pipeline.partition import BlockCosts, Partition, partition
-from hf_dist.pipeline.plan import StagePlan, make_plan
-from hf_dist.pipeline.planning import PlannedSplit, plan_stages
+from hf_dist.pipeline.planned_split import PlannedSplit, plan_stages
 from hf_dist.pipeline.probe import Probe, probe
 from hf_dist.pipeline.runtime import Hooks, ScheduleRun
 from hf_dist.pipeline.schedule import SCHEDULES, forward_only, make_schedule
 from hf_dist.pipeline.simulate import simulate, validate
 from hf_dist.pipeline.split import StagedModel
+from hf_dist.pipeline.stage_plan import StagePlan, make_plan
 from hf_dist.pipeline.verify import verify
 
 __all__ = [

@@ -26,7 +26,7 @@ class Placeholders:
         self.tensors: list[torch.Tensor] = []
         self._anchor = _first_kept(model, kept)
         self.device = self._device_now()
-        self._places: list[tuple[nn.Module, str, torch.dtype, torch.Size]] = []
+        self._attributes: list[tuple[nn.Module, str, torch.dtype, torch.Size]] = []
         names = {id(p): name for name, p in model.named_parameters()}
         emptied = [
             (module, compute_dtype(names[id(params[0])], params[0].dtype))
@@ -40,7 +40,7 @@ class Placeholders:
                 if param is not None and id(param) not in kept:
                     del module._parameters[attribute]
                     dtype = compute_dtype(names[id(param)], param.dtype)
-                    self._places.append((module, attribute, dtype, param.shape))
+                    self._attributes.append((module, attribute, dtype, param.shape))
         for module, dtype in emptied:
             fix_property(module, "dtype", partial(_same, dtype))
             fix_property(module, "device", lambda: self.device)
@@ -61,7 +61,7 @@ class Placeholders:
 
     def _place(self) -> None:
         self.tensors = []
-        for module, attribute, dtype, shape in self._places:
+        for module, attribute, dtype, shape in self._attributes:
             self.tensors.append(torch.zeros((), dtype=dtype, device=self.device).expand(shape))
             setattr(module, attribute, self.tensors[-1])
 

@@ -31,8 +31,8 @@ from hf_dist.pipeline import collected
 from hf_dist.pipeline.intercept import intercept
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.pipeline.placeholder import Placeholders
-from hf_dist.pipeline.plan import StagePlan
 from hf_dist.pipeline.probe import BlockCall, SameAs, is_leaf
+from hf_dist.pipeline.stage_plan import StagePlan
 from hf_dist.pipeline.standin import StandIn
 
 __all__ = ["StageExit", "StageOutput", "StagedModel"]

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_dist.errors import ModelError
 from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
-from hf_dist.pipeline.plan import StagePlan
 from hf_dist.pipeline.probe import BlockCall, is_leaf
 from hf_dist.pipeline.split import Leaves, StagedModel, StageOutput, StagePass
+from hf_dist.pipeline.stage_plan import StagePlan
 
 __all__ = ["verify"]
 

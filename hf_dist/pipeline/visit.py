@@ -17,13 +17,13 @@ from hf_dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.log import say_once
 from hf_dist.mesh import MeshAxis
-from hf_dist.pipeline.plan import StagePlan
+from hf_dist.pipeline.stage_plan import StagePlan
 
 __all__ = ["Visits"]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Attribute:
     """Where a module of the visited subtree has a parameter."""
 
     owner: nn.Module
@@ -49,7 +49,7 @@ class Visits:
         """Called with a parameter of this rank before it is read."""
         names = {id(p): name for name, p in model.named_parameters()}
         self._shapes = {n: (compute_dtype(n, p.dtype), tuple(p.shape)) for n, p in model.named_parameters()}
-        self._places = {path: _places(model.get_submodule(path), names) for path in plan.blocks | plan.outside}
+        self._attributes = {path: _attributes(model.get_submodule(path), names) for path in plan.blocks | plan.outside}
         self._source = {name: stages[0] % axis.size for name, stages in plan.owners.items()}
         held = {name: {stage % axis.size for stage in stages} for name, stages in plan.owners.items()}
         self._everywhere = {name for name, ranks in held.items() if len(ranks) == axis.size}
@@ -71,20 +71,20 @@ class Visits:
             "between the stages in every call; correct, but slow"
         )
         self._inside = True
-        before = [(p, getattr(p.owner, p.attribute)) for p in self._places[path] if p.name not in self._everywhere]
+        before = [(p, getattr(p.owner, p.attribute)) for p in self._attributes[path] if p.name not in self._everywhere]
         arrived: dict[str, torch.Tensor] = {}
         try:
-            for place, value in before:
-                if place.name not in arrived:
-                    arrived[place.name] = self._fetch(place.name, value)
+            for at, value in before:
+                if at.name not in arrived:
+                    arrived[at.name] = self._fetch(at.name, value)
                 if not isinstance(value, nn.Parameter):
-                    setattr(place.owner, place.attribute, arrived[place.name])
+                    setattr(at.owner, at.attribute, arrived[at.name])
             yield
         finally:
             self._inside = False
-            for place, value in before:
+            for at, value in before:
                 if not isinstance(value, nn.Parameter):
-                    setattr(place.owner, place.attribute, value)
+                    setattr(at.owner, at.attribute, value)
 
     def _fetch(self, name: str, value: torch.Tensor) -> torch.Tensor:
         source = self._source[name]
@@ -110,10 +110,10 @@ class Visits:
             )
 
 
-def _places(module: nn.Module, names: dict[int, str]) -> list[_Place]:
+def _attributes(module: nn.Module, names: dict[int, str]) -> list[_Attribute]:
     found: list[Any] = []
     for owner in module.modules():
         for attribute, param in owner._parameters.items():
             if param is not None:
-                found.append(_Place(owner, attribute, names[id(param)]))
+                found.append(_Attribute(owner, attribute, names[id(param)]))
     return found

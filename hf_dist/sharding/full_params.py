@@ -11,7 +11,7 @@ from torch import nn
 from hf_dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
-from hf_dist.offload.store import opened
+from hf_dist.offload.resting import opened
 from hf_dist.sharding.group import FlatGroup, _copy_overlap
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.placement import Placement

@@ -17,16 +17,16 @@ from torch import nn
 from hf_dist import collectives
 from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import ParallelMesh
+from hf_dist.offload.resting import Resident, Resting, Tier, opened
 from hf_dist.offload.storage import Storage
-from hf_dist.offload.store import Resident, Resting, Tier, opened
 from hf_dist.pages import in_huge_pages
+from hf_dist.sharding.at_rest import plan_at_rest
 from hf_dist.sharding.group_axes import Combination, GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_source
 from hf_dist.sharding.placement import Placement, StatePlacements
-from hf_dist.sharding.places import plan_places
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare, raw_data
 from hf_dist.sharding.window_gradient import WindowGradient
@@ -88,7 +88,7 @@ class FlatGroup:
         layout, device = self.layout, self.mesh.device
         sources = [lazy_source(p) for p in self.params]
         streamed = any(source is not None for source in sources)
-        self.places = plan_places(
+        self.at_rest = plan_at_rest(
             layout,
             self.axes.shard.rank,
             self.trainable,
@@ -97,7 +97,7 @@ class FlatGroup:
             storage=self.storage,
             grads=self.precision.grads,
         )
-        self.resting = self.places.interval
+        self.resting = self.at_rest.interval
         rests_sharded = self.placements.params is Placement.SHARD
         # 1D, compute dtype; its storage is empty while the weights rest sharded, and is not touched here then.
         new = torch.empty if rests_sharded else torch.zeros
@@ -113,28 +113,28 @@ class FlatGroup:
         self.reshard()
 
     def _make_states(self) -> None:
-        """Allocate what `places` says: the weights once where they are gathered from, and once, wider, where they are stepped.
+        """Allocate what `at_rest` says: the weights once where they are gathered from, and once, wider, where they are stepped.
 
         The two are one tensor where nothing is gained by a second: on the device a gather casts on the way, so the masters
         are its source; on the host only if the dtypes are equal, as half the bytes cross to the device. Where the weights
         rest replicated, `full` itself is what is gathered from.
         """
-        places = self.places
+        at_rest = self.at_rest
         start, stop = self.resting
         numel = stop - start
-        self.separate = places.separate
+        self.separate = at_rest.separate
         """Whether `shard` is copied into `full` before a gather."""
         masters, shards = self.storage.optim, self.storage.params
-        wide = None if places.master is None else masters.new(numel, places.master.dtype, places.master.tier)
+        wide = None if at_rest.master is None else masters.new(numel, at_rest.master.dtype, at_rest.master.tier)
         self.shard: Resting
-        if places.separate:
-            chosen = wide if places.shard is None else shards.new(numel, places.shard.dtype, places.shard.tier)
+        if at_rest.separate:
+            chosen = wide if at_rest.shard is None else shards.new(numel, at_rest.shard.dtype, at_rest.shard.tier)
             assert chosen is not None
             self.shard = chosen
         else:
             self.shard = Resident(self.full[start:stop], Tier.DEVICE)
         self.master: Resting = self.shard if wide is None else wide
-        self.gradient = self.storage.gradient(places.gradient.tier, numel, self.precision.grads)
+        self.gradient = self.storage.gradient(at_rest.gradient.tier, numel, self.precision.grads)
 
     def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
         """Fill the masters from the parameters as they were loaded (fp32 weights keep their low bits), and make views."""

@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from hf_dist import collectives
+from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
-from hf_dist.offload.store import Tier
 from hf_dist.sharding.buffers import ChangingBuffers
 from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
 from hf_dist.sharding.order import IssueOrder, PassOrders
@@ -409,7 +409,7 @@ class Passes:
             self.units[index].unshard()
 
     def _gather_ahead(self, order: IssueOrder, current: int) -> None:
-        """Start the next gathers while `current` computes: one unit, and more while they fit the budget."""
+        """Start the next gathers while `current` computes: one unit, and more while the limit on weights in flight allows."""
         ahead = sum(self.units[i].numel for i in order.ahead_of(current)) if order.peek() is not None else 0
         while self.prefetch and (index := order.peek()) is not None:
             unit = self.units[index]

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from torch import nn
 
 from hf_dist.mesh import ParallelMesh
+from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
-from hf_dist.offload.store import Tier
-from hf_dist.sharding.budgets import Budgets
 from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import axes_by_name
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
+from hf_dist.sharding.in_flight import InFlightLimits
 from hf_dist.sharding.passes import Passes
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
@@ -36,14 +36,14 @@ class ShardedModel:
         placements: StatePlacements,
         mesh: ParallelMesh,
         precision: Precision,
-        budgets: Budgets | None = None,
+        limits: InFlightLimits | None = None,
         leaf_modules: LeafModules = ((), (), ()),
         pipeline: PipelineShare | None = None,
         storage: Storage | None = None,
     ) -> None:
         """Shard `model` in place. Collective: every rank of the mesh, with the same model.
 
-        `budgets`: how much is on its way at once; `leaf_modules`: class names, module names and name endings that are units
+        `limits`: how much is on its way at once; `leaf_modules`: class names, module names and name endings that are units
         whatever the structure; `pipeline`: the stages of a pipeline that this rank runs, `model` then has their parameters
         only; `storage`: where states rest (default: all on the device).
         """
@@ -51,19 +51,19 @@ class ShardedModel:
         self.mesh = mesh
         self.placements = placements
         self.precision = precision
-        self.budgets = budgets or Budgets()
+        self.limits = limits or InFlightLimits()
         self.pipeline = pipeline
         self.storage = storage or Storage(mesh.device)
         axes = axes_by_name(mesh, pipeline.holders if pipeline else None)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes)
         self.root = self.units[0]
-        self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.budgets.reduce)
+        self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.limits.reduce)
         self.passes = Passes(
             model,
             self.reducer,
             precision=precision,
             storage=self.storage,
-            prefetch=self.budgets.prefetch,
+            prefetch=self.limits.prefetch,
             pipeline=pipeline,
         )
         refuse_moves(model)
@@ -165,7 +165,7 @@ class ShardedModel:
                 group.weights_changed()
             if self.placements.params is Placement.SHARD or not unit.trainable:
                 continue
-            while in_flight and sum(u.numel for u in in_flight) + unit.numel > self.budgets.gather:
+            while in_flight and sum(u.numel for u in in_flight) + unit.numel > self.limits.gather:
                 in_flight.popleft().wait_unshard()
             unit.unshard()
             in_flight.append(unit)

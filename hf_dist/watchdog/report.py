@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_dist.watchdog.place import MAY_TAKE_LONG, Place
+from hf_dist.watchdog.location import MAY_TAKE_LONG, Location
 
 __all__ = ["Status", "describe_stall", "late_words", "lost_rank", "numbers"]
 
@@ -22,7 +22,7 @@ class Status:
     """Optimizer steps done; -1 before there is an engine."""
     still: float = 0.0
     """Seconds for which it has been at the same place, and no collective has begun."""
-    place: Place = field(default_factory=Place)
+    location: Location = field(default_factory=Location)
     rss: int = 0
     """Bytes of host memory of the process."""
     silent: float = 0.0
@@ -37,7 +37,7 @@ class Status:
     @property
     def waits(self) -> bool:
         """Whether it needs something from other ranks."""
-        return bool(self.place.waits_for)
+        return bool(self.location.waits_for)
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -87,15 +87,17 @@ def _ranks(statuses: Sequence[Status]) -> str:
 
 def late_words(status: Status, absent: bool | None = None) -> str:
     """One line about a rank that the others wait for. `absent`: it does not answer."""
-    before = f"; {status.silent:.0f} s ago it was in: {status.place}" if status.pid else "; it has never been heard of"
+    before = (
+        f"; {status.silent:.0f} s ago it was in: {status.location}" if status.pid else "; it has never been heard of"
+    )
     if status.ended:
         return f"{status.who} has ended: {_why_ended(status)}{before}"
     if absent or (absent is None and status.silent > 1 and not status.waits):
         return f"{status.who} does not answer: {_why_silent(status)}{before}"
-    often = sorted(set(status.place.activity.split(" > ")) & MAY_TAKE_LONG)
+    often = sorted(set(status.location.activity.split(" > ")) & MAY_TAKE_LONG)
     rightly = f" ({often[0]} may rightly take this long)" if often else ""
     still = f", at the same line for {status.still:.0f} s" if status.still >= 1 else ", and moves"
-    return f"{status.who} is late, in: {status.place}{still}{rightly}"
+    return f"{status.who} is late, in: {status.location}{still}{rightly}"
 
 
 def _late(status: Status, absent: bool) -> list[str]:
@@ -132,20 +134,20 @@ def lost_rank(statuses: Sequence[Status], memory: str) -> str | None:
     first = max(ended, key=lambda s: s.silent)
     held = f", held {first.rss / 1e9:.2f} GB of host memory" if first.rss else ""
     cause = f"; {memory}" if memory and first.last_words is None else ""
-    return f"{first.who} ended: {_why_ended(first)}. Before that it was in: {first.place}{held}{cause}"
+    return f"{first.who} ended: {_why_ended(first)}. Before that it was in: {first.location}{held}{cause}"
 
 
 def _stack(status: Status) -> list[str]:
-    if not status.place.stack:
+    if not status.location.stack:
         return []
     name = "Python stack" if not status.silent or status.silent < 1 else f"Python stack {status.silent:.0f} s ago"
-    return [f"{name} of rank {status.rank}, innermost last:", *(f"  {line}" for line in status.place.stack)]
+    return [f"{name} of rank {status.rank}, innermost last:", *(f"  {line}" for line in status.location.stack)]
 
 
 def _grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
     groups: dict[str, list[Status]] = {}
     for status in statuses:
-        words = f"waits for {status.place.waits_for} in: {status.place}"
+        words = f"waits for {status.location.waits_for} in: {status.location}"
         groups.setdefault(words, []).append(status)
     return groups
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_dist import collectives, failure, machine, mesh
 from hf_dist.launch import detect_launch
-from hf_dist.watchdog.place import Place, find_place
+from hf_dist.watchdog.location import Location, find_location
 from hf_dist.watchdog.report import Status, describe_stall, late_words, lost_rank
 from hf_dist.watchdog.wire import Collector, Sender
 
@@ -99,8 +99,8 @@ class Watchdog(threading.Thread):
     # ------------------------------------------------------------------ speaking
 
     def _status(self) -> Status:
-        place = self._place()
-        seen = (collectives.num_started(), mesh.sequence_number(), place)
+        location = self._location()
+        seen = (collectives.num_started(), mesh.sequence_number(), location)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         step = max((e.global_steps for e in self.engines), default=-1)
@@ -111,26 +111,26 @@ class Watchdog(threading.Thread):
             os.getpid(),
             step=step,
             still=still,
-            place=place,
+            location=location,
             rss=machine.resident_nbytes(),
         )
 
-    def _place(self) -> Place:
+    def _location(self) -> Location:
         engines = list(self.engines)
         for engine in engines:
             if engine not in self._named:
                 self._named.add(engine)
                 self._names |= {id(module): name for name, module in engine.model.named_modules() if name}
         reached = [name for name in (e.sharded.passes.unit_in_backward for e in engines) if name is not None]
-        place = find_place(self._names, reached[0] if reached else "")
-        if not place.waits_for and mesh.device_is_busy(self._seconds_at(place) > self.limit / 2):
+        location = find_location(self._names, reached[0] if reached else "")
+        if not location.waits_for and mesh.device_is_busy(self._seconds_at(location) > self.limit / 2):
             # The host is in some line that reads a number from the GPU; what that waits for is a collective.
-            place = Place(place.activity, place.block, "a collective on the GPU", place.stack)
-        return place
+            location = Location(location.activity, location.block, "a collective on the GPU", location.stack)
+        return location
 
-    def _seconds_at(self, place: Place) -> float:
+    def _seconds_at(self, location: Location) -> float:
         before = self._seen[2] if self._seen else None
-        return time.monotonic() - self._since if before is not None and before.stack == place.stack else 0.0
+        return time.monotonic() - self._since if before is not None and before.stack == location.stack else 0.0
 
     def _tell(self, message: dict[str, Any]) -> None:
         for rank in self._listeners:
@@ -169,14 +169,14 @@ class Watchdog(threading.Thread):
         statuses = []
         for rank, heard in sorted(self._collector.heard.items()):
             said = dict(heard.status.get("status", {}))
-            place = dict(said.pop("place", {}))
-            place["stack"] = tuple(place.get("stack", ()))
+            location = dict(said.pop("location", {}))
+            location["stack"] = tuple(location.get("stack", ()))
             local = said.get("host") == here and not heard.ended
             statuses.append(
                 Status(
                     rank,
                     **said,
-                    place=Place(**place),
+                    location=Location(**location),
                     silent=now - heard.at,
                     ended=heard.ended is not None,
                     last_words=heard.last_words,
@@ -220,6 +220,6 @@ class Watchdog(threading.Thread):
                 speaks = self.rank == min(set(self._listeners) - {first.rank})
                 return found, (first.last_words or "") if speaks else ""
             time.sleep(0.05)
-        # Its own place is in the handler of an error by now; what it reported when it waited is in the log.
+        # Its own location is in the handler of an error by now; what it reported when it waited is in the log.
         late = [s for s in statuses if s.silent > _SILENT_TICKS * self.tick + 1 or not s.waits]
         return "; ".join(late_words(s) for s in late), ""

@@ -68,7 +68,7 @@ def digests(engine: Any) -> dict[str, str]:
     """Hash of every master weight and optimizer state, whole, the same in every layout. Collective."""
     from hf_dist import collectives
     from hf_dist.checkpoint.flat_slice import FlatSlice
-    from hf_dist.checkpoint.state import owned_parts, saved_state
+    from hf_dist.checkpoint.training_state import owned_parts, saved_state
 
     mine = {}
     for name, value in saved_state(engine, list(owned_parts(engine.sharded, _as_is)), _as_is).items():

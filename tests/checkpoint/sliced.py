@@ -136,7 +136,7 @@ def forget(holder: Holder) -> None:
 def save(holder: Holder, whole: nn.Module, folder: Path, mode: str | None, dtype: torch.dtype) -> None:
     """Weights, their plan and the training state, as a checkpoint has them. Collective over world."""
     from hf_dist import collectives
-    from hf_dist.checkpoint import dcp, state
+    from hf_dist.checkpoint import dcp, training_state
     from hf_dist.checkpoint.folder import STATE
     from hf_dist.checkpoint.model_files import PLAN
     from hf_dist.checkpoint.weight_write import write_weights
@@ -148,11 +148,13 @@ def save(holder: Holder, whole: nn.Module, folder: Path, mode: str | None, dtype
     collectives.barrier(axis)
     # From the cut model itself: files have whole parameters whatever it holds.
     plan = weight_plan_for(holder.sharded.model, {n: dtype for n, _ in whole.named_parameters()})
-    parts = list(state.owned_parts(holder.sharded, lambda _, value: value.detach()))
+    parts = list(training_state.owned_parts(holder.sharded, lambda _, value: value.detach()))
     write_weights(folder, plan, [part for _, part in parts], axis, mode)
-    dcp.write_state(folder / STATE, state.saved_state(holder, parts, lambda _, value: value.detach().clone()), axis)
+    dcp.write_state(
+        folder / STATE, training_state.saved_state(holder, parts, lambda _, value: value.detach().clone()), axis
+    )
     if axis.rank == 0:
-        state.write_common(folder / STATE, holder.plain_state())
+        training_state.write_common(folder / STATE, holder.plain_state())
         (folder / PLAN).write_text(json.dumps(plan.to_json()), encoding="utf-8")
     collectives.barrier(axis)
 
@@ -162,7 +164,7 @@ def round_trip(family: str, dtype: torch.dtype, stage: int, stock: Path, root: P
     from hf_dist.checkpoint.folder import STATE
     from hf_dist.checkpoint.model_files import read_plan, read_weights
     from hf_dist.checkpoint.safetensors_source import bytes_read
-    from hf_dist.checkpoint.state import load_state
+    from hf_dist.checkpoint.training_state import load_state
 
     whole: Any = make_model(family, dtype)
     wanted = {n: p.detach() for n, p in whole.named_parameters()}
@@ -198,7 +200,7 @@ def round_trip(family: str, dtype: torch.dtype, stage: int, stock: Path, root: P
 def wrong_import(holder: Holder, stock: dict[str, torch.Tensor]) -> list[str]:
     """A stock state dict, mapped, filled into slices as an import of another program's checkpoint does."""
     from hf_dist.checkpoint.foreign import _MappedSource
-    from hf_dist.checkpoint.state import fill_weights
+    from hf_dist.checkpoint.training_state import fill_weights
 
     forget(holder)
     source = _MappedSource({f"weights.{name}": p for name, p in stock.items()})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
 from hf_dist.errors import CheckpointError

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_dist
-from hf_dist.optim import pieces
+from hf_dist.optim import fused_kernel
 from tests.offload.training import differences, states
 
 DIM = 24
@@ -52,13 +52,13 @@ def step(engine: Any, middle: bool, seed: int) -> None:
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the number of elements at each call of the kernel."""
     calls: list[int] = []
-    for func, kernel in list(pieces._KERNELS.items()):
+    for func, kernel in list(fused_kernel._KERNELS.items()):
 
         def counted(*args: Any, kernel: Any = kernel, **kwargs: Any) -> Any:
             calls.append(args[0][0].numel())
             return kernel(*args, **kwargs)
 
-        monkeypatch.setitem(pieces._KERNELS, func, counted)
+        monkeypatch.setitem(fused_kernel._KERNELS, func, counted)
     return calls
 
 
@@ -68,7 +68,7 @@ def test_bits_are_those_of_the_optimizers_own_step(used: list[bool], monkeypatch
     for i, middle in enumerate(used):
         step(engine, middle, i)
         with monkeypatch.context() as patch:
-            patch.setattr(pieces, "_applies", lambda batch, optimizer: False)
+            patch.setattr(fused_kernel, "_applies", lambda batch, optimizer: False)
             step(expected, middle, i)
     assert differences(states(engine), states(expected)) == []
     counts = [{f.name: s for f in e.fragments.fragments for _, s in e.fragments.scalars(f)} for e in (engine, expected)]
@@ -99,7 +99,7 @@ def test_states_that_were_replaced_are_the_ones_stepped(monkeypatch: pytest.Monk
                 state.update(copy.deepcopy(state))
         step(engine, True, i)
         with monkeypatch.context() as patch:
-            patch.setattr(pieces, "_applies", lambda batch, optimizer: False)
+            patch.setattr(fused_kernel, "_applies", lambda batch, optimizer: False)
             step(expected, True, i)
     assert differences(states(engine), states(expected)) == []
 
@@ -114,6 +114,6 @@ def test_a_parameter_that_was_moved_to_another_group_has_its_options(monkeypatch
                 plain["params"].append(decayed["params"].pop(1))
         step(engine, True, i)
         with monkeypatch.context() as patch:
-            patch.setattr(pieces, "_applies", lambda batch, optimizer: False)
+            patch.setattr(fused_kernel, "_applies", lambda batch, optimizer: False)
             step(expected, True, i)
     assert differences(states(engine), states(expected)) == []

@@ -48,7 +48,7 @@ def train(rank: int, world: int) -> tuple[list[Any], list[Any]]:
     """Every case; what a rank owns of all weights is counted beside."""
     from hf_dist import build
     from hf_dist.axes import Axes
-    from hf_dist.checkpoint.state import owned_parts
+    from hf_dist.checkpoint.training_state import owned_parts
     from hf_dist.engine import Engine
 
     add_the_row()

@@ -12,9 +12,9 @@ from torch import nn
 
 from hf_dist.pipeline.actions import Action, Kind, Schedule
 from hf_dist.pipeline.communication import Channel, add_communication
-from hf_dist.pipeline.plan import StagePlan
 from hf_dist.pipeline.runtime import Hooks, Run, ScheduleRun
 from hf_dist.pipeline.split import StagedModel
+from hf_dist.pipeline.stage_plan import StagePlan
 
 
 class LocalTransport:

@@ -82,9 +82,9 @@ def _run(
 def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], rank: int) -> dict[str, Any]:
     from hf_dist.config import load_config, resolve_without_trainer
     from hf_dist.estimate.planner import Planner, Workload
-    from hf_dist.estimate.states import States
+    from hf_dist.estimate.state_bytes import States
     from hf_dist.estimate.wire import step_traffic
-    from hf_dist.offload.store import Tier
+    from hf_dist.offload.resting import Tier
 
     resolved = resolve_without_trainer(load_config(config), data_ranks=size, hidden_size=case.width)
     shards = engine.mesh.shard.size

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_dist.config import load_config, resolve_without_trainer
 from hf_dist.errors import ConfigError
-from hf_dist.estimate.memory import MemoryPlan
+from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.residency import keep_within
 from hf_dist.sharding.placement import Stay

@@ -13,7 +13,7 @@ from hf_dist import collectives
 from hf_dist.checkpoint import folder
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
-from hf_dist.estimate.states import OptimizerStates
+from hf_dist.estimate.state_bytes import OptimizerStates
 from hf_dist.log import say
 from hf_dist.offload.storage import MASTER_NBYTES
 from hf_dist.sharding.held import held_slice

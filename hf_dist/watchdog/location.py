@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-__all__ = ["Place", "find_place"]
+__all__ = ["Location", "find_location"]
 
 MAX_FRAMES = 16
 """Innermost frames that are told; with wrappers of torch left out."""
@@ -64,7 +64,7 @@ _WRAPPERS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where one process is."""
 
     activity: str = ""
@@ -82,11 +82,11 @@ class Place:
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `Place(**...)` takes it back."""
+        """For JSON; `Location(**...)` takes it back."""
         return asdict(self)
 
 
-def find_place(names: Mapping[int, str], in_backward: str = "") -> Place:
+def find_location(names: Mapping[int, str], in_backward: str = "") -> Location:
     """Where the main thread of this process is. Any thread may call it; about a tenth of a millisecond.
 
     `names`: id of a module -> its full name. `in_backward`: the unit whose backward began last, for a backward that is in
@@ -98,7 +98,7 @@ def find_place(names: Mapping[int, str], in_backward: str = "") -> Place:
     if not block and "backward" in activities:
         block = in_backward
     stack = [_line(frame) for frame in frames if not _is_in(frame, _WRAPPERS)]
-    return Place(" > ".join(activities), block, _waits_for(frames), tuple(stack[-MAX_FRAMES:]))
+    return Location(" > ".join(activities), block, _waits_for(frames), tuple(stack[-MAX_FRAMES:]))
 
 
 def _frames() -> list[FrameType]:

@@ -13,7 +13,7 @@ from hf_dist.agree import first_problem
 from hf_dist.config import DistConfig
 from hf_dist.estimate.activations import Kept
 from hf_dist.estimate.describe import gigabytes, kept_units
-from hf_dist.estimate.memory import MemoryPlan
+from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.residency import budget_nbytes, has_budget, keep_within
 from hf_dist.estimate.running import Running

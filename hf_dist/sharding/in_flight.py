@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Budgets:
+class InFlightLimits:
     """Elements on their way at once; at least one unit, where it is not 0."""
 
     prefetch: int = 50_000_000

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist.optim import pieces
+from hf_dist.optim import fused_kernel
 from tests.offload import training
 from tests.offload.training import differences, make_engine, states, train
 
@@ -35,19 +35,19 @@ def run(numel: int | None, monkeypatch: pytest.MonkeyPatch, make: Any) -> tuple[
     """(losses and norms, states, kernel calls); in pieces of `numel`, or not at all."""
     calls = 0
 
-    class Counted(pieces._InPieces):
+    class Counted(fused_kernel._InPieces):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal calls
-            calls += func in pieces._KERNELS
+            calls += func in fused_kernel._KERNELS
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     with monkeypatch.context() as patch:
         patch.setitem(training.OPTIMIZERS, "adamw", make)
-        patch.setattr(pieces, "_InPieces", Counted)
+        patch.setattr(fused_kernel, "_InPieces", Counted)
         if numel is None:
-            patch.setattr(pieces, "_applies", lambda batch, optimizer: False)
+            patch.setattr(fused_kernel, "_applies", lambda batch, optimizer: False)
         else:
-            patch.setattr(pieces, "_PIECE", numel)
+            patch.setattr(fused_kernel, "_PIECE", numel)
         engine = make_engine({"offload_optimizer": {"device": "cpu"}}, stage=2, bf16={"enabled": True})
         return train(engine), states(engine), calls
 

@@ -14,7 +14,7 @@ from hf_dist.errors import ConfigError
 from hf_dist.offload import nvme
 from hf_dist.offload.host import HostGradient, HostLink, host_empty, step_threads, threads
 from hf_dist.offload.nvme import BufferPool, DiskTensor, SwapFile
-from hf_dist.offload.store import Resident, Tier, opened
+from hf_dist.offload.resting import Resident, Tier, opened
 from hf_dist.pages import PAGE
 
 

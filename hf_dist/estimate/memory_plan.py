@@ -1,6 +1,6 @@
 """Will it fit: states, activations and what comes and goes, on the fullest rank of a job, from a config and a meta model.
 
-Exact: everything that rests between two steps (`states.py`). Estimated: the peak on the device, the larger of two moments:
+Exact: everything that rests between two steps (`state_bytes.py`). Estimated: the peak on the device, the larger of two moments:
 
     the loss      resting + gathered + gradients of earlier microbatches + activations + logits
     backward      resting + the block that is computed again + the most, as one unit follows the other, of
@@ -17,8 +17,8 @@ from typing import Any
 
 from hf_dist.config import settled
 from hf_dist.estimate.activations import Kept
-from hf_dist.estimate.states import States
-from hf_dist.offload.store import Tier
+from hf_dist.estimate.state_bytes import States
+from hf_dist.offload.resting import Tier
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_dist.boxes import TensorSlice
-from hf_dist.offload.store import Sliceable
+from hf_dist.offload.resting import Sliceable
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from hf_dist.offload.nvme import disk_nbytes
+from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
-from hf_dist.offload.store import Tier
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import MASTER_DTYPE
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorAtRest:
     """One 1-D tensor at rest."""
 
     tier: Tier
@@ -32,22 +32,22 @@ class Place:
 
 
 @dataclass(frozen=True)
-class GroupPlaces:
+class GroupAtRest:
     """The tensors of one group on one rank."""
 
     interval: tuple[int, int]
     """Of the flat buffer: what this rank's masters (of frozen weights: the weights) cover."""
     separate: bool
     """Whether what is gathered from is copied into the full buffer first, rather than being a part of it."""
-    shard: Place | None
+    shard: TensorAtRest | None
     """A tensor of its own to gather from; None where it is a part of the full buffer, or the masters."""
-    master: Place | None
+    master: TensorAtRest | None
     """A tensor of its own to step; None where that is what is gathered from."""
-    gradient: Place
-    """The reduced gradient: on the device it comes and goes, on the host its place is kept."""
+    gradient: TensorAtRest
+    """The reduced gradient: on the device it comes and goes, on the host its memory is kept."""
 
 
-def plan_places(
+def plan_at_rest(
     layout: FlatLayout,
     rank: int,
     trainable: bool,
@@ -56,8 +56,8 @@ def plan_places(
     placements: StatePlacements,
     storage: Storage,
     grads: torch.dtype = torch.float32,
-) -> GroupPlaces:
-    """The places of one group on `rank` of its shard axis; groups must be asked for in the order of the units.
+) -> GroupAtRest:
+    """How one group rests on `rank` of its shard axis; groups must be asked for in the order of the units.
 
     `dtype`: of the weights in use; `grads`: of the gradient. Storage counts what it has handed out (`ratio`, `max_in_cpu`).
     """
@@ -72,12 +72,12 @@ def plan_places(
     here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
     shard = master = None
     if not separate:
-        master = None if here else Place(tier, numel, wide)
+        master = None if here else TensorAtRest(tier, numel, wide)
     elif here or not trainable:
-        shard = Place(params_tier, numel, wide)
+        shard = TensorAtRest(params_tier, numel, wide)
     else:
-        master = Place(tier, numel, wide)
+        master = TensorAtRest(tier, numel, wide)
         same = tier is params_tier is Tier.HOST and dtype == wide
-        shard = None if same else Place(params_tier, numel, dtype)
-    gradient = Place(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, grads)
-    return GroupPlaces(interval, separate, shard, master, gradient)
+        shard = None if same else TensorAtRest(params_tier, numel, dtype)
+    gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, grads)
+    return GroupAtRest(interval, separate, shard, master, gradient)

@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.pipeline.partition import Partition, partition
-from hf_dist.pipeline.plan import StagePlan, make_plan
 from hf_dist.pipeline.probe import probe
+from hf_dist.pipeline.stage_plan import StagePlan, make_plan
 from hf_dist.pipeline.verify import verify
 
 __all__ = ["PlannedSplit", "plan_stages"]

@@ -20,10 +20,10 @@ import torch
 
 from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
-from hf_dist.checkpoint.parts import OwnedPart
+from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.store import Tier, opened
+from hf_dist.offload.resting import Tier, opened
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.taken_over import take_options

@@ -1,4 +1,4 @@
-"""Bytes of the model states of one rank, exactly: from the layouts and places that the engine itself allocates by."""
+"""Bytes of the model states of one rank, exactly: from the layouts and tiers that the engine itself allocates by."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.offload.nvme import disk_nbytes
+from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
-from hf_dist.offload.store import Tier
 from hf_dist.optim.build import build_optimizer
+from hf_dist.sharding.at_rest import GroupAtRest, plan_at_rest
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay, placements_for
-from hf_dist.sharding.places import GroupPlaces, plan_places
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
 from hf_dist.sharding.runtime import ShardedModel
@@ -82,7 +82,7 @@ class PlannedGroup:
     layout: FlatLayout
     dtype: torch.dtype
     trainable: bool
-    places: GroupPlaces
+    at_rest: GroupAtRest
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +119,8 @@ class PlannedUnit:
     @cached_property
     def reduced(self) -> int:
         """Bytes of reduced gradients on the device."""
-        places = [g.places.gradient for g in self.groups if g.trainable]
-        return sum(place.nbytes for place in places if place.tier is Tier.DEVICE)
+        gradients = [g.at_rest.gradient for g in self.groups if g.trainable]
+        return sum(g.nbytes for g in gradients if g.tier is Tier.DEVICE)
 
     @cached_property
     def newest(self) -> int:
@@ -172,7 +172,7 @@ class States:
         units = tuple(
             PlannedUnit(
                 u.name,
-                tuple(PlannedGroup(g.layout, g.dtype, g.trainable, g.places) for g in u.groups),
+                tuple(PlannedGroup(g.layout, g.dtype, g.trainable, g.at_rest) for g in u.groups),
                 u.needed_in_backward,
             )
             for u in sharded.units
@@ -215,7 +215,7 @@ class States:
                 name, first = together[0]
                 dtype = precision.compute_dtype(name, first.dtype)
                 layout = FlatLayout.pack([(n, held_slice(p)) for n, p in together], num_shards)
-                places = plan_places(
+                at_rest = plan_at_rest(
                     layout,
                     rank,
                     first.requires_grad,
@@ -224,7 +224,7 @@ class States:
                     storage=storage,
                     grads=precision.grads,
                 )
-                groups.append(PlannedGroup(layout, dtype, first.requires_grad, places))
+                groups.append(PlannedGroup(layout, dtype, first.requires_grad, at_rest))
             if named or not path:
                 needed = not path or reads_weights_in_backward([modules[path]])
                 units.append(PlannedUnit(path, tuple(groups), needed))
@@ -241,16 +241,16 @@ class States:
         """What rests where, and the reduced gradients."""
         found = StateBytes()
         for group in self.groups:
-            places, whole = group.places, self.placements.params is not Placement.SHARD
+            at_rest, whole = group.at_rest, self.placements.params is not Placement.SHARD
             if whole:
                 found.weights[Tier.DEVICE] += group.nbytes
-            if places.shard is not None:  # the only copy of trained weights is their masters
-                is_master = group.trainable and places.master is None
-                (found.masters if is_master else found.weights)[places.shard.tier] += places.shard.nbytes
-            if places.master is not None:
-                found.masters[places.master.tier] += places.master.nbytes
+            if at_rest.shard is not None:  # the only copy of trained weights is their masters
+                is_master = group.trainable and at_rest.master is None
+                (found.masters if is_master else found.weights)[at_rest.shard.tier] += at_rest.shard.nbytes
+            if at_rest.master is not None:
+                found.masters[at_rest.master.tier] += at_rest.master.nbytes
             if group.trainable:
-                found.gradients[places.gradient.tier] += places.gradient.nbytes
+                found.gradients[at_rest.gradient.tier] += at_rest.gradient.nbytes
                 self._add_optimizer(group, found.optimizer)
         if self._frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:
             found.gradients[Tier.DEVICE] = max(u.reduced for u in self.units)
@@ -273,10 +273,10 @@ class States:
         return [row for row in rows if row[1]]
 
     def _add_optimizer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
-        places = group.places
-        stepped = places.master or places.shard
+        at_rest = group.at_rest
+        stepped = at_rest.master or at_rest.shard
         tier = Tier.DEVICE if stepped is None else stepped.tier
-        start, stop = places.interval
+        start, stop = at_rest.interval
         overlaps = [min(s.stop, stop) - max(s.offset, start) for s in group.layout.slots]
         fragments = [n for n in overlaps if n > 0]
         if tier is Tier.DISK:
@@ -286,7 +286,7 @@ class States:
             held[tier] += sum(fragments) * sum(self.optimizer.elements) + len(fragments) * self.optimizer.nbytes
 
     def _buffer_nbytes(self) -> int:
-        shards = [g.places.interval[1] - g.places.interval[0] for g in self.groups]
+        shards = [g.at_rest.interval[1] - g.at_rest.interval[0] for g in self.groups]
         largest, storage = max(shards, default=0), self.storage
         nbytes = 0
         if storage.optim.tier is Tier.DISK:
@@ -343,10 +343,10 @@ class States:
 
     def _prefetched(self, following: Sequence[PlannedUnit]) -> list[PlannedUnit]:
         """Of the next units of a pass those that are gathered ahead: one, and more while they fit the bucket."""
-        budget = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
+        limit = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
         ahead: list[PlannedUnit] = []
-        for unit in following if budget else ():
-            if ahead and sum(u.numel for u in ahead) + unit.numel > budget:
+        for unit in following if limit else ():
+            if ahead and sum(u.numel for u in ahead) + unit.numel > limit:
                 break
             ahead.append(unit)
         return ahead
