@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from hf_dist.sizes import size_text
+
 __all__ = [
     "available_nbytes",
     "free_nbytes",
@@ -99,7 +101,7 @@ def memory_report(kills_before: int, root: Path = _CGROUP) -> str:
         return ""
     limits = [_text(folder / name).strip() for folder in _folders(root, _PROC) for name, *_ in _LIMITS]
     limit = next((int(text) for text in limits if text.isdigit()), 0)
-    known = f" (the limit here is {limit / 1e9:.2f} GB)" if limit else ""
+    known = f" (the limit here is {size_text(limit)})" if limit else ""
     return f"the kernel has killed {kills} process{'es' if kills > 1 else ''} for host memory since the start{known}"
 
 

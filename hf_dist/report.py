@@ -13,6 +13,7 @@ from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sizes import scaled, size_text
 
 MAX_UNIT_KINDS = 6
 """Kinds of units that are listed, largest first; the rest is counted. The report is to fit a screen."""
@@ -60,7 +61,7 @@ def _small_groups(sharded: ShardedModel, config: DistConfig) -> list[str]:
     return [
         f"zero_hpz_partition_size {size}: master weights, optimizer state and gradients are sharded over {size} ranks too, in "
         f"DeepSpeed over all {mesh.dp.size}:",
-        f"masters and optimizer state take {_scaled(nbytes / size)}B per rank instead of {_scaled(nbytes / mesh.dp.size)}B; "
+        f"masters and optimizer state take {size_text(nbytes / size)} per rank instead of {size_text(nbytes / mesh.dp.size)}; "
         "remove the key to shard all over all ranks",
     ]
 
@@ -94,7 +95,7 @@ def _units(sharded: ShardedModel) -> list[str]:
     )
     order = sorted(kinds.items(), key=lambda item: -item[0][1] * item[1])
     rows = [
-        (f"{count} x {kind}" if count > 1 else kind, f"{_scaled(numel)} elements{' each' if count > 1 else ''}")
+        (f"{count} x {kind}" if count > 1 else kind, f"{scaled(numel)} elements{' each' if count > 1 else ''}")
         for (kind, numel), count in order
     ]
     more = [f"and {len(rows) - MAX_UNIT_KINDS} more kinds"] if len(rows) > MAX_UNIT_KINDS else []
@@ -108,11 +109,11 @@ def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
     states = States.of_engine(sharded, config, OptimizerStates.of_config(config))
     assumed = "" if config.optimizer is not None else " (if it is AdamW)"
     rows = [
-        (what + (assumed if what.startswith("optimizer") else ""), f"{_scaled(nbytes)}B  {kind}")
+        (what + (assumed if what.startswith("optimizer") else ""), f"{size_text(nbytes)}  {kind}")
         for what, nbytes, kind in states.rows()
     ]
     return [
-        f"{_scaled(total)} parameters, {_scaled(learning)} of them trained; per rank:",
+        f"{scaled(total)} parameters, {scaled(learning)} of them trained; per rank:",
         *(_aligned(rows) if rows else []),
         *(
             ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]
@@ -120,11 +121,3 @@ def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
             else []
         ),
     ]
-
-
-def _scaled(number: float) -> str:
-    """Three digits and the SI prefix, such as `37 k` or `1.24 G`."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g} {prefix}"
-    return f"{number:.3g} "

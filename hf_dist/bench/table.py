@@ -16,8 +16,9 @@ from hf_dist.bench.meter import PHASES
 from hf_dist.bench.prepare import Prepared
 from hf_dist.bench.rounds import Row, Run
 from hf_dist.bench.work import Work
+from hf_dist.sizes import size_text
 
-__all__ = ["as_json", "print_tables", "scaled"]
+__all__ = ["as_json", "print_tables"]
 
 
 def print_tables(prepared: Prepared, rows: Sequence[Row], console: Console) -> None:
@@ -45,8 +46,11 @@ def print_tables(prepared: Prepared, rows: Sequence[Row], console: Console) -> N
             continue
         low, middle, high = row.speed
         first.add_row(
-            *(row.name, f"{middle:,.0f}", f"{low:,.0f} - {high:,.0f}", f"{row.ratio:.2f}", scaled(row.peak_nbytes)),
-            *("not counted" if row.sent_nbytes is None else scaled(row.sent_nbytes), f"{row.first_step_seconds:.1f} s"),
+            *(row.name, f"{middle:,.0f}", f"{low:,.0f} - {high:,.0f}", f"{row.ratio:.2f}", size_text(row.peak_nbytes)),
+            *(
+                "not counted" if row.sent_nbytes is None else size_text(row.sent_nbytes),
+                f"{row.first_step_seconds:.1f} s",
+            ),
             *(f"{row.losses[-1]:.5f}", "" if row.agrees else "DIFFERS"),
         )
         parts = [f"{row.phases.get(phase, 0.0) / row.step_seconds:.0%}" for phase in PHASES]
@@ -75,14 +79,6 @@ def _remarks(rows: Sequence[Row], work: Work) -> list[str]:
         worst = max(row.difference or 0.0 for row in good)
         lines.append(f"losses agree: all {len(good[0].losses)} steps of all rows within {worst:.1e} of {good[0].name}")
     return lines
-
-
-def scaled(nbytes: float) -> str:
-    """Bytes in units of 1000."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(nbytes) >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def as_json(prepared: Prepared, rows: Sequence[Row], runs: Sequence[Run]) -> dict[str, Any]:

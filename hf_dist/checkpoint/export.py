@@ -30,6 +30,7 @@ from hf_dist.checkpoint.weight_file import OpenFiles
 from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import CHUNK
 from hf_dist.errors import CheckpointError
+from hf_dist.sizes import size_text
 
 __all__ = ["DTYPES", "export"]
 
@@ -102,7 +103,7 @@ def export(
     finally:
         shutil.rmtree(folder.working_folder(target), ignore_errors=True)
     name = str(wanted).removeprefix("torch.")
-    report(f"{target}: {plan.nbytes / 1e9:.2f} GB of weights in {name}, {len(plan.files)} files")
+    report(f"{target}: {size_text(plan.nbytes)} of weights in {name}, {len(plan.files)} files")
 
 
 # ---- what there is
@@ -207,7 +208,7 @@ def _write(source: _Source, plan: WeightPlan, files: OpenFiles, report: Callable
     tensors = {(os.path.dirname(f), t.name): t for f, ts in source.files.items() for t in ts.values()}
     scattered = []
     for file in plan.files:
-        report(f"{file.name}: {file.nbytes / 1e9:.2f} GB")
+        report(f"{file.name}: {size_text(file.nbytes)}")
         for extent in file.extents:
             masters = [piece.param in source.masters for piece in extent.tensor.pieces]
             if not any(masters):

@@ -26,6 +26,7 @@ from hf_dist.checkpoint.training_state import Stateful, owned_parts, saved_state
 from hf_dist.errors import CheckpointError
 from hf_dist.log import say
 from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.sizes import size_text
 from hf_dist.version import __version__
 
 
@@ -207,7 +208,7 @@ class CheckpointWriter:
         if self.mesh.world.rank == 0:
             nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
             stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
-            say(f"{final}: {nbytes / 1e9:.2f} GB written in {self.total_seconds:.1f} s{stall}")
+            say(f"{final}: {size_text(nbytes)} written in {self.total_seconds:.1f} s{stall}")
 
 
 def _join_last(timeout: float | None = None) -> None:

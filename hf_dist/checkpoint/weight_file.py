@@ -16,6 +16,7 @@ import torch
 
 from hf_dist.checkpoint.folder import start_writeback
 from hf_dist.checkpoint.weight_plan import WeightFile, WeightPlan
+from hf_dist.sizes import size_text
 
 __all__ = ["OpenFiles", "create", "difference", "explain", "read_header", "remove_stale"]
 
@@ -139,4 +140,4 @@ def explain(error: OSError, folder: Path) -> str:
 
 def _free(folder: Path) -> str:
     existing: Iterator[Path] = (p for p in (folder, *folder.parents) if p.exists())
-    return f"{shutil.disk_usage(next(existing)).free / 1e9:.1f} GB free"
+    return f"{size_text(shutil.disk_usage(next(existing)).free)} free"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_dist.sizes import size_text
+
 if TYPE_CHECKING:
     from hf_dist.checkpoint.describe import Description
 
@@ -56,26 +58,18 @@ def _text(found: Description) -> str:
     if found.weights:
         dtypes = ", ".join(f"{numel:,} {name}" for name, numel in found.weights["by_dtype"].items())
         lines.append(
-            f"  weights   {_size(found.weights['bytes'])} in {found.weights['files']} files: "
+            f"  weights   {size_text(found.weights['bytes'])} in {found.weights['files']} files: "
             f"{found.weights['tensors']} tensors ({dtypes})"
         )
     if found.state:
         optimizer = ", ".join(found.state["optimizer_states"]) or "no optimizer state"
         lines.append(
-            f"  training  {_size(found.state['bytes'])}: master weights of {found.state['master_weights']} parameters "
+            f"  training  {size_text(found.state['bytes'])}: master weights of {found.state['master_weights']} parameters "
             f"({found.state['elements']:,} elements), {optimizer}"
         )
-    lines.append(f"  files     {len(found.files)}, {_size(sum(found.files.values()))}")
+    lines.append(f"  files     {len(found.files)}, {size_text(sum(found.files.values()))}")
     listed = list(found.files.items())
-    lines += [f"    {_size(nbytes):>9}  {name}" for name, nbytes in listed[:LISTED]]
+    lines += [f"    {size_text(nbytes):>9}  {name}" for name, nbytes in listed[:LISTED]]
     if len(listed) > LISTED:
         lines.append(f"    ... and {len(listed) - LISTED} more (--json names all)")
     return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000  # type: ignore[assignment]
-    return f"{nbytes:.2f} GB"

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from hf_dist.cli.env import PACKAGES, devices, launch_variables, table, versions
 from hf_dist.launch import detect_launch
+from hf_dist.sizes import size_text
 
 __all__ = ["KNOWN_BAD", "doctor", "version_problems"]
 
@@ -124,7 +125,7 @@ def _network() -> Iterable[tuple[str, str]]:
     if Path("/dev/shm").is_dir():
         yield (
             "shared memory",
-            f"{shutil.disk_usage('/dev/shm').free / 1e9:.1f} GB free (NCCL and data loader workers use it)",
+            f"{size_text(shutil.disk_usage('/dev/shm').free)} free (NCCL and data loader workers use it)",
         )
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hf_dist.errors import HfDistError
 from hf_dist.launch import detect_launch
+from hf_dist.sizes import size_text
 
 __all__ = ["PACKAGES", "devices", "env", "launch_variables", "table", "versions"]
 
@@ -63,7 +64,7 @@ def devices() -> Iterable[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         bf16 = "bf16" if device.major >= 8 else "no bf16"
-        yield f"cuda:{index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {bf16}"
+        yield f"cuda:{index}", f"{device.name}, {size_text(device.total_memory)}, {bf16}"
     if not torch.cuda.is_available():
         yield "cuda", "not available" if torch.version.cuda else "not in this build of torch"
     # torch's build report names the backends compiled in; asking torch.distributed would need an import of it.

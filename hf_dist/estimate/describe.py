@@ -8,17 +8,10 @@ from hf_dist.estimate.advice import Tried
 from hf_dist.estimate.memory_plan import Limits, MemoryPlan
 from hf_dist.offload.resting import Tier
 from hf_dist.sharding.placement import Stay
+from hf_dist.sizes import size_text
 
 _TIGHT = 0.9
 """Share of a memory above which a fit is called tight: the CUDA context and fragments take some."""
-
-
-def gigabytes(nbytes: float) -> str:
-    """Three digits, in powers of 1000."""
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(nbytes) >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"
 
 
 def kept_units(plan: MemoryPlan) -> str:
@@ -26,17 +19,17 @@ def kept_units(plan: MemoryPlan) -> str:
     to_backward, window = (len(plan.states.kept(stay)) for stay in (Stay.BACKWARD, Stay.WINDOW))
     return (
         f"{to_backward} of {len(plan.states.units)} units stay gathered from forward to backward, {window} over the window "
-        f"({gigabytes(plan.states.kept_nbytes)})"
+        f"({size_text(plan.states.kept_nbytes)})"
     )
 
 
 def plan_table(plan: MemoryPlan) -> list[str]:
     """The rows of a plan and its sums, one line each."""
-    rows = [(what, gigabytes(nbytes), kind) for what, nbytes, kind in plan.rows()]
-    rows.append(("device, at rest", gigabytes(plan.states.nbytes.resident(Tier.DEVICE)), "exact"))
-    rows.append(("device, peak", gigabytes(plan.device_peak), "estimate"))
-    rows += [(what, gigabytes(n), "") for what, n in (("host", plan.host), ("disk", plan.disk)) if n]
-    rows.append(("one checkpoint", gigabytes(plan.checkpoint), "of the job"))
+    rows = [(what, size_text(nbytes), kind) for what, nbytes, kind in plan.rows()]
+    rows.append(("device, at rest", size_text(plan.states.nbytes.resident(Tier.DEVICE)), "exact"))
+    rows.append(("device, peak", size_text(plan.device_peak), "estimate"))
+    rows += [(what, size_text(n), "") for what, n in (("host", plan.host), ("disk", plan.disk)) if n]
+    rows.append(("one checkpoint", size_text(plan.checkpoint), "of the job"))
     width, numbers = max(len(r[0]) for r in rows), max(len(r[1]) for r in rows)
     lines = [f"{what:<{width}}  {number:>{numbers}}  {kind}".rstrip() for what, number, kind in rows]
     if plan.states.stays:
@@ -55,9 +48,9 @@ def verdict(plan: MemoryPlan, limits: Limits) -> list[str]:
     for what, needed, there in sums:
         if there is None:
             continue
-        fits = f"fits, {gigabytes(there - needed)} to spare" if needed <= there else "does not fit"
+        fits = f"fits, {size_text(there - needed)} to spare" if needed <= there else "does not fit"
         tight = ", which is tight" if _TIGHT * there < needed <= there else ""
-        lines.append(f"{what}: {gigabytes(needed)} of {gigabytes(there)}: {fits}{tight}")
+        lines.append(f"{what}: {size_text(needed)} of {size_text(there)}: {fits}{tight}")
     return lines
 
 
@@ -68,9 +61,9 @@ def settings(tried: Sequence[Tried], limits: Limits) -> list[str]:
     for each in tried:
         if each.saved <= 0:
             continue
-        line = f"{each.change.text}: saves {gigabytes(each.saved)} on the device"
+        line = f"{each.change.text}: saves {size_text(each.saved)} on the device"
         more_host = each.plan.host
-        line += f", {gigabytes(more_host)} on the host" if more_host else ""
+        line += f", {size_text(more_host)} on the host" if more_host else ""
         if known:
             line += "; fits" if not each.plan.over(limits) else "; not enough alone"
         lines.append(line + f" ({json_paths(each)})")

@@ -12,7 +12,7 @@ from hf_dist import collectives
 from hf_dist.agree import first_problem
 from hf_dist.config import DistConfig
 from hf_dist.estimate.activations import Kept
-from hf_dist.estimate.describe import gigabytes, kept_units
+from hf_dist.estimate.describe import kept_units
 from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.residency import budget_nbytes, has_budget, keep_within
@@ -21,6 +21,7 @@ from hf_dist.log import say
 from hf_dist.machine import free_nbytes
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.sharding.placement import Placement, Stay
+from hf_dist.sizes import size_text
 
 
 def keep_by_budget(engine: Running) -> None:
@@ -108,7 +109,7 @@ def _plan(engine: Running, args: Any, kwargs: Any) -> MemoryPlan:
 
 
 def _told(plan: MemoryPlan, budget: int) -> str:
-    peak, left = gigabytes(plan.device_peak), f"of a budget of {gigabytes(budget)}"
+    peak, left = size_text(plan.device_peak), f"of a budget of {size_text(budget)}"
     if plan.device_peak > budget:
         return f"hf_dist.memory_budget: nothing is kept gathered: {peak} are planned without, {left}"
     return f"hf_dist.memory_budget: {kept_units(plan)}; planned peak {peak} {left}"

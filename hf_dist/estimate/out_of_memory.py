@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from hf_dist.estimate.advice import try_each
-from hf_dist.estimate.describe import gigabytes, plan_table, settings
+from hf_dist.estimate.describe import plan_table, settings
 from hf_dist.estimate.memory_budget import planned_config, planner_for
 from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.running import Running
+from hf_dist.sizes import size_text
 
 NUM_SETTINGS = 3
 _OF_THE_HOST = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
@@ -60,19 +61,19 @@ def _message(error: BaseException, engine: Running, shape: Sequence[int] | None)
 
 
 def _measured(engine: Running) -> list[str]:
-    held = ", ".join(f"{gigabytes(nbytes)} on {tier}" for tier, nbytes in engine.resident_nbytes().items() if nbytes)
+    held = ", ".join(f"{size_text(nbytes)} on {tier}" for tier, nbytes in engine.resident_nbytes().items() if nbytes)
     lines = [f"states at rest: {held}"]
     if engine.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(engine.device)
         peak, reserved = torch.cuda.max_memory_allocated(engine.device), torch.cuda.memory_reserved(engine.device)
         lines.append(
-            f"device: {gigabytes(peak)} allocated at most, {gigabytes(reserved)} reserved, {gigabytes(free)} of "
-            f"{gigabytes(total)} free"
+            f"device: {size_text(peak)} allocated at most, {size_text(reserved)} reserved, {size_text(free)} of "
+            f"{size_text(total)} free"
         )
     # Linux counts in kB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     lines.append(
-        f"host: {gigabytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} used by this process at most"
+        f"host: {size_text(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} used by this process at most"
     )
     return lines
 

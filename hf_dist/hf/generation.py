@@ -14,6 +14,7 @@ from hf_dist.log import say_once
 from hf_dist.machine import free_nbytes
 from hf_dist.sharding.full_params import gathered
 from hf_dist.sharding.guard import replace_method
+from hf_dist.sizes import size_text
 
 __all__ = ["let_generate_gather"]
 
@@ -41,7 +42,7 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
     needed = sum(g.layout.numel * g.full.element_size() for g in engine.sharded.groups if not g.resident)
     if not _fits(engine, needed):
         say_once(
-            f"generate: the {needed / 1e9:.2f} GB of full weights do not fit beside what is in memory; every token "
+            f"generate: the {size_text(needed)} of full weights do not fit beside what is in memory; every token "
             "gathers them unit by unit, which is slow. More ranks, shorter prompts, or offloaded optimizer state make room."
         )
         return generate(model, *args, **{**kwargs, "synced_gpus": True})

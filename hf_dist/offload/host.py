@@ -16,6 +16,7 @@ import torch
 
 from hf_dist.log import say_once, warn_once
 from hf_dist.pages import fresh_pages
+from hf_dist.sizes import size_text
 
 _CHUNK_NUMEL = 1 << 22
 """Elements of one piece of what is cast on the host and sent to the device."""
@@ -44,7 +45,7 @@ def _register(buffer: torch.Tensor) -> None:
     address = buffer.data_ptr()
     if int(runtime.cudaHostRegister(address, buffer.numel(), 0)) != 0:
         warn_once(
-            f"the system refused to page-lock {buffer.numel() / 1e6:.0f} MB of host memory (see `ulimit -l`): copies to and "
+            f"the system refused to page-lock {size_text(buffer.numel())} of host memory (see `ulimit -l`): copies to and "
             'from the device wait for it. "pin_memory": false asks for none.'
         )
         return

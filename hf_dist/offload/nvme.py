@@ -24,6 +24,7 @@ from hf_dist.log import say_once
 from hf_dist.offload.host import host_empty
 from hf_dist.offload.resting import Tier
 from hf_dist.pages import PAGE
+from hf_dist.sizes import size_text
 
 _PROBE_NBYTES = 32 << 20
 _PREFIX = "hf_dist_swap_rank"
@@ -297,7 +298,7 @@ def no_space(path: str, folder: Path, nbytes: int, reason: str = "") -> Problem:
     return Problem(
         path,
         repr(str(folder)),
-        f"has room for {free / 1e9:.3g} GB, and {nbytes / 1e9:.3g} GB are needed there{because}",
+        f"has room for {size_text(free)}, and {size_text(nbytes)} are needed there{because}",
         'Name another folder, free space, or offload to "cpu".',
     )
 

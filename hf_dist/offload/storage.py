@@ -19,6 +19,7 @@ from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import Gradient, HostGradient, HostLink, host_zeros, step_threads
 from hf_dist.offload.nvme import BufferPool, DiskTensor, SwapFile, free_nbytes, no_space
 from hf_dist.offload.resting import Resident, Resting, Tier
+from hf_dist.sizes import size_text
 
 _ZERO = "zero_optimization"
 MASTER_NBYTES = 4
@@ -189,9 +190,9 @@ def _predict(storage: Storage, trained: int, ranks: int) -> None:
     if file is None:
         return
     read, write = file.measure()
-    text = f"{file.folder}: reads {read / 1e9:.2f} GB/s, writes {write / 1e9:.2f} GB/s per rank, {ranks} at a time"
+    text = f"{file.folder}: reads {size_text(read)}/s, writes {size_text(write)}/s per rank, {ranks} at a time"
     if storage.optim.file is not None:
         nbytes = trained * storage.ratio * TENSORS_PER_GROUP * MASTER_NBYTES
         seconds = nbytes / read + nbytes / write
-        text += f"; about {seconds:.2g} s of every step for {nbytes / 1e9:.3g} GB of optimizer state (Adam)"
+        text += f"; about {seconds:.2g} s of every step for {size_text(nbytes)} of optimizer state (Adam)"
     say(text)

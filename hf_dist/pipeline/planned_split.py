@@ -13,6 +13,7 @@ from hf_dist.pipeline.partition import Partition, partition
 from hf_dist.pipeline.probe import probe
 from hf_dist.pipeline.stage_plan import StagePlan, make_plan
 from hf_dist.pipeline.verify import verify
+from hf_dist.sizes import size_text
 
 __all__ = ["PlannedSplit", "plan_stages"]
 
@@ -36,7 +37,7 @@ class PlannedSplit:
             first, last = plan.calls[plan.bounds[stage]].module, plan.calls[plan.bounds[stage + 1] - 1].module
             lines.append(
                 f"stage {stage}: {plan.bounds[stage + 1] - plan.bounds[stage]} blocks, {first} to {last}, "
-                f"{self.partition.costs[stage] / total:.1%} of the time, {self.nbytes[stage] / 2**20:,.1f} MiB of weights"
+                f"{self.partition.costs[stage] / total:.1%} of the time, {size_text(self.nbytes[stage])} of weights"
             )
         shared = "; ".join(f"{s.names[0]} on stages {', '.join(map(str, s.stages))}" for s in plan.shared)
         efficiency = f"the slowest stage allows {self.partition.efficiency:.1%} of the ideal speed, bubble not counted"

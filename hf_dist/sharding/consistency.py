@@ -20,6 +20,7 @@ from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_sources
 from hf_dist.sharding.placement import Placement
+from hf_dist.sizes import size_text
 
 _Part = tuple[str, TensorSlice | None, int]
 """What several ranks may hold: name of a tensor, slice of it, shard of that (-1: all of it)."""
@@ -85,7 +86,7 @@ def tell_full_build(model: nn.Module, mesh: ParallelMesh) -> None:
     built = sum(nbytes for nbytes, lazy in sizes if not lazy)
     if mesh.world.size > 1 and 2 * built > sum(nbytes for nbytes, _ in sizes):
         say(
-            f"the model was built in full on each of {mesh.world.size} ranks: {built / 2**20:,.0f} MiB of host memory per "
+            f"the model was built in full on each of {mesh.world.size} ranks: {size_text(built)} of host memory per "
             "rank. Call from_pretrained after the DistTrainingArguments (or the DistAccelerator) were made, or "
             "hf_dist.from_pretrained(AutoModel..., ...), and each rank reads only its part."
         )

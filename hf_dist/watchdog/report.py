@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hf_dist.sizes import size_text
 from hf_dist.watchdog.location import MAY_TAKE_LONG, Location
 
 __all__ = ["Status", "describe_stall", "late_words", "lost_rank", "numbers"]
@@ -132,7 +133,7 @@ def lost_rank(statuses: Sequence[Status], memory: str) -> str | None:
     if not ended:
         return None
     first = max(ended, key=lambda s: s.silent)
-    held = f", held {first.rss / 1e9:.2f} GB of host memory" if first.rss else ""
+    held = f", held {size_text(first.rss)} of host memory" if first.rss else ""
     cause = f"; {memory}" if memory and first.last_words is None else ""
     return f"{first.who} ended: {_why_ended(first)}. Before that it was in: {first.location}{held}{cause}"
 

@@ -144,4 +144,4 @@ def test_a_failed_write_in_the_background_ends_training_at_the_next_step(outcome
 def test_a_disk_that_is_too_small_is_said_before_the_first_step(outcomes: Any) -> None:
     first, second = outcomes("no_room", stage=3)
     assert first == second and first.startswith("0 CheckpointError: checkpoints will not fit: each takes")
-    assert "save_total_limit=2 keeps 2 and writes one more" in first and "0.10 MB are free" in first
+    assert "save_total_limit=2 keeps 2 and writes one more" in first and "100 kB are free" in first

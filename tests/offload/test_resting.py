@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_is_named_with_what_is_needed(tmp_path: Path) -> Non
     file = swap_file(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(ConfigError, match=r"nvme_path: .*0\.004 GB are needed there"):
+        with pytest.raises(ConfigError, match=r"nvme_path: .* 4 MB are needed there"):
             DiskTensor(file, BufferPool(1, pin=False), 1_000_000, torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

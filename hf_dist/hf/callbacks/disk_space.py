@@ -17,6 +17,7 @@ from hf_dist.estimate.state_bytes import OptimizerStates
 from hf_dist.log import say
 from hf_dist.offload.storage import MASTER_NBYTES
 from hf_dist.sharding.held import held_slice
+from hf_dist.sizes import size_text
 
 
 class DiskSpaceCallback(TrainerCallback):
@@ -59,16 +60,12 @@ def _shortage(root: Path, nbytes: int, limit: int | None) -> str | None:
     free = shutil.disk_usage(place).free
     # While one is written, all that are kept exist; the first save needs room for one in any case.
     more = max(1, (limit or 0) + 1 - len(folder.numbered(root)))
-    say(f"each checkpoint takes {_size(nbytes)}; {_size(free)} are free in {place}")
+    say(f"each checkpoint takes {size_text(nbytes)}; {size_text(free)} are free in {place}")
     if nbytes * more <= free:
         return None
     kept = f"save_total_limit={limit} keeps {limit} and writes one more" if limit else "one is needed"
     return (
-        f"checkpoints will not fit: each takes {_size(nbytes)}, {kept}, so {_size(nbytes * more)} more are needed in {place}, "
-        f"where {_size(free)} are free. Free space, choose another output_dir, lower save_total_limit, or set "
+        f"checkpoints will not fit: each takes {size_text(nbytes)}, {kept}, so {size_text(nbytes * more)} more are needed in "
+        f"{place}, where {size_text(free)} are free. Free space, choose another output_dir, lower save_total_limit, or set "
         "save_only_model=True (no resume)."
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
