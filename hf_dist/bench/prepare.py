@@ -17,7 +17,7 @@ from hf_dist.bench.asked import Asked
 from hf_dist.bench.engines import ENGINES
 from hf_dist.bench.work import LEARNING_RATE, Batch, Contender, Work
 from hf_dist.config import DistConfig, load_config, read_config
-from hf_dist.config.spelling import closest
+from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ConfigError, ModelError, Problem, TopologyError
 from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
@@ -95,8 +95,7 @@ def _engine_names(text: str) -> list[str]:
     problems = []
     for name in names:
         if name not in ENGINES:
-            meant = closest(name, ENGINES)
-            fix = f'Did you mean "{meant}"?' if meant else f"There are {', '.join(ENGINES)}."
+            fix = did_you_mean(name, ENGINES, f"There are {', '.join(ENGINES)}.")
             problems.append(Problem("--engines", name, "is not an engine", fix))
     if problems or not names:
         fix = f"Name some of {', '.join(ENGINES)}."

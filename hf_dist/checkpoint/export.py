@@ -30,11 +30,11 @@ from hf_dist.checkpoint.weight_file import OpenFiles
 from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import CHUNK
 from hf_dist.errors import CheckpointError
+from hf_dist.sharding.precision import DTYPES
 from hf_dist.sizes import size_text
 
-__all__ = ["DTYPES", "export"]
+__all__ = ["export"]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WEIGHTS = re.compile(r"(?:adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 _ADAPTER_FILES = ("adapter_config.json", "README.md")
 _MASTER = "weights."

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from hf_dist.checkpoint.weight_plan import SAFETENSORS_DTYPES
+from hf_dist.checkpoint.weight_plan import TORCH_DTYPES
 from hf_dist.errors import CheckpointError
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _SPOTS = 16
 _SPOT_NBYTES = 64
 
@@ -101,11 +100,11 @@ class FileTensor:
     """One tensor of one file: the leaf of a `WeightSource`."""
 
     def __init__(self, file: SafetensorsFile, name: str, entry: dict[str, Any]) -> None:
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in TORCH_DTYPES:
             raise CheckpointError(f"{file.path}: {name} has dtype {entry['dtype']}, which torch does not have")
         self.file = file
         self.name = name
-        self.dtype = _DTYPES[entry["dtype"]]
+        self.dtype = TORCH_DTYPES[entry["dtype"]]
         self.shape = tuple(entry["shape"])
         self.numel = math.prod(self.shape)
         first, last = entry["data_offsets"]

@@ -18,7 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from hf_dist.checkpoint.pieces import Piece
 from hf_dist.errors import CheckpointError, ConfigError
 
-__all__ = ["SAFETENSORS_DTYPES", "Extent", "StoredTensor", "WeightFile", "WeightPlan"]
+__all__ = ["SAFETENSORS_DTYPES", "TORCH_DTYPES", "Extent", "StoredTensor", "WeightFile", "WeightPlan"]
 
 WEIGHTS = "model.safetensors"
 VERSION = 1
@@ -46,7 +46,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.uint64: "U64",
 }
 _RANKS = {dtype: number for number, dtype in enumerate(SAFETENSORS_DTYPES)}
-_TORCH = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -236,4 +236,4 @@ def _stored_tensor(name: str, dtype: str, shape: list[int], pieces: list[Any]) -
         else Piece(p[0], tuple(p[1]), p[2], tuple(p[3]), p[4], tuple(p[5]))
         for p in pieces
     ]
-    return StoredTensor(name, tuple(shape), _TORCH[dtype], tuple(boxes))
+    return StoredTensor(name, tuple(shape), TORCH_DTYPES[dtype], tuple(boxes))

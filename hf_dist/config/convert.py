@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dist.config.accelerate import DEEPSPEED_KEYS, put
-from hf_dist.config.spelling import closest
+from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.support import SUPPORT
 from hf_dist.errors import ConfigError, Problem
 
@@ -85,9 +85,8 @@ def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, Any]) -> Conversion
     known = (*(name.lower() for name in _SHARDING), "offload", "auto_wrap", "hybrid_shard_zero2", "true")
     for option in options:
         if option.lower() not in known:
-            meant = closest(option, known)
-            fix = f'Did you mean "{meant}"?' if meant else ""
-            raise ConfigError(Problem("fsdp", option, f"is not one of {', '.join(known)}", fix))
+            expected = f"is not one of {', '.join(known)}"
+            raise ConfigError(Problem("fsdp", option, expected, did_you_mean(option, known)))
     section = dict(fsdp_config)
     sharding = [option for option in options if option.lower() not in ("offload", "auto_wrap", "true")]
     if sharding:

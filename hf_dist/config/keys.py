@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_dist.config.findings import Findings
 from hf_dist.config.rows import Status, is_off
-from hf_dist.config.spelling import closest
+from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.support import FREE_FORM, IDLE_VALUES, STRICT, SUPPORT
 from hf_dist.config.values import BadValue
 
@@ -104,10 +104,10 @@ def _unknown(key: str, path: str, findings: Findings) -> None:
         target = f'"{right}"' if "." in right else f'the top level, as "{right}"'
         findings.problem(where, f"does not belong {here}", f"Move it to {target}.")
         return
-    meant = closest(key, known_keys(path))
+    fix = did_you_mean(key, known_keys(path))
     elsewhere = _HOMES.get(key, ())
-    if meant is not None:
-        findings.problem(where, f"is not a key {here}", f'Did you mean "{meant}"?')
+    if fix:
+        findings.problem(where, f"is not a key {here}", fix)
     elif elsewhere:
         places = " or ".join(f'"{home}"' for home in elsewhere)
         findings.problem(where, f"does not belong {here}", f"Move it to {places}.")

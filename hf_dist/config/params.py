@@ -10,7 +10,7 @@ from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, R
 from hf_dist.config.findings import Findings
 from hf_dist.config.keys import is_comment
 from hf_dist.config.rows import Status
-from hf_dist.config.spelling import closest
+from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.support import SUPPORT
 
 _WHOLE_TENSOR = "looks at whole tensors, which are split here"
@@ -151,8 +151,7 @@ def _not_a_parameter(path: str, name: str, known: tuple[str, ...], findings: Fin
     if is_comment(key):
         findings.note(path, "a comment", "comment")
         return
-    meant = closest(key, known)
-    fix = f'Did you mean "{meant}"?' if meant else f"Remove it; the parameters are {', '.join(sorted(known))}."
+    fix = did_you_mean(key, known, f"Remove it; the parameters are {', '.join(sorted(known))}.")
     findings.problem(path, f"is not a parameter of {name}", fix)
 
 
@@ -169,8 +168,7 @@ def _type(
     names = {name.lower(): name for name in (*served, *refused)}
     name = names.get(str(value).strip().lower().removeprefix("torch.optim.").removeprefix("lr_scheduler."))
     if name is None:
-        meant = closest(str(value), names.values())
-        fix = f'Did you mean "{meant}"?' if meant else f"Use one of {', '.join(served)}."
+        fix = did_you_mean(str(value), names.values(), f"Use one of {', '.join(served)}.")
         findings.problem(where, f"is not a known {path}", fix, found=value)
     elif name in refused:
         findings.problem(where, refused[name], f"Use one of {', '.join(served)}.", found=value)

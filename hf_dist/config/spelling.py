@@ -15,6 +15,12 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     return ranked[0][2] if ranked and ranked[0][0] <= limit else None
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The remedy for a name that is not among `known`: the one that was probably meant, else `otherwise`."""
+    meant = closest(name, known)
+    return f'Did you mean "{meant}"?' if meant else otherwise
+
+
 def distance(a: str, b: str) -> int:
     """Edits that turn `a` into `b`: insertion, deletion, replacement, swap of two neighbours."""
     before: list[int] = []

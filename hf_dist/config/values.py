@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-from hf_dist.config.spelling import closest
+from hf_dist.config.spelling import did_you_mean
 
 Auto = Literal["auto"]
 """The string a user writes to let TrainingArguments or the model decide."""
@@ -241,5 +241,5 @@ def nobody_fills() -> BadValue:
 def _not_among(value: object, expected: tuple[str, ...], spellings: tuple[str, ...]) -> BadValue:
     if is_auto(value):
         return nobody_fills()
-    meant = closest(value, spellings) if isinstance(value, str) else None
-    return BadValue(f"is not one of {', '.join(expected)}", f'Did you mean "{meant}"?' if meant else "")
+    fix = did_you_mean(value, spellings) if isinstance(value, str) else ""
+    return BadValue(f"is not one of {', '.join(expected)}", fix)

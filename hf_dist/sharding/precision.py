@@ -13,7 +13,8 @@ from hf_dist.config import DistConfig
 from hf_dist.sharding.quantised import is_packed
 from hf_dist.sharding.targets import MixedDtypes, cast_but_targets
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""By the names that the config and the command line have for them."""
 MASTER_DTYPE = torch.float32
 """Master weights and optimizer state, always."""
 
@@ -86,9 +87,9 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
 
 def precision_for(config: DistConfig, model: nn.Module) -> Precision:
     """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
-    compute = _DTYPES[config.dtype]
-    reduce = _DTYPES[config.communication_data_type or "fp32"]
-    grads = _DTYPES[config.data_types.grad_accum_dtype or "fp32"]
+    compute = DTYPES[config.dtype]
+    reduce = DTYPES[config.communication_data_type or "fp32"]
+    grads = DTYPES[config.data_types.grad_accum_dtype or "fp32"]
     return Precision(
         compute=compute,
         reduce=reduce,

@@ -18,10 +18,10 @@ from hf_dist.build import initialize
 from hf_dist.hf.model_class import model_class
 from hf_dist.hf.proof.job import Job
 from hf_dist.sharding.full_params import gathered
+from hf_dist.sharding.precision import DTYPES
 
 __all__ = ["in_one_process", "on_ranks", "quiet"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Differences = dict[str, float]
 """Parameter, in the model's order -> norm of the difference to one process, relative to the norm there."""
 
@@ -78,7 +78,7 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     if rank == 0:
         cls: Any = model_class(job.class_name)
         # In fp32 the file has the master weights; what training computes with is their value in its precision.
-        reread = cls.from_pretrained(_checkpoint(job), dtype=torch.float32).to(_DTYPES[job.precision])
+        reread = cls.from_pretrained(_checkpoint(job), dtype=torch.float32).to(DTYPES[job.precision])
         result["reloaded"] = _differences(_named(reread), _weights_file(job, reference, job.steps))
         shutil.rmtree(_checkpoint(job), ignore_errors=True)
     return result
