@@ -77,7 +77,6 @@ AUTO_TABLE: tuple[AutoRule, ...] = (
     AutoRule("hf_dist.tiled_loss", "only_loss_is_read", "the Trainer", fill_absent=True),
     AutoRule(f"{_ZERO}.reduce_bucket_size", "hidden_squared", "hidden_size ** 2"),
     AutoRule(f"{_ZERO}.stage3_prefetch_bucket_size", "prefetch_numel", "0.9 * hidden_size ** 2", stage3=True),
-    AutoRule(f"{_ZERO}.stage3_param_persistence_threshold", "persistence_numel", "10 * hidden_size", stage3=True),
 )
 """Every key that has a source. `train_batch_size` is the product of the batch keys and the data ranks."""
 
@@ -87,7 +86,6 @@ _DEFAULTED = (
         f"{_ZERO}.{key}"
         for key in (
             *("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "stage3_prefetch_bucket_size"),
-            *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
             *("offload_param.buffer_size", "offload_param.max_in_cpu"),
         )
     ),
@@ -179,7 +177,7 @@ def resolve_without_trainer(
         work.changes.update({path: (None, "default") for path in _BATCH if is_auto(config.value_at(path))})
     known = AutoSources(data_world_size=data_ranks, hidden_size=hidden_size, num_training_steps=num_training_steps)
     for rule in AUTO_TABLE:
-        if rule.source in ("lowest_lr", "num_training_steps", "hidden_squared", "prefetch_numel", "persistence_numel"):
+        if rule.source in ("lowest_lr", "num_training_steps", "hidden_squared", "prefetch_numel"):
             _apply(replace(rule, must_match=False), known, work)
     rate = config.value_at("optimizer.params.lr")
     if is_auto(work.value("scheduler.params.warmup_max_lr")) and isinstance(rate, float):

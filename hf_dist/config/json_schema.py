@@ -6,13 +6,11 @@ import types
 import typing
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
 from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, TORCH_SCHEDULES
 from hf_dist.config.auto import AUTO_TABLE
 from hf_dist.config.meaning import meaning
 from hf_dist.config.rows import Status
-from hf_dist.config.schema import DistConfig
+from hf_dist.config.schema import fields, section_of
 from hf_dist.config.support import FREE_FORM, STRICT, SUPPORT
 
 _VERSION = "https://json-schema.org/draft/2020-12/schema"
@@ -43,40 +41,20 @@ def _leaf(path: str) -> dict[str, Any]:
     result: dict[str, Any] = {"description": meaning(path)}
     if row.status in (Status.REFUSED, Status.MAPPED):
         result["deprecated"] = True
-    kind, default = _field(path)
+    field = fields().get(path)
     if path == "optimizer.type":
         result["enum"] = sorted(OPTIMIZER_ARGUMENTS)
     elif path == "scheduler.type":
         result["enum"] = sorted({**DEEPSPEED_SCHEDULES, **TORCH_SCHEDULES})
-    elif kind is not None:
-        result.update(_type(kind))
-        if default is not None and not isinstance(default, BaseModel):
-            result["default"] = list(default) if isinstance(default, tuple) else default
+    elif field is not None and section_of(field) is None:
+        result.update(_type(field.annotation))
+        if field.default is not None:
+            result["default"] = list(field.default) if isinstance(field.default, tuple) else field.default
     if any(rule.path == path for rule in AUTO_TABLE) and "anyOf" not in result:
         known = result.pop("type", None)
         if known is not None:
             result["anyOf"] = [{"type": known}, {"const": "auto"}]
     return result
-
-
-def _field(path: str) -> tuple[Any, Any]:
-    """Annotation and default of the typed field of a key; None where there is none."""
-    node: Any = DistConfig
-    *sections, key = path.split(".")
-    for section in sections:
-        info = node.model_fields.get(section) if isinstance(node, type) and issubclass(node, BaseModel) else None
-        kinds = (info.annotation, *typing.get_args(info.annotation)) if info is not None else ()
-        node = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if node is None:
-            return None, None
-    info = node.model_fields.get(key)
-    if info is None or any(_is_model(kind) for kind in (info.annotation, *typing.get_args(info.annotation))):
-        return None, None
-    return info.annotation, info.default
-
-
-def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _type(kind: Any) -> dict[str, Any]:

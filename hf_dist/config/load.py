@@ -55,7 +55,8 @@ def load_config(
     }
     typed = _typed(DistConfig, data) | {key: value for key, value in sections.items() if value is not None}
     config = _built(typed, findings)
-    sources = _sources(typed, "") | filled
+    sources = _sources(typed, "")
+    sources |= {path: source for path, source in filled.items() if path in sources}
     note_coercions(typed, config, findings)
     check_together(config, sources, findings)
     if config.hf_dist.strict:
@@ -153,8 +154,9 @@ def _typed(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value, kind = data[name], info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            if isinstance(value, Mapping):
-                result[name] = _typed(kind, value)
+            section = _typed(kind, value) if isinstance(value, Mapping) else {}
+            if section:
+                result[name] = section
         else:
             result[name] = value
     return result

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 
-from pydantic import BaseModel
-
 from hf_dist.config.rows import Status
-from hf_dist.config.schema import DistConfig
+from hf_dist.config.schema import fields
 from hf_dist.config.support import SUPPORT
 
 
 @cache
 def sentences() -> Mapping[str, str]:
     """JSON path -> the sentence under its field, without the path that it begins with."""
-    return dict(_sentences(DistConfig, ""))
+    return {path: _words(info.description or "") for path, info in fields().items()}
 
 
 def meaning(path: str) -> str:
@@ -37,16 +32,5 @@ def meaning(path: str) -> str:
     return "an argument of the optimizer" if path.startswith("optimizer.") else "an argument of the schedule"
 
 
-def _sentences(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    body = ast.parse(inspect.getsource(model)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            name = ast.unparse(field.target)
-            words = str(text.value.value)
-            if name in model.model_fields:
-                yield f"{prefix}{name}", words.rpartition("`: ")[2] if words.startswith("`") else words
-    for name, info in model.model_fields.items():
-        for kind in (info.annotation, *typing.get_args(info.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _sentences(kind, f"{prefix}{name}.")
+def _words(sentence: str) -> str:
+    return sentence.rpartition("`: ")[2] if sentence.startswith("`") else sentence

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import PrivateAttr
+from pydantic import BaseModel, PrivateAttr
+from pydantic.fields import FieldInfo
 
 from hf_dist.config import values
 from hf_dist.config.findings import Note, at_line, respelled
@@ -21,13 +23,11 @@ from hf_dist.config.sections import (
     CsvMonitorConfig,
     DataTypesConfig,
     Dtype,
-    Flag,
     Fp16Config,
     Frozen,
     HfDistSection,
     OptimizerConfig,
     PipelineConfig,
-    Real,
     RealOrAuto,
     SchedulerConfig,
     TensorboardConfig,
@@ -65,10 +65,6 @@ class DistConfig(Frozen):
     """`gradient_clipping`: largest global L2 norm of the gradient, 0 for no limit; None, absent, until resolved."""
     communication_data_type: Dtype | None = None
     """`communication_data_type`: dtype of gradient reductions; None is the dtype of the weights."""
-    prescale_gradients: Flag = False
-    """`prescale_gradients`: read, but the mean is taken in either order."""
-    gradient_predivide_factor: Real = 1.0
-    """`gradient_predivide_factor`: read, but the mean is the same for every factor."""
     optimizer: OptimizerConfig | None = None
     """`optimizer`: None when the Trainer or the script makes it."""
     scheduler: SchedulerConfig | None = None
@@ -169,3 +165,22 @@ def _with_value(node: Any, path: list[str], value: Any) -> Any:
         return {**node, head: _with_value(node[head], rest, value) if rest else value}
     child = _with_value(getattr(node, head), rest, value) if rest else value
     return node.model_copy(update={head: child})
+
+
+def fields() -> Mapping[str, FieldInfo]:
+    """JSON path -> field, of sections and of their keys."""
+    return dict(_fields(DistConfig, ""))
+
+
+def section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a section, None for a key."""
+    kinds = (info.annotation, *typing.get_args(info.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}", info
+        section = section_of(info)
+        if section is not None:
+            yield from _fields(section, f"{prefix}{name}.")

@@ -40,9 +40,9 @@ ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
 
 class Frozen(BaseModel):
-    """A section: unknown fields are refused, values never change."""
+    """A section: unknown fields are refused, values never change, the sentence under a field is its description."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class OptimizerConfig(Frozen):
@@ -68,8 +68,6 @@ class Fp16Config(Frozen):
 
     enabled: FlagOrAuto = False
     """`fp16.enabled`: whether weights and activations are fp16."""
-    auto_cast: Flag = False
-    """`fp16.auto_cast`: read, but floating-point inputs always follow the compute dtype."""
     loss_scale: Real = 0.0
     """`fp16.loss_scale`: fixed factor on the loss; 0 adapts it to overflows."""
     initial_scale_power: Whole = 16
@@ -162,10 +160,6 @@ class ZeroConfig(Frozen):
     """`zero_optimization.overlap_comm`: whether reductions run beside backward; None is true at stage 3 only."""
     stage3_prefetch_bucket_size: NumelOrAuto = 50_000_000
     """`zero_optimization.stage3_prefetch_bucket_size`: elements gathered ahead of their use at stage 3."""
-    stage3_param_persistence_threshold: NumelOrAuto = 100_000
-    """`zero_optimization.stage3_param_persistence_threshold`: elements; read, small weights travel with their unit."""
-    stage3_gather_16bit_weights_on_model_save: FlagOrAuto = False
-    """`zero_optimization.stage3_gather_16bit_weights_on_model_save`: read, but full weights are always saved."""
     ignore_unused_parameters: Flag = True
     """`zero_optimization.ignore_unused_parameters`: false makes a weight without gradient an error."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()

@@ -106,11 +106,6 @@ class AutoSources:
         """Elements to gather ahead."""
         return None if self.hidden_size is None else int(0.9 * self.hidden_size**2)
 
-    @property
-    def persistence_numel(self) -> int | None:
-        """Elements below which a weight counts as small."""
-        return None if self.hidden_size is None else 10 * self.hidden_size
-
 
 def hidden_size_of(model_config: Any) -> int | None:
     """Width of a model by its Hugging Face config, the largest where there are several; None when it names none."""

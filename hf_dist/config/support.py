@@ -1,6 +1,6 @@
 """THE table: every key of DeepSpeed's schema and what becomes of it here.
 
-USED       the engine honours it (a typed field in `schema.py`, or a known optimizer/scheduler parameter)
+USED       the engine honours it: every typed field (`sections.py`, `schema.py`), and the arguments listed here
 MAPPED     another spelling of the key named by `target`
 NO_EFFECT  accepted and listed once; `accepted` holds the values that need no mention
 REFUSED    an error, except for the values in `accepted`
@@ -25,6 +25,7 @@ from hf_dist.config.rows import (
     refused,
     rows,
 )
+from hf_dist.config.schema import fields, section_of
 
 _REMOVE = "Remove the key."
 _SECTION_OFF = idle("its section is off", lambda value: True)
@@ -40,8 +41,6 @@ _LAMB = later("Remove the key; it belongs to LAMB.", lambda value: False)
 _MUON = later("Remove the key; it belongs to Muon.", lambda value: False)
 
 _TOP = {
-    **rows("", "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping", USED),
-    **rows("", "communication_data_type", USED),
     **rows("", "prescale_gradients", idle("the mean is the same in either order", is_off)),
     **rows("", "gradient_predivide_factor", idle("the mean is the same for every factor", is_any_of("1", "1.0"))),
     **rows("", "managed_gradient_accumulation", idle("the Trainer owns the accumulation boundary")),
@@ -68,7 +67,6 @@ _TOP = {
 }
 
 _OPTIMIZER = {
-    **rows("optimizer", "type params", USED),
     **rows("optimizer", "legacy_fusion", idle("there is one implementation", is_off)),
     **rows(
         "optimizer.params", "lr betas eps weight_decay torch_adam adam_w_mode bias_correction amsgrad momentum", USED
@@ -90,7 +88,6 @@ _OPTIMIZER = {
 }
 
 _SCHEDULER = {
-    **rows("scheduler", "type params", USED),
     **rows("scheduler.params", "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps", USED),
     **rows("scheduler.params", "warmup_min_ratio cos_min_ratio last_batch_iteration", USED),
     **rows("scheduler.params", "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size", USED),
@@ -102,11 +99,9 @@ _SCHEDULER = {
 
 _LOSS_SCALE_KEYS = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
 _PRECISION = {
-    **rows("fp16", f"enabled consecutive_hysteresis {_LOSS_SCALE_KEYS}", USED),
     **rows("fp16", "auto_cast", idle("floating-point inputs always follow the compute dtype")),
     **rows("fp16", "fp16_master_weights_and_grads", later("Remove the key; master weights are fp32.")),
     **rows("fp16", "opt_level", _NOT_A_KEY),
-    **rows("bf16", "enabled check_grad_overflow", USED),
     **rows("bf16", "immediate_grad_update", _PERFORMANCE),
     **rows("bf16", "bf16_master_weights_and_grads", later("Remove the key; master weights are fp32.")),
     **rows("bf16", "bf16_optimizer_states", later("Remove the key; optimizer states are fp32.")),
@@ -115,21 +110,16 @@ _PRECISION = {
     **rows("amp", "opt_level *", _SECTION_OFF),
     **rows("torch_autocast", "enabled", later('Use "bf16": {"enabled": true}.')),
     **rows("torch_autocast", "dtype lower_precision_safe_modules", _SECTION_OFF),
-    **rows("data_types", "grad_accum_dtype param_dtype", USED),
     **rows("data_types", "buffer_dtype", later("Remove the key; buffers keep their dtype.")),
 }
 
 _Z = "zero_optimization"
 _ZERO = {
     **rows(_Z, "(bool)", moved("zero_optimization.stage")),
-    **rows(_Z, "stage reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size", USED),
-    **rows(_Z, "ignore_unused_parameters leaf_module mics_shard_size zero_hpz_partition_size", USED),
-    **rows(_Z, "leaf_module.classes leaf_module.names leaf_module.name_suffixes", USED),
     **rows(_Z, "contiguous_gradients use_multi_rank_bucket_allreduce allgather_partitions", _PERFORMANCE),
     **rows(_Z, "reduce_scatter", idle("gradients are reduced by the stage's own collective")),
     **rows(_Z, "load_from_fp32_weights", idle("a checkpoint holds the fp32 weights")),
     **rows(_Z, "elastic_checkpoint", _RESHARD),
-    **rows(_Z, "offload_param offload_optimizer", USED),
     **rows(
         _Z,
         "zenflow",
@@ -165,10 +155,6 @@ _ZERO = {
     **rows(_Z, "save_muon_momentum_buffer_in_memory", _OFFLOAD_DETAIL),
     **rows(_Z, "grad_hooks", _PERFORMANCE),
     **rows(_Z, "find_unused_parameters", idle("unused parameters are allowed")),
-    **rows(f"{_Z}.offload_param", "device nvme_path buffer_count buffer_size max_in_cpu pin_memory", USED),
-    **rows(
-        f"{_Z}.offload_optimizer", "device nvme_path buffer_count pin_memory ratio pipeline_read pipeline_write", USED
-    ),
     **rows(f"{_Z}.offload_optimizer", "buffer_size fast_init super_offload cpuadam_cores_perc", _OFFLOAD_DETAIL),
     **rows(
         f"{_Z}.zenflow",
@@ -181,8 +167,6 @@ _ZERO = {
 _TP_SIZE = later("Remove the key or set it to 1.", at_most_one)
 _NO_TP = idle("there is no tensor parallelism")
 _PARALLEL = {
-    **rows("pipeline", "stages partition_method schedule virtual_stages activation_checkpoint_interval", USED),
-    **rows("pipeline", "reshard_per_microbatch", USED),
     **rows("pipeline", "partition", moved("pipeline.partition_method")),
     **rows("pipeline", "seed_layers pipe_partitioned grad_partitioned use_reentrant", _PERFORMANCE),
     **rows("tensor_parallel", "autotp_size tensor_parallel.tp_size", _TP_SIZE),
@@ -205,29 +189,22 @@ _PARALLEL = {
 }
 
 _SERVICES = {
-    **rows("aio", "block_size queue_depth intra_op_parallelism", USED),
     **rows("aio", "single_submit overlap_events", _OFFLOAD_DETAIL),
     **rows("aio", "use_gds", _OFFLOAD_DETAIL),
     **rows("aio", "thread_count", moved("aio.intra_op_parallelism")),
-    **rows("activation_checkpointing", "cpu_checkpointing every_n_layers selective", USED),
     **rows("activation_checkpointing", "partition_activations", idle("there is no tensor parallelism", is_off)),
     **rows("activation_checkpointing", "number_checkpoints", idle("it sizes a buffer; see every_n_layers", is_off)),
     **rows("activation_checkpointing", "contiguous_memory_optimization", idle("buffers are used again anyway", is_off)),
     **rows("activation_checkpointing", "synchronize_checkpoint_boundary profile", idle("for debugging", is_off)),
     **rows("checkpoint", "tag_validation use_node_local_storage", idle("one checkpoint folder for all ranks", is_off)),
-    **rows("checkpoint", "async_save max_shard_size", USED),
     **rows("checkpoint", "load_universal", _RESHARD),
     **rows("checkpoint", "parallel_write.pipeline_stage checkpoint_serialization", _PERFORMANCE),
     **rows("checkpoint.writer", "type decoupled io_buffer_size io_buffer_double io_multiplier", _PERFORMANCE),
     **rows("checkpoint.writer", "show_statistics data_parallel", _PERFORMANCE),
-    **rows("tensorboard", "enabled output_path job_name", USED),
-    **rows("wandb", "enabled group team project", USED),
-    **rows("csv_monitor", "enabled output_path job_name", USED),
     **rows("comet", "enabled samples_log_interval project workspace api_key", _COMET),
     **rows("comet", "experiment_name experiment_key online mode", _COMET),
     **rows("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules", _FLOPS),
     **rows("flops_profiler", "detailed output_file", _FLOPS),
-    **rows("comms_logger", "enabled", USED),
     **rows("comms_logger", "prof_all prof_ops verbose debug", idle("every collective is counted, once at the end")),
     **rows(
         "compile",
@@ -237,7 +214,6 @@ _SERVICES = {
         "keep_all_input_tensors passes disable kwargs",
         _COMPILE,
     ),
-    **rows("compile", "enabled backend", USED),
 }
 
 
@@ -273,7 +249,10 @@ _OUT_OF_SCOPE = {
     **rows("", "sparse_attention", idle("the attention of the model is used")),
 }
 
+_FIELDS = {path: USED for path, info in fields().items() if section_of(info) is None or path.count(".")}
+"""What the engine honours is a typed field; a section has a row where it is part of another section."""
 SUPPORT: Mapping[str, Support] = {
+    **_FIELDS,
     **_TOP,
     **_OPTIMIZER,
     **_SCHEDULER,
@@ -282,12 +261,6 @@ SUPPORT: Mapping[str, Support] = {
     **_PARALLEL,
     **_SERVICES,
     **_OUT_OF_SCOPE,
-    **rows(
-        "hf_dist",
-        "strict save_on_signal check_load lazy_load memory_budget tiled_loss stall_report_seconds optimizer_in_backward "
-        "reduce_once_per_window",
-        USED,
-    ),
 }
 
 SECTION_ALIASES: Mapping[str, str] = {"bfloat16": "bf16", "tensor_parallel.tp": "tensor_parallel.tensor_parallel"}

@@ -84,12 +84,7 @@ def test_values_are_coerced_and_names_get_their_usual_case() -> None:
         ({"zero_optimization": False}, "zero_optimization.stage", 0),
         ({"bfloat16": {"enabled": True}}, "bf16.enabled", True),
         (zero(prefetch_bucket_size=7), "zero_optimization.stage3_prefetch_bucket_size", 7),
-        (zero(param_persistence_threshold="auto"), "zero_optimization.stage3_param_persistence_threshold", "auto"),
-        (
-            zero(stage3_gather_fp16_weights_on_model_save=True),
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-            True,
-        ),
+        (zero(prefetch_bucket_size="auto"), "zero_optimization.stage3_prefetch_bucket_size", "auto"),
         (zero(stage=3, mics_shard_size=4), "zero_optimization.shard_group_size", 4),
         (zero(stage=3, zero_hpz_partition_size=8), "zero_optimization.shard_group_size", 8),
         ({"fp16": None, "zero_optimization": {"stage": None}}, "zero_optimization.stage", 0),
@@ -320,14 +315,16 @@ def test_settings_that_are_off_are_accepted_without_a_word() -> None:
 
 
 def test_keys_without_effect_are_noted_once_with_the_reason() -> None:
+    short = {"prefetch_bucket_size": 5, "stage3_gather_fp16_weights_on_model_save": True}
     config = load_config(
         {
             "_comment": "mine",
             "steps_per_print": 10,
             "comet": {"enabled": True, "project": "x"},
-            "zero_optimization": {"_note": "x", "stage": 2, "contiguous_gradients": True, "prefetch_bucket_size": 5},
+            "zero_optimization": {"_note": "x", "stage": 2, "contiguous_gradients": True, **short},
             "hidden-size": 64,
             "trainer": {"device": "cuda"},
+            "fp16": {"auto_cast": True},
         }
     )
     assert [(note.path, note.reason) for note in config.notes] == [
@@ -336,8 +333,10 @@ def test_keys_without_effect_are_noted_once_with_the_reason() -> None:
         ("comet", 'use report_to="comet_ml" of TrainingArguments'),
         ("zero_optimization._note", "a comment"),
         ("zero_optimization.contiguous_gradients", "a detail of DeepSpeed's implementation"),
+        ("zero_optimization.stage3_gather_fp16_weights_on_model_save", "full weights are always saved"),
         ("hidden-size", "not a key of this schema"),
         ("trainer", "not a key of this schema"),
+        ("fp16.auto_cast", "floating-point inputs always follow the compute dtype"),
         ("zero_optimization.prefetch_bucket_size", "read at stage 3 only"),
     ]
 

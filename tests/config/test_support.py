@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 from pathlib import Path
@@ -9,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
 
 from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, REQUIRED, TORCH_SCHEDULES
 from hf_dist.config.keys import SECTIONS, known_keys
 from hf_dist.config.params import REFUSED_OPTIMIZERS, REFUSED_SCHEDULES
 from hf_dist.config.rows import Status, is_off
-from hf_dist.config.schema import DistConfig
+from hf_dist.config.schema import fields
 from hf_dist.config.spelling import closest, distance
 from hf_dist.config.support import SECTION_ALIASES, STRICT, SUPPORT
 from hf_dist.optim import cycles, schedules
 from hf_dist.optim.lion import Lion
+from tests.test_architecture import parse, python_files
 
 SCHEMA = Path(__file__).resolve().parents[3] / "shared" / "reference" / "config" / "schema.json"
 
@@ -108,27 +109,18 @@ def test_every_row_says_what_its_status_needs() -> None:
             assert SUPPORT[support.target].status is not Status.MAPPED, key
 
 
-def test_a_used_key_is_a_typed_field_and_every_field_has_a_row() -> None:
-    def leaves(model: type[BaseModel], path: str = "") -> set[str]:
-        found = set()
-        for name, info in model.model_fields.items():
-            where = f"{path}{name}"
-            kinds = [info.annotation, *getattr(info.annotation, "__args__", ())]
-            nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-            found |= leaves(nested[0], f"{where}.") if nested else {where}
-        return found
-
-    fields = leaves(DistConfig)
+def test_a_used_key_is_a_typed_field_and_every_field_is_used() -> None:
+    leaves = {path for path in fields() if path not in SECTIONS}
     used = {key for key, support in SUPPORT.items() if support.status is Status.USED and key not in SECTIONS}
     free = {key for key in used if key.startswith(("optimizer.params.", "scheduler.params."))}
-    assert used - free <= fields
-    assert {path for path in fields - used if path not in SECTIONS} == {
-        "fp16.auto_cast",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    }
+    assert used - free == leaves
+
+
+def test_every_field_is_read_somewhere() -> None:
+    """What nothing reads is a key without effect, and has no field."""
+    nodes = (node for path in python_files("hf_dist") for node in ast.walk(parse(path)))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {path for path in fields() if path.rpartition(".")[2] not in read} == set()
 
 
 def test_sections_named_elsewhere_exist() -> None:
