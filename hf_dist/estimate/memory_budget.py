@@ -10,16 +10,12 @@ import torch
 
 from hf_dist import collectives
 from hf_dist.agree import first_problem
-from hf_dist.config import DistConfig
 from hf_dist.estimate.activations import Kept
 from hf_dist.estimate.describe import kept_units
 from hf_dist.estimate.memory_plan import MemoryPlan
-from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.residency import budget_nbytes, has_budget, keep_within
-from hf_dist.estimate.running import Running
+from hf_dist.estimate.running import Running, memory_of, planned_config, planner_for
 from hf_dist.log import say
-from hf_dist.machine import free_nbytes
-from hf_dist.pipeline.meta import meta_twin
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sizes import size_text
 
@@ -37,39 +33,6 @@ def keep_by_budget(engine: Running) -> None:
             _decide(found, args, kwargs)
 
     sharded.passes.before_training = decide
-
-
-def planned_config(engine: Running, micro: int) -> DistConfig:
-    """The config with what is known at run time."""
-    return engine.config.replaced(
-        {
-            "train_micro_batch_size_per_gpu": (micro, "plan"),
-            "gradient_accumulation_steps": (engine.batch.accumulation, "plan"),
-            "hf_dist.tiled_loss": (engine.tiled_loss is not None and (engine.tiled_loss.tiles or None), "plan"),
-        }
-    )
-
-
-def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Planner:
-    """A planner for the engine's model as it is: `micro` samples of `seq` tokens, or (args, kwargs) of its own."""
-    whole = meta_twin(engine.sharded.whole)
-    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
-    return Planner(
-        whole, engine.mesh.world.size, Workload(micro, seq, checkpointing, arguments or None), memory_of(engine)
-    )
-
-
-def memory_of(engine: Running) -> int | None:
-    """Bytes that this rank may use on its device, those that it uses already included; None if nobody tells.
-
-    On a CPU the ranks of a machine share what is available.
-    """
-    free = free_nbytes(engine.device)
-    if free is None:
-        return None
-    if engine.device.type == "cuda":
-        return free + torch.cuda.memory_allocated(engine.device)
-    return free + sum(engine.sharded.resident_nbytes().values())
 
 
 def _decide(engine: Running, args: Any, kwargs: Any) -> None:

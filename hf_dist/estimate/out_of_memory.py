@@ -12,9 +12,8 @@ import torch
 
 from hf_dist.estimate.advice import try_each
 from hf_dist.estimate.describe import plan_table, settings
-from hf_dist.estimate.memory_budget import planned_config, planner_for
 from hf_dist.estimate.memory_plan import Limits
-from hf_dist.estimate.running import Running
+from hf_dist.estimate.running import Running, planned_config, planner_for
 from hf_dist.sizes import size_text
 
 NUM_SETTINGS = 3

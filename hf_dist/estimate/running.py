@@ -1,4 +1,4 @@
-"""The engine as a plan reads it: what is estimated lies below what is planned with it."""
+"""The engine as a plan reads it, and a planner for it: what is estimated lies below what is planned with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, Protocol
 import torch
 
 from hf_dist.config import BatchSizes, DistConfig
+from hf_dist.estimate.planner import Planner, Workload
+from hf_dist.machine import free_nbytes
 from hf_dist.mesh import ParallelMesh
+from hf_dist.pipeline.meta import meta_twin
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -30,3 +33,36 @@ class Running(Protocol):
 
     def resident_nbytes(self) -> dict[str, int]:
         """Bytes at rest, by kind of memory."""
+
+
+def planned_config(engine: Running, micro: int) -> DistConfig:
+    """The config with what is known at run time."""
+    return engine.config.replaced(
+        {
+            "train_micro_batch_size_per_gpu": (micro, "plan"),
+            "gradient_accumulation_steps": (engine.batch.accumulation, "plan"),
+            "hf_dist.tiled_loss": (engine.tiled_loss is not None and (engine.tiled_loss.tiles or None), "plan"),
+        }
+    )
+
+
+def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Planner:
+    """A planner for the engine's model as it is: `micro` samples of `seq` tokens, or (args, kwargs) of its own."""
+    whole = meta_twin(engine.sharded.whole)
+    checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
+    return Planner(
+        whole, engine.mesh.world.size, Workload(micro, seq, checkpointing, arguments or None), memory_of(engine)
+    )
+
+
+def memory_of(engine: Running) -> int | None:
+    """Bytes that this rank may use on its device, those that it uses already included; None if nobody tells.
+
+    On a CPU the ranks of a machine share what is available.
+    """
+    free = free_nbytes(engine.device)
+    if free is None:
+        return None
+    if engine.device.type == "cuda":
+        return free + torch.cuda.memory_allocated(engine.device)
+    return free + sum(engine.sharded.resident_nbytes().values())
