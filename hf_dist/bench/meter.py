@@ -1,4 +1,8 @@
-"""What one rank measures: time by phase, memory, bytes sent, losses, start-up. The same marks under every engine."""
+"""What one rank measures: time by phase, memory, bytes sent, losses, start-up. The same marks under every engine.
+
+Not the clocks of `hf/callbacks/phases.py`: those know the waits of our own collectives, which peers do not use, and are read
+while training goes on; these marks are read once, after the last timed step.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 Coerce = Callable[[Any], Any]
 _T = TypeVar("_T")
 
-DTYPES = {
+_DTYPE_SPELLINGS = {
     "fp16": "fp16",
     "float16": "fp16",
     "half": "fp16",
@@ -151,9 +151,9 @@ def choice(*names: str) -> Coerce:
 def dtype(value: Any) -> str:
     """ "fp16", "bf16" or "fp32" from any usual spelling."""
     text = str(value).strip().lower()
-    if text in DTYPES:
-        return DTYPES[text]
-    raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(DTYPES))
+    if text in _DTYPE_SPELLINGS:
+        return _DTYPE_SPELLINGS[text]
+    raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(_DTYPE_SPELLINGS))
 
 
 def device(value: Any) -> str:

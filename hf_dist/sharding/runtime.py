@@ -92,7 +92,7 @@ class ShardedModel:
         return [g for g in self.groups if g.trainable]
 
     def resident_nbytes(self) -> dict[Tier, int]:
-        """Bytes that weights and masters take at rest, memory kept for offloaded gradients and buffers of transfers included."""
+        """Bytes that weights and masters take at rest, with offloaded gradients and buffers of transfers."""
         held = self.storage.buffer_nbytes()
         for group in self.groups:
             for tier, nbytes in group.resident_nbytes().items():
