@@ -253,8 +253,8 @@ def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
         named = {MICRO: "--per_device_train_batch_size", STEPS: "--gradient_accumulation_steps"}
         filled = ", ".join(f"{path} comes from {named[path]}" for path in named if not work.explicit(path))
         hint = (f"; {filled}" if filled else "") + _ranks_hint(work.config, sources.data_world_size)
-        line = work.config.lines.get(work.config.spelled(TRAIN))
-        delete = f"Delete line {line}: the product is what is used then" if line else f'Set {TRAIN} to "auto"'
+        number = work.config.lines.get(work.config.spelled(TRAIN))
+        delete = f"Delete line {number}: the product is what is used then" if number else f'Set {TRAIN} to "auto"'
         for problem in error.problems:
             expected, line = problem.expected + hint, work.config.at_line(problem.path)
             fix = f"{delete}. Or: {problem.fix}" if problem.path == TRAIN and problem.fix else problem.fix
