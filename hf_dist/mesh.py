@@ -340,11 +340,14 @@ def _check_agreement(facts: Mapping[str, str], world: int) -> None:
 
 
 def _choose_device(launch: Launch, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
-        return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
+    if device is None:
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        device = "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
+    chosen = torch.device(device)
+    if chosen.type != "cuda" or chosen.index is not None:
+        return chosen
+    # accelerate, too, says "cuda" where there is no launcher; `torch.cuda.set_device` wants a number.
+    return torch.device("cuda", launch.local_rank % max(1, torch.cuda.device_count()))
 
 
 @dataclass(frozen=True)
