@@ -22,7 +22,7 @@ from hf_dist.checkpoint import dcp, folder
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.model_files import PLAN, ModelFiles
 from hf_dist.checkpoint.owned_part import OwnedPart
-from hf_dist.checkpoint.training_state import Stateful, owned_parts, saved_state, write_common
+from hf_dist.checkpoint.training_state import Stateful, check_states, owned_parts, saved_state, write_common
 from hf_dist.errors import CheckpointError
 from hf_dist.log import say
 from hf_dist.mesh import MeshAxis, ParallelMesh
@@ -86,6 +86,9 @@ class CheckpointWriter:
         started = time.perf_counter()
         axis = self.mesh.background
         working = folder.working_folder(request.final)
+        if request.training_state and engine.fragments is not None:
+            with together(axis, str, CheckpointError):
+                check_states(engine.fragments)
         with _all_or_none(axis, request.final):
             if axis.rank == 0:
                 folder.begin(request.final)

@@ -11,6 +11,7 @@ No name contains a rank's layout, so any other layout finds its part.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -76,6 +77,29 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
             at = slot.offset + first - group.owned[0]
             if last > first:
                 yield group, OwnedPart(slot.name, slot.held, first, last, values.narrow(0, at, last - first))
+
+
+def check_states(fragments: FragmentedOptimizer) -> None:
+    """Raise `CheckpointError` for a state of the optimizer that has neither an element for each of its parameter nor is one
+    value: what belongs to blocks of a fragment, such as the scales of 8-bit states, means nothing in another layout. Local.
+
+    A tensor that is the same for all parameters (a table of 8-bit values) is no such state.
+    """
+    found: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for fragment in fragments.fragments:
+        for key, value in fragments.scalars(fragment):
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                found[key].append((fragment.name, value))
+    for key, values in found.items():
+        name, first = values[0]
+        others = [value for _, value in values[1:]]
+        if not others or any(v.shape != first.shape or not torch.equal(v, first) for v in others):
+            kind = type(fragments.optimizer).__name__
+            raise CheckpointError(
+                f"{kind} keeps a state {key!r} of {first.numel()} values for {name}, neither one for each element nor one "
+                "for all: it belongs to blocks of this rank's part, and could not be restored on another. Take an "
+                'optimizer with states like the parameters, such as "AdamW", or one that keeps them in 32 bits'
+            )
 
 
 def saved_state(
