@@ -23,6 +23,7 @@ from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.log import say, warn_once
 from hf_dist.loss import TiledLoss
 from hf_dist.mesh import ParallelMesh
+from hf_dist.offload.host import sent
 from hf_dist.offload.resting import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.elementwise import check_elementwise
@@ -417,7 +418,7 @@ def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
+    return tree_map(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
 
 
 def _is_used(fragment: Fragment, used: dict[tuple[int, int], bool]) -> bool:

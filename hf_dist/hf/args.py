@@ -21,6 +21,7 @@ from hf_dist.log import say_once
 from hf_dist.mesh import leave_agent_store
 
 CONFIG_VARIABLE = "HF_DIST_CONFIG"
+_NOT_GIVEN: Any = None
 _FOREIGN_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
@@ -44,6 +45,13 @@ class DistArgsMixin:
     dist_config: str | None = field(
         default=None, metadata={"help": "DeepSpeed-style JSON: a path, JSON text, or (in Python) a dict."}
     )
+    logging_nan_inf_filter: bool = field(
+        default=_NOT_GIVEN,
+        metadata={
+            "help": "Leave losses that are nan or inf out of the logs (default: false with a dist_config, else true, as in "
+            "the Trainer): the host then waits for the GPU after every microbatch."
+        },
+    )
 
     _counts_processes = False
 
@@ -65,6 +73,8 @@ class DistArgsMixin:
         # HF's own path would import the deepspeed package and check its version.
         self.deepspeed: Any = None
         self.dist_config = source
+        if self.logging_nan_inf_filter is _NOT_GIVEN:
+            self.logging_nan_inf_filter = source is None
         self._dist: DistConfig | None = None
         if source is None:
             super().__post_init__()  # type: ignore[misc]

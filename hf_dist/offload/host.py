@@ -52,6 +52,15 @@ def _register(buffer: torch.Tensor) -> None:
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`, for what the device is given next. From the host to a GPU by way of page-locked memory: a copy from
+    other memory makes the host wait until the GPU is done with all that it was given before.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class HostLink:
     """Copies between host and device on a stream of their own, in the order they are asked for."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from hf_dist import collectives
+from hf_dist.offload.host import sent
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -32,13 +34,13 @@ def summarize_gradients(
 
     Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats; then over `model`, of one float. Every
     rank counts the interval it owns, so shared and replicated elements count once. The flags are read on the host only by a
-    rank that has a parameter without a gradient; on the others nothing waits. `stepped`: id of a group whose gradient is gone
+    rank that has a parameter without a gradient; on the others the host waits for nothing. `stepped`: id of a group whose gradient is gone
     already -> its `owned_norm`.
     """
     sharded.finish_gradients()
     mesh = sharded.mesh
     groups = sharded.trainable_groups
-    flags = [float(used) for g in groups for used in g.window.used]
+    flags = [used for g in groups for used in g.window.used]
     vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
     norms = []
     for g in groups:
@@ -51,7 +53,7 @@ def summarize_gradients(
     if norms:
         vector[0] = torch.stack(norms).square().sum()
     if flags:
-        vector[1:] = torch.tensor(flags)
+        vector[1:] = _on_device(sharded, flags)
     collectives.all_reduce(mesh.dp, vector, op="sum").wait()
     squared = vector[:1].clone()
     collectives.all_reduce(mesh.model, squared, op="sum").wait()
@@ -62,6 +64,18 @@ def summarize_gradients(
         return GradientSummary(norm, {})
     anywhere = vector[1:].tolist()
     return GradientSummary(norm, {places[k]: anywhere[k] > 0 for k in missing})
+
+
+_sent: weakref.WeakKeyDictionary[ShardedModel, tuple[list[bool], torch.Tensor]] = weakref.WeakKeyDictionary()
+"""The last flags of a model and their copy on its device."""
+
+
+def _on_device(sharded: ShardedModel, flags: list[bool]) -> torch.Tensor:
+    """`flags`, 1-D; sent again only when they are others than in the step before, which is rare."""
+    before = _sent.get(sharded)
+    if before is None or before[0] != flags:
+        before = _sent[sharded] = flags, sent(torch.tensor(flags), sharded.mesh.device)
+    return before[1]
 
 
 def owned_norm(group: FlatGroup) -> torch.Tensor:
