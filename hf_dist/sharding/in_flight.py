@@ -12,6 +12,6 @@ class InFlightLimits:
     prefetch: int = 50_000_000
     """Weights gathered ahead of their use, 0 for none."""
     gather: int = 500_000_000
-    """Weights gathered after a step."""
+    """Weights gathered after a step; of no account on a GPU."""
     reduce: int = 500_000_000
     """Gradients, 0 to wait for each unit at once."""

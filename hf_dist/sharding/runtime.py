@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -157,6 +158,9 @@ class ShardedModel:
         for group in self.groups:
             group.write_back()
         self.storage.link.wait_device()
+        # A gather in flight has buffers on a CPU. On a GPU it costs no memory, as the full weights are there anyway, and to wait
+        # for one would keep the next forward from beginning.
+        most = math.inf if self.mesh.device.type == "cuda" else self.limits.gather
         in_flight: deque[ShardUnit] = deque()
         seen = [index for orders in self.passes.kinds for index in orders.forward.units]
         order = dict.fromkeys([*seen, *range(len(self.units))])
@@ -165,7 +169,7 @@ class ShardedModel:
                 group.weights_changed()
             if self.placements.params is Placement.SHARD or not unit.trainable:
                 continue
-            while in_flight and sum(u.numel for u in in_flight) + unit.numel > self.limits.gather:
+            while in_flight and sum(u.numel for u in in_flight) + unit.numel > most:
                 in_flight.popleft().wait_unshard()
             unit.unshard()
             in_flight.append(unit)
