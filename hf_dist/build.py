@@ -79,7 +79,8 @@ def initialize(
     read = config if isinstance(config, DistConfig) else load_config(config)
     mesh = mesh_for(read, device=device, timeout=timeout)
     hidden_size = hidden_size_of(getattr(model, "config", None))
-    resolved = resolve_without_trainer(read, data_ranks=mesh.data.size, hidden_size=hidden_size)
+    on_gpu = mesh.device.type == "cuda"
+    resolved = resolve_without_trainer(read, data_ranks=mesh.data.size, hidden_size=hidden_size, on_gpu=on_gpu)
     batch = solve_batch(
         settled(resolved.train_batch_size),
         settled(resolved.train_micro_batch_size_per_gpu),

@@ -54,6 +54,7 @@ def plan(
 ) -> None:
     """Say how much memory a config needs per rank, whether that fits, and which single setting helps most.
 
+    Of ranks on GPUs, where reductions run beside backward at every stage unless the file says no.
     What is "auto" in the file has the Trainer's default (one microbatch per step, fp32, no checkpointing): write what your
     script passes into the file, such as "activation_checkpointing": {"every_n_layers": 1} for gradient_checkpointing.
     """
@@ -166,7 +167,7 @@ def _resolved(read: DistConfig, world_size: int, micro: int | None, model: Any) 
         known = {key: value for key, value in optimizer.params.items() if not is_auto(value)}
         optimizer = optimizer.model_copy(update={"params": known})
     config = config.model_copy(update={"optimizer": optimizer, "scheduler": None})
-    return resolve_without_trainer(config, data_ranks=ranks, hidden_size=hidden_size_of(model.config))
+    return resolve_without_trainer(config, data_ranks=ranks, hidden_size=hidden_size_of(model.config), on_gpu=True)
 
 
 def _write(config: Path, folder: Path, found: list[Tried]) -> list[Path]:

@@ -135,7 +135,8 @@ def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) ->
     _resolve_batch(work, sources)
     _note_overrides(work, sources)
     if final:
-        _settle(work, 'Write a value, or remove the key; "auto" has no source here.')
+        fix = 'Write a value, or remove the key; "auto" has no source here.'
+        _settle(work, fix, on_gpu=sources.on_gpu)
     return work.result()
 
 
@@ -157,6 +158,7 @@ def resolve_without_trainer(
     data_ranks: int = 1,
     hidden_size: int | None = None,
     num_training_steps: int | None = None,
+    on_gpu: bool = False,
 ) -> DistConfig:
     """`config` for one's own loop: the micro batch may stay None, gradients are clipped where the file says so."""
     work = _Resolution(config)
@@ -185,7 +187,7 @@ def resolve_without_trainer(
     for path, other in (("fp16.enabled", "bf16.enabled"), ("bf16.enabled", "fp16.enabled")):
         if is_auto(work.value(path)) and work.value(other) is True:
             work.fill(path, False, other)
-    _settle(work, 'Write a value: without a Trainer nothing fills "auto" here.')
+    _settle(work, 'Write a value: without a Trainer nothing fills "auto" here.', on_gpu=on_gpu)
     return work.result()
 
 
@@ -277,7 +279,7 @@ def _write_batch(work: _Resolution, sizes: BatchSizes, given: Mapping[str, int |
             work.fill(path, size, "the data loader" if size is None else "the other batch sizes")
 
 
-def _settle(work: _Resolution, fix: str) -> None:
+def _settle(work: _Resolution, fix: str, *, on_gpu: bool) -> None:
     """After the last sources: defaults where they are harmless, a problem for anything else that is still "auto"."""
     zero = work.config.zero_optimization
     for path in _DEFAULTED:
@@ -286,7 +288,8 @@ def _settle(work: _Resolution, fix: str) -> None:
     if work.value(f"{_ZERO}.overlap_comm") is None:
         overlap = f"{_ZERO}.overlap_comm"
         source = work.changes[overlap][1] if overlap in work.changes else "default"
-        work.changes[overlap] = (zero.stage == 3, source)
+        # On a CPU a transfer takes the time of the cores that compute; what flies costs memory at every stage.
+        work.changes[overlap] = (on_gpu or zero.stage == 3, source)
     for path, source in work.config.sources.items():
         if source == "auto" and is_auto(work.value(path)) and path not in _FOUND_LATER:
             work.problem(path, "has no source to be filled from", fix)

@@ -157,7 +157,7 @@ class ZeroConfig(Frozen):
     allgather_bucket_size: NumelOrAuto = 500_000_000
     """`zero_optimization.allgather_bucket_size`: elements of all-gathers in flight after a step at stage 1, 2."""
     overlap_comm: FlagOrAuto | None = None
-    """`zero_optimization.overlap_comm`: whether reductions run beside backward; None is true at stage 3 only."""
+    """`zero_optimization.overlap_comm`: whether reductions run beside backward; None: on GPUs, and at stage 3."""
     stage3_prefetch_bucket_size: NumelOrAuto = 50_000_000
     """`zero_optimization.stage3_prefetch_bucket_size`: elements gathered ahead of their use at stage 3."""
     ignore_unused_parameters: Flag = True

@@ -51,6 +51,8 @@ class AutoSources:
     lr_scheduler_type: str = ""
     """Schedule asked for on the command line, for the note that the config overrides it."""
 
+    on_gpu: bool = False
+    """Whether the ranks compute on GPUs, where a collective runs beside computation."""
     only_loss_is_read: bool | None = None
     """Whether nobody but the loss inside the model's forward reads its logits in training."""
     optim: str = ""

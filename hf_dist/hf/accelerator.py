@@ -253,7 +253,9 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             config = loop_config.with_micro_batch(config, self._micro_batch)
         unknown = [p for p, source in config.sources.items() if p.startswith("scheduler.") and source == "auto"]
         config = config.replaced({path: (config.value_at(path), "when the schedule is made") for path in unknown})
-        return resolve(config, AutoSources(data_world_size=self.num_processes, hidden_size=width), final=True)
+        on_gpu = self.device.type == "cuda"
+        sources = AutoSources(data_world_size=self.num_processes, hidden_size=width, on_gpu=on_gpu)
+        return resolve(config, sources, final=True)
 
     def _batch_sizes(self, config: DistConfig) -> BatchSizes:
         micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps

@@ -10,7 +10,11 @@ import torch
 from torch import nn
 
 import hf_dist
+from hf_dist.build import budgets_for
+from hf_dist.config import AutoSources, load_config, resolve, resolve_without_trainer
+from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.sharding.unit import ShardUnit
+from tests.parity.families import make_model
 
 
 def engine_of(stage: int, **zero: Any) -> Any:
@@ -19,6 +23,32 @@ def engine_of(stage: int, **zero: Any) -> Any:
     model = nn.ModuleDict({"head": nn.Linear(4, 4), "blocks": blocks})
     config = {"train_batch_size": 1, "zero_optimization": {"stage": stage, **zero}}
     return hf_dist.initialize(model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("written", [{}, {"overlap_comm": "auto"}, {"overlap_comm": False}])
+def test_reductions_run_beside_backward_on_gpus_unless_the_file_says_no(stage: int, written: dict[str, Any]) -> None:
+    loaded = load_config({"zero_optimization": {"stage": stage, **written}})
+    fly = written.get("overlap_comm") is not False
+    for on_gpu in (False, True):
+        beside = fly and (on_gpu or stage == 3)
+        without = resolve_without_trainer(loaded, on_gpu=on_gpu)
+        trainer = resolve(loaded, AutoSources(on_gpu=on_gpu), final=True)
+        for config in (without, trainer):
+            assert config.zero_optimization.overlap_comm is beside
+            assert (budgets_for(config).reduce > 0) is beside
+
+
+def test_the_plan_counts_gradients_that_fly_on_gpus() -> None:
+    with torch.device("meta"):
+        model = make_model("llama")
+    loaded = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})
+    flying = []
+    for on_gpu in (False, True):
+        config = resolve_without_trainer(loaded, on_gpu=on_gpu)
+        states = Planner(model, 2, Workload(1, 16)).plan(config).states
+        flying.append(states._in_flight([u.learning for u in states.units]))
+    assert flying[0] == 0 < flying[1]
 
 
 @pytest.mark.parametrize(("device", "waited"), [("cpu", 4), ("cuda:0", 0)])
