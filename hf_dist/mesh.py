@@ -31,6 +31,8 @@ _TWO_GROUPS = ("shard", "edp")
 """Views with a second group for gradients; they share their groups where they have the same lines."""
 _FAKE = "fake"
 """torch's backend without other processes: what one rank of a job of any size does and holds."""
+_gpu: torch.device | None = None
+"""That of the mesh that was made last, for threads which have none."""
 
 
 class GroupLease:
@@ -166,6 +168,8 @@ def build_mesh(
     launch = detect_launch()
     chosen = _choose_device(launch, device)
     if chosen.type == "cuda":
+        global _gpu
+        _gpu = chosen
         torch.cuda.set_device(chosen)
     leave_agent_store()
     if launch.world_size > 1 and not dist.is_initialized():
@@ -285,14 +289,25 @@ def sequence_number() -> int:
     return 0
 
 
-def device_is_busy(ask: bool) -> bool:
-    """Whether this process's GPU has work that is not finished; False if not to `ask`, or without a GPU in use.
+def use_in_thread(device: torch.device) -> None:
+    """What a thread of ours does first if it may touch CUDA. Local.
 
-    Not to be asked while a graph may be captured: that would end the capture.
+    The current GPU is each thread's own, and GPU 0 in a new one: on other local ranks its first call would make a context
+    there, half a gigabyte for each of them.
     """
-    if not ask or not torch.cuda.is_initialized():
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def device_is_busy(ask: bool) -> bool:
+    """Whether this process's GPU has work that is not finished; False if not to `ask`, or without a mesh on a GPU.
+
+    For a thread of its own. Not to be asked while a graph may be captured: that would end the capture.
+    """
+    if not ask or _gpu is None or not torch.cuda.is_initialized():
         return False
-    return not torch.cuda.default_stream().query()
+    use_in_thread(_gpu)
+    return not torch.cuda.default_stream(_gpu).query()
 
 
 def _backend(device: torch.device) -> str:

@@ -25,7 +25,7 @@ from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.training_state import Stateful, check_states, owned_parts, saved_state, write_common
 from hf_dist.errors import CheckpointError
 from hf_dist.log import say
-from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.mesh import MeshAxis, ParallelMesh, use_in_thread
 from hf_dist.sizes import size_text
 from hf_dist.version import __version__
 
@@ -110,7 +110,7 @@ class CheckpointWriter:
             self.raise_failure()
             return
         self._thread = threading.Thread(
-            target=self._write, args=(working, snapshot, request, started), name="hf_dist checkpoint"
+            target=self._write_beside, args=(working, snapshot, request, started), name="hf_dist checkpoint"
         )
         failure.finish_first(_join_last)
         self._thread.start()
@@ -182,6 +182,11 @@ class CheckpointWriter:
         return copy.copy_(value, non_blocking=value.is_cuda)
 
     # --------------------------------------------------------------------- write
+
+    def _write_beside(self, working: Path, snapshot: _Snapshot, request: SaveRequest, started: float) -> None:
+        """The thread: DCP asks for the current stream of the current GPU."""
+        use_in_thread(self.mesh.device)
+        self._write(working, snapshot, request, started)
 
     def _write(self, working: Path, snapshot: _Snapshot, request: SaveRequest, started: float) -> None:
         """Everything slow. Collective over the background axis; keeps its error for `raise_failure`."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import hf_dist
+from hf_dist import mesh
+from hf_dist.checkpoint.save import CheckpointWriter
 from hf_dist.mesh import build_mesh
+from tests.parity.families import make_model
 
 GPUS = 4
 
@@ -24,6 +33,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(mesh, "_gpu", None, raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     return given
 
@@ -36,3 +46,54 @@ def test_a_process_without_a_launcher_trains_on_the_gpu_that_has_no_number(asked
 
 def test_a_gpu_that_is_named_is_taken(chosen: list[Any]) -> None:
     assert build_mesh(device="cuda:3").device == chosen[0] == torch.device("cuda", 3)
+
+
+def in_a_thread(job: Callable[[], None]) -> None:
+    thread = threading.Thread(target=job, name="other")
+    thread.start()
+    thread.join()
+
+
+def test_the_watchdog_asks_the_gpu_of_its_rank_and_none_other(
+    chosen: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def default_stream(device: Any = None) -> Any:
+        asked.append((torch.device("cuda", 0) if device is None else device, list(chosen)))
+        return SimpleNamespace(query=lambda: False)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
+    in_a_thread(lambda: mesh.device_is_busy(True))
+    assert not asked, "before there is a mesh nobody knows which GPU it will be"
+    build_mesh(device="cuda:2")
+    chosen.clear()
+    in_a_thread(lambda: mesh.device_is_busy(False))
+    assert not asked
+    answers: list[bool] = []
+    in_a_thread(lambda: answers.append(mesh.device_is_busy(True)))
+    assert answers == [True]
+    assert asked == [(torch.device("cuda", 2), [torch.device("cuda", 2)])], "set first, in the thread itself"
+
+
+def test_the_thread_that_writes_a_checkpoint_uses_the_gpu_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    engine = hf_dist.initialize(model, config={"train_batch_size": 1}, optimizer=torch.optim.SGD(model.parameters()))
+    gpu = torch.device("cuda", 3)
+    engine.writer = CheckpointWriter(replace(engine.mesh, device=gpu), in_background=True)
+    calls: list[tuple[str, str]] = []
+
+    def called(name: str) -> None:
+        calls.append((threading.current_thread().name, name))
+
+    write = CheckpointWriter._write
+    monkeypatch.setattr(CheckpointWriter, "_write", lambda *args: called("write") or write(*args))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called(f"set {device}"))
+    engine.save_checkpoint(tmp_path / "checkpoint-1")
+    engine.writer.wait()
+    assert calls == [("hf_dist checkpoint", "set cuda:3"), ("hf_dist checkpoint", "write")]
+    assert (tmp_path / "checkpoint-1").is_dir()
