@@ -161,6 +161,7 @@ class Pipeline:
         )
         mesh.lease.groups.extend(ends.group for ends in channels.values())
         self.transport = P2PTransport(channels, mesh.device)
+        self.transport.connect()
         refuse_state_dict(sharded.model)
         self._losses: list[torch.Tensor] | None = None  # handed in by `backward` while a window runs
         self._schedules: dict[tuple[bool, int], Schedule] = {}

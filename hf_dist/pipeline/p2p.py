@@ -3,6 +3,11 @@
 Every channel (directed edge, activations or gradients) has its own process group, and is used in one order on both ends, so
 transfers in opposite directions cannot wait for each other. The first transfer of a key is preceded by its shapes; both
 ends remember them, later ones carry data only and are posted ahead. Data travels as bytes: no dtype is special.
+
+[Note: channels over NCCL] The first operation of a communicator blocks the host until the peer begins its own, so ranks that
+meet theirs in different orders wait for each other for ever: `connect` uses every channel once, in one order, before there is
+a schedule. A lone tensor and several at once would use two communicators; all go the way of several. A receive that waits
+holds a part of the GPU: see `waits_on_device`.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ class ChannelEnds:
 def make_channels(
     rows: Sequence[Sequence[int]], *, ring: bool, backend: str, timeout: timedelta
 ) -> dict[Channel, ChannelEnds]:
-    """Channels of this process's pipeline. Collective over the whole job: every process, the same `rows`.
+    """Channels that this process is an end of. Collective over the whole job: every process, the same `rows`.
 
     `rows`: the global ranks of every pipeline of the job, first stage first; `ring`: also from the last rank to the first
     (several stages per rank).
@@ -50,7 +55,7 @@ def make_channels(
         pairs = [(i, (i + 1) % size) for i in range(size if ring and size > 1 else size - 1)]
         for source, target, kind in [(a, b, "F") for a, b in pairs] + [(b, a, "B") for a, b in pairs]:
             group = dist.new_group(sorted((row[source], row[target])), timeout=timeout, backend=backend)
-            if dist.get_rank() in row:
+            if dist.get_rank() in (row[source], row[target]):
                 mine[Channel(source, target, kind)] = ChannelEnds(group, row[source], row[target])
     return mine
 
@@ -73,9 +78,21 @@ class P2PTransport:
         self.device = device
         self.sent_nbytes = 0
         """Bytes this rank has sent."""
+        self.waits_on_device = any(self._is_nccl(ends) for ends in channels.values())
+        """See `runtime.Transport`."""
         self._known: dict[tuple[Channel, Any], list[TensorSpec]] = {}
         self._arriving: dict[Channel, deque[_Arriving]] = defaultdict(deque)
         self._leaving: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
+
+    def connect(self) -> None:
+        """Use every channel once; see [Note: channels over NCCL]. Collective: both ends of each, right after they were made."""
+        for ends in self.channels.values():  # in the order in which every process made them
+            if self._is_nccl(ends):
+                token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                for work in self._start(ends, [token], receive=dist.get_rank() == ends.target):
+                    work.wait()
+        if self.waits_on_device and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; see `runtime.Transport`. Raises `ModelError` when what is sent has other shapes than `key` had."""
@@ -139,7 +156,7 @@ class P2PTransport:
     def _start(self, ends: ChannelEnds, flat: list[torch.Tensor], receive: bool) -> list[Any]:
         collectives.count_start()
         flat = [t for t in flat if t.numel()]
-        if len(flat) > 1 and dist.get_backend(ends.group) == "nccl":
+        if flat and self._is_nccl(ends):
             operation, peer = (dist.irecv, ends.source) if receive else (dist.isend, ends.target)
             return dist.batch_isend_irecv([dist.P2POp(operation, t, peer, ends.group) for t in flat])
         if receive:
@@ -148,6 +165,10 @@ class P2PTransport:
 
     def _buffer(self, ends: ChannelEnds, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu" if self._through_host(ends) else self.device)
+
+    @staticmethod
+    def _is_nccl(ends: ChannelEnds) -> bool:
+        return dist.get_backend(ends.group) == "nccl"
 
     def _through_host(self, ends: ChannelEnds) -> bool:
         return self.device.type != "cpu" and dist.get_backend(ends.group) == "gloo"

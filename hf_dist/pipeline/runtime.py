@@ -22,12 +22,16 @@ __all__ = ["Hooks", "ScheduleRun", "Transport", "signature"]
 
 Run = Callable[[nn.Module, Any], Any]
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _BUFFERS = 2
-"""Receives posted ahead on each channel: one arrives while the other is used."""
+"""Receives posted ahead on each channel: one arrives while the other is used. One where a receive waits on the device."""
 
 
 class Transport(Protocol):
     """Moves lists of tensors between neighbouring stages; each channel is first in, first out."""
+
+    waits_on_device: bool
+    """Whether a receive that was posted holds a part of the device until its data comes (NCCL's kernels do)."""
 
     def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending. `key` equal means shapes equal, on both ends."""
@@ -117,9 +121,15 @@ class ScheduleRun:
         self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # arrived for what was sent
         self._to_return: dict[tuple[int, int], list[torch.Tensor]] = {}  # for what was received
         self._unposted: dict[Channel, deque[Action]] = defaultdict(deque)
+        self._ahead = 1 if transport.waits_on_device else _BUFFERS
+        self._sends_before: dict[Action, int] = {}  # of a receive: sends of its microbatch that it may depend on
+        self._sent: Counter[int] = Counter()  # sends so far, by microbatch
+        sends: Counter[int] = Counter()
         for action in self.actions:
             if action.kind in _RECEIVES:
                 self._unposted[self._channel(action)].append(action)
+                self._sends_before[action] = sends[action.microbatch]
+            sends[action.microbatch] += action.kind in _SENDS
         self._posted: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def run(self, microbatches: Sequence[Any], function: Run) -> list[Any]:
@@ -148,6 +158,7 @@ class ScheduleRun:
             if not lost_peer(error):  # who ended first says where
                 logger.error(self._where(action))
             raise
+        self._sent[action.microbatch] += action.kind in _SENDS
 
     # ---- computing
 
@@ -249,11 +260,18 @@ class ScheduleRun:
         assert queue.popleft() == action, "receives stand in the order of their channel"
 
     def _post_ahead(self) -> None:
-        """Post receives in each channel's order, as far as their shapes are known and buffers are left."""
+        """Post receives in each channel's order, as far as their shapes are known and buffers are left.
+
+        Where they wait on the device only what no send of this rank is needed for any more: a send that is queued behind the
+        receive that waits for its answer would never begin, and devices have few queues.
+        """
         for channel, queue in self._unposted.items():
             posted = self._posted[channel]
-            while queue and len(posted) < _BUFFERS and self._post(channel, queue[0]):
+            while queue and len(posted) < self._ahead and self._may_post(queue[0]) and self._post(channel, queue[0]):
                 posted.append(queue.popleft())
+
+    def _may_post(self, action: Action) -> bool:
+        return not self.transport.waits_on_device or self._sent[action.microbatch] >= self._sends_before[action]
 
     def _post(self, channel: Channel, action: Action) -> bool:
         if action.kind is Kind.RECV_FORWARD:

@@ -20,6 +20,8 @@ from hf_dist.pipeline.stage_plan import StagePlan
 class LocalTransport:
     """Queues; a transfer is a copy, so that nobody reads what another rank overwrites."""
 
+    waits_on_device = False
+
     def __init__(self) -> None:
         self.queues: dict[Channel, deque[list[torch.Tensor]]] = defaultdict(deque)
 
