@@ -147,7 +147,7 @@ class ParallelMesh:
         Collective over world: every rank calls it, also those that are not among them (they get an axis of size 0).
         """
         rows = [[line[stage] for stage in stages] for line in self.axes.lines("pp")]
-        groups = _Groups(self.world.rank, self.backend, self.timeout, self.lease)
+        groups = _Groups(self.world.rank, self.backend, self.timeout, self.lease, self.device)
         return groups.axis("holders", rows)
 
 
@@ -173,7 +173,10 @@ def build_mesh(
         torch.cuda.set_device(chosen)
     leave_agent_store()
     if launch.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
+        if chosen.type == "cuda":
+            dist.init_process_group(backend="nccl", timeout=timeout, device_id=chosen)
+        else:
+            dist.init_process_group(backend="gloo", timeout=timeout)
     ready = dist.is_initialized()
     if ready and chosen.type == "cpu":
         _leave_in_order()
@@ -186,12 +189,14 @@ def build_mesh(
     _check_agreement(facts or {}, world)
     cut = axes(world)
     backend = _backend(chosen) if ready else "none"
-    groups = _Groups(rank, backend, timeout, GroupLease(backend))
+    groups = _Groups(rank, backend, timeout, GroupLease(backend), chosen)
     on_host = replace(groups, backend=_FAKE if backend == _FAKE else "gloo")
     everyone = cut.lines("world")
     views = groups.views(cut)
     control = on_host.axis("control", everyone)
     background = replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone)
+    if backend == "nccl":
+        groups.connect()
     if ready:
         # A rank that drops its mesh at once would close connections that others are still making.
         dist.barrier(device_ids=[chosen.index] if dist.get_backend() == "nccl" else None)
@@ -373,6 +378,7 @@ class _Groups:
     backend: str
     timeout: timedelta
     lease: GroupLease
+    device: torch.device
 
     def views(self, axes: Axes) -> dict[str, MeshAxis]:
         """Every axis and view, in one order on all ranks. An axis of one rank needs no group."""
@@ -398,17 +404,43 @@ class _Groups:
         # A job of one process with a process group keeps it: NCCL with one rank then runs the very code of many ranks.
         if not dist.is_initialized() or (size == 1 and dist.get_world_size() > 1):
             return MeshAxis(name, size, mine.index(self.rank), None, None)
-        group = self._make(rows, mine)
+        group = self._make(rows, mine, urgent=two)
         if not mine:
             return MeshAxis(name, 0, 0, None, None)
-        reduce_group = self._make(rows, mine) if two else group
+        reduce_group = self._make(rows, mine, urgent=two) if two else group
         return MeshAxis(name, size, mine.index(self.rank), group, reduce_group, self.lease)
 
-    def _make(self, rows: list[list[int]], mine: list[int]) -> dist.ProcessGroup | None:
+    def connect(self) -> None:
+        """Use each NCCL group of the lease once. Collective over world, in the order in which every rank made its groups.
+
+        What NCCL sets up at a group's first use would else come in the middle of the first backward. A rank whose batch skips a
+        unit has other kernels in flight there, and the set-up may wait for one of them whose partner waits for the set-up.
+        """
+        token = torch.zeros(1, device=self.device)
+        for group in self.lease.groups:
+            if dist.get_backend(group) == "nccl":
+                dist.all_reduce(token, group=group)
+        torch.cuda.synchronize(self.device)
+
+    def _make(self, rows: list[list[int]], mine: list[int], *, urgent: bool) -> dist.ProcessGroup | None:
         # Never shared with another mesh: a model that is dropped may leave a gather in flight, which the next one would get.
-        groups = [dist.new_group(row, timeout=self.timeout, backend=self.backend) for row in rows]
+        groups = [
+            dist.new_group(row, timeout=self.timeout, backend=self.backend, **self._nccl_options(urgent)) for row in rows
+        ]
         if not mine:
             return None
         own = groups[rows.index(mine)]
         self.lease.groups.append(own)
         return own
+
+    def _nccl_options(self, urgent: bool) -> dict[str, Any]:
+        """With a device the communicator is made at once. Of an `urgent` group the kernels begin before those of a matrix
+        product that is under way have all begun, instead of after them."""
+        if self.backend != "nccl":
+            return {}
+        if not urgent:
+            return {"device_id": self.device}
+        c10d: Any = dist.distributed_c10d
+        options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self.timeout  # torch warns where it differs from the argument
+        return {"device_id": self.device, "pg_options": options}

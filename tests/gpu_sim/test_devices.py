@@ -18,26 +18,6 @@ from hf_dist.checkpoint.save import CheckpointWriter
 from hf_dist.mesh import build_mesh
 from tests.parity.families import make_model
 
-GPUS = 4
-
-
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """What `set_device` was given; it refuses what torch's refuses."""
-    given: list[torch.device] = []
-
-    def set_device(device: Any) -> None:
-        torch.cuda._utils._get_device_index(device)  # raises ValueError without an index
-        given.append(torch.device(device))
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(mesh, "_gpu", None, raising=False)
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    return given
-
-
 @pytest.mark.parametrize("asked", ["cuda", torch.device("cuda"), None, "cuda:0"])
 def test_a_process_without_a_launcher_trains_on_the_gpu_that_has_no_number(asked: Any, chosen: list[Any]) -> None:
     assert build_mesh(device=asked).device == torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from hf_dist.build import budgets_for
 from hf_dist.config import AutoSources, load_config, resolve, resolve_without_trainer
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.sharding.unit import ShardUnit
-from tests.parity.families import make_model
+from tests.test_estimate import llama
 
 
 def engine_of(stage: int, **zero: Any) -> Any:
@@ -41,7 +41,7 @@ def test_reductions_run_beside_backward_on_gpus_unless_the_file_says_no(stage: i
 
 def test_the_plan_counts_gradients_that_fly_on_gpus() -> None:
     with torch.device("meta"):
-        model = make_model("llama")
+        model = llama()
     loaded = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})
     flying = []
     for on_gpu in (False, True):
