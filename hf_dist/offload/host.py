@@ -5,11 +5,13 @@ On a machine without an accelerator host and device are the same memory. The sam
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,12 +46,32 @@ def _register(buffer: torch.Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()
     if int(runtime.cudaHostRegister(address, buffer.numel(), 0)) != 0:
+        _forget_error(runtime)
         warn_once(
             f"the system refused to page-lock {size_text(buffer.numel())} of host memory (see `ulimit -l`): copies to and "
             'from the device wait for it. "pin_memory": false asks for none.'
         )
         return
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
+
+
+def _forget_error(runtime: Any) -> None:
+    """A refusal stays the runtime's last error, and the next kernel of anybody would be told to have failed with it."""
+    take = getattr(runtime, "cudaGetLastError", None)  # torch has it in some versions
+    if take is None and (library := _loaded_runtime()) is not None:
+        take = library.cudaGetLastError
+    if take is not None:
+        take()
+
+
+def _loaded_runtime() -> Any:
+    """The CUDA runtime that torch has loaded, not another of this name: each has its own last error. None if none is found."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    path = next((line.split(maxsplit=5)[-1] for line in lines if "/libcudart" in line), None)
+    return None if path is None else ctypes.CDLL(path)
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ import hf_dist
 from hf_dist import mesh
 from hf_dist.checkpoint.save import CheckpointWriter
 from hf_dist.mesh import build_mesh
+from hf_dist.offload import host
 from tests.parity.families import make_model
 
 @pytest.mark.parametrize("asked", ["cuda", torch.device("cuda"), None, "cuda:0"])
@@ -77,3 +78,23 @@ def test_the_thread_that_writes_a_checkpoint_uses_the_gpu_of_its_rank(
     engine.writer.wait()
     assert calls == [("hf_dist checkpoint", "set cuda:3"), ("hf_dist checkpoint", "write")]
     assert (tmp_path / "checkpoint-1").is_dir()
+
+
+@pytest.mark.parametrize("torch_has_it", [True, False])
+def test_refused_page_locking_does_not_fail_the_next_kernel(
+    torch_has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[int] = []  # the last one, as the runtime keeps it
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: errors.append(2) or 2)
+    loaded = SimpleNamespace(cudaGetLastError=lambda: errors.pop())
+    if torch_has_it:
+        runtime.cudaGetLastError = loaded.cudaGetLastError
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(host, "_loaded_runtime", lambda: loaded, raising=False)
+    assert host.host_empty(1 << 16, pin=True).numel() == 1 << 16
+    assert errors == []
+
+
+def test_a_system_without_a_loaded_runtime_has_no_error_to_forget() -> None:
+    assert host._loaded_runtime() is None
