@@ -260,10 +260,18 @@ def _agree_on_port(store: dist.Store, rank: int, world: int) -> int:
 
 
 def leave_job() -> None:
-    """End torch.distributed in this process when every rank is here. Collective; nothing happens where it was not started."""
-    if dist.is_initialized():
+    """End torch.distributed in this process when every rank is here. Collective; nothing happens where it was not started.
+
+    NCCL's communicators, those of meshes that are gone too, end when the GPU is done with what was started on them.
+    """
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl" and _gpu is not None:
+        dist.barrier(device_ids=[_gpu.index])
+        torch.cuda.synchronize(_gpu)
+    else:
         dist.barrier()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def job_store() -> dist.Store | None:

@@ -108,3 +108,12 @@ def test_on_a_cpu_torch_is_asked_for_what_it_was(
     assert torch_distributed.of("init") == [{"backend": "gloo", "timeout": timedelta(minutes=3)}]
     assert all(set(vars(g)) == {"ranks", "timeout", "backend"} for g in torch_distributed.of("group"))
     assert not torch_distributed.of("used")
+
+
+def test_communicators_end_when_the_gpu_is_done_with_them(torch_distributed: Distributed) -> None:
+    build_mesh(device="cuda")
+    torch_distributed.calls.clear()
+    mesh.leave_job()
+    assert torch_distributed.calls == [("barrier", [RANK]), ("synchronized", GPU), ("destroyed", None)]
+    mesh.leave_job()
+    assert len(torch_distributed.calls) == 3
