@@ -433,7 +433,8 @@ class _Groups:
     def _make(self, rows: list[list[int]], mine: list[int], *, urgent: bool) -> dist.ProcessGroup | None:
         # Never shared with another mesh: a model that is dropped may leave a gather in flight, which the next one would get.
         groups = [
-            dist.new_group(row, timeout=self.timeout, backend=self.backend, **self._nccl_options(urgent)) for row in rows
+            dist.new_group(row, timeout=self.timeout, backend=self.backend, **self._nccl_options(urgent))
+            for row in rows
         ]
         if not mine:
             return None

@@ -34,8 +34,8 @@ def summarize_gradients(
 
     Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats; then over `model`, of one float. Every
     rank counts the interval it owns, so shared and replicated elements count once. The flags are read on the host only by a
-    rank that has a parameter without a gradient; on the others the host waits for nothing. `stepped`: id of a group whose gradient is gone
-    already -> its `owned_norm`.
+    rank that has a parameter without a gradient; on the others the host waits for nothing. `stepped`: id of a group whose
+    gradient is gone already -> its `owned_norm`.
     """
     sharded.finish_gradients()
     mesh = sharded.mesh

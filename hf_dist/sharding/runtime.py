@@ -158,8 +158,8 @@ class ShardedModel:
         for group in self.groups:
             group.write_back()
         self.storage.link.wait_device()
-        # A gather in flight has buffers on a CPU. On a GPU it costs no memory, as the full weights are there anyway, and to wait
-        # for one would keep the next forward from beginning.
+        # A gather in flight has buffers on a CPU. On a GPU it costs no memory, as the full weights are there anyway, and
+        # waiting for one would keep the next forward from beginning.
         most = math.inf if self.mesh.device.type == "cuda" else self.limits.gather
         in_flight: deque[ShardUnit] = deque()
         seen = [index for orders in self.passes.kinds for index in orders.forward.units]

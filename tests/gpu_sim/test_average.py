@@ -1,4 +1,4 @@
-"""Means over NCCL, by a stand-in that rounds where NCCL rounds: sums in the dtype that travels, AVG as a product before them."""
+"""Means over NCCL, by a stand-in that rounds where it does: sums in the dtype that travels, AVG as a product before."""
 
 from __future__ import annotations
 

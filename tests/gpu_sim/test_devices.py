@@ -19,6 +19,7 @@ from hf_dist.mesh import build_mesh
 from hf_dist.offload import host
 from tests.parity.families import make_model
 
+
 @pytest.mark.parametrize("asked", ["cuda", torch.device("cuda"), None, "cuda:0"])
 def test_a_process_without_a_launcher_trains_on_the_gpu_that_has_no_number(asked: Any, chosen: list[Any]) -> None:
     assert build_mesh(device=asked).device == torch.device("cuda", 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_dist
-from hf_dist.build import budgets_for
+from hf_dist.build import in_flight_limits
 from hf_dist.config import AutoSources, load_config, resolve, resolve_without_trainer
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.sharding.unit import ShardUnit
@@ -36,7 +36,7 @@ def test_reductions_run_beside_backward_on_gpus_unless_the_file_says_no(stage: i
         trainer = resolve(loaded, AutoSources(on_gpu=on_gpu), final=True)
         for config in (without, trainer):
             assert config.zero_optimization.overlap_comm is beside
-            assert (budgets_for(config).reduce > 0) is beside
+            assert (in_flight_limits(config).reduce > 0) is beside
 
 
 def test_the_plan_counts_gradients_that_fly_on_gpus() -> None:
