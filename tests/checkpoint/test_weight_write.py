@@ -163,7 +163,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory, small_disk: str | None) -
         ("missing", ("model.safetensors", "the ranks hold", "elements")),
         ("absent", ("rank 0", "nowhere", "No such file")),
         ("unwritable", ("rank 0", "/proc/self")),
-        ("full", ("No space left", "GB free", "save_total_limit")),
+        ("full", ("No space left", "B free", "save_total_limit")),
     ],
 )
 def test_a_failed_write_is_one_clear_error_on_every_rank(
