@@ -115,6 +115,7 @@ def main() -> None:
         config = {
             "train_micro_batch_size_per_gpu": MODELS["small"][-1],
             "gradient_accumulation_steps": arguments.accumulation,
+            "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "zero_optimization": {"stage": stage, "overlap_comm": arguments.overlap},
             "bf16": {"enabled": arguments.dtype == "bf16"},
