@@ -255,17 +255,13 @@ class Engine:
         """Clamp every element of the window's mean gradient to +-max_value. Collective like `clip_grad_norm`."""
         self.window.clamp(max_value)
 
-    def apply_gradients(self, closure: Callable[[], Any] | None = None) -> None:
+    def apply_gradients(self) -> None:
         """Step the optimizer with the window's gradient and start the gathers of replicated weights.
 
         Every rank calls it. A step with a gradient that is not finite is skipped (fp16 always; bf16 unless
         `bf16.check_grad_overflow` is false, or the optimizer steps in backward): the optimizer and the schedule do not see it.
-        `closure` is called first, once, with gradients enabled.
         """
         self.writer.raise_failure()
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
         self.sharded.take_writes()
         summary = self.window.summary()
         assert self.fragments is not None

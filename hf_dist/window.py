@@ -133,7 +133,7 @@ class Window:
     # ----------------------------------------------------------------- gradients
 
     def summary(self) -> GradientSummary:
-        """Norm of the gradient and who has one. Collective over dp and pp when gradients have changed since the last call."""
+        """Norm of the gradient, and who has one. Collective over dp and `model` unless nothing changed since the last call."""
         sharded = self._sharded
         if sharded.passes.failed:  # a backward that nobody saw fail
             self.abandon()
@@ -154,10 +154,12 @@ class Window:
             self.multiply(clip_coefficient(norm, max_norm))
         return norm
 
-    def squared_norm_of(self, chosen: set[int]) -> torch.Tensor:
-        """Squared norm of the gradient of some parameters (their ids), 0D. Collective over dp and pp."""
-        self.summary()
-        return squared_norm(self._sharded, chosen) / (self._loss_scale or 1.0) ** 2
+    def norm_of(self, chosen: set[int] | None) -> torch.Tensor:
+        """Norm of the gradient, or of that of some parameters (their ids), 0D. Collective over dp and `model`."""
+        summary = self.summary()
+        if chosen is None:
+            return summary.norm
+        return squared_norm(self._sharded, chosen).sqrt() / (self._loss_scale or 1.0)
 
     def multiply(self, factor: torch.Tensor | float, chosen: set[int] | None = None) -> None:
         """The gradient times `factor`, of all parameters or of those with these ids, without the loss scale. Local."""
@@ -248,19 +250,16 @@ def joint_clip(
     """Clip the gradients of several models together, as torch does with a list of all their parameters.
 
     `windows`: with the ids of the parameters that were listed, None for all; `plain`: gradients of tensors that no engine
-    holds. Returns the norm over all, 0D. Collective over dp and pp of every model, in the order given.
+    holds. Returns the norm over all, 0D. Collective over dp and `model` of every one, in the order given.
     """
-    squares = [w.summary().norm.square() if ids is None else w.squared_norm_of(ids) for w, ids in windows]
-    squares += [torch.linalg.vector_norm(grad, dtype=torch.float32).square().to(squares[0].device) for grad in plain]
-    norm = (
-        torch.stack(squares).sum().sqrt()
-        if len(squares) > 1 or windows[0][1] is not None
-        else windows[0][0].summary().norm
-    )
+    norms = [window.norm_of(ids) for window, ids in windows]
+    norms += [torch.linalg.vector_norm(grad, dtype=torch.float32).to(norms[0].device) for grad in plain]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if 0 < max_norm < float("inf"):
         factor = clip_coefficient(norm, max_norm)
-        for window, ids in windows:
+        for window, _ in windows:
             window.refuse_clipping("max_norm", max_norm)
+        for window, ids in windows:
             window.multiply(factor, ids)
         for grad in plain:
             grad.mul_(factor.to(grad.device, grad.dtype))

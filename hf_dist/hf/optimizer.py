@@ -23,9 +23,12 @@ class DistOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         """At the end of a window: clip, step, gather replicated weights. Every rank calls it."""
         if self.gradient_state.sync_gradients:
+            if closure is not None:  # its backward adds to what is clipped
+                with torch.enable_grad():
+                    closure()
             if self._max_norm:
                 self.engine.clip_grad_norm(self._max_norm)
-            self.engine.apply_gradients(closure)
+            self.engine.apply_gradients()
             self._is_overflow = self.engine.step_was_skipped
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -190,3 +190,18 @@ def test_what_a_shard_of_a_gradient_cannot_answer_is_refused_by_name() -> None:
         for text in said[:3]:
             assert "first.weight" in text and "full_gradient" in text
         assert "shard of the gradient of first.weight" in said[3]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_the_closure_of_an_accelerated_optimizer_adds_is_clipped_too(stage: int) -> None:
+    accelerator = hf_dist.DistAccelerator(dist_config=config(stage, gradient_clipping=0.5))
+    model = Blocks()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    loss = loss_of(model, batch(0))
+    optimizer.step(lambda: loss.backward())
+    other = Blocks()
+    torch_optimizer = sgd(other)
+    loss_of(other, batch(0)).backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+    torch_optimizer.step()
+    close((weights(model), []), (weights(other), []))
