@@ -19,8 +19,9 @@ from tests.covering import FULL_GRID
 
 SHOULD_SECONDS = 60.0
 """A file above it is named; split it or make it cheaper."""
-MUST_SECONDS = 90.0
-"""A file above it fails the run. The gap is what one machine differs from another, and one run from the next."""
+MUST_SECONDS = 180.0
+"""A file above it fails the run. The gap is what one machine differs from another, and one run from the next: a
+file took 71 s and 103 s in two runs on the same machine, beside nothing of ours."""
 SHOWN = 10
 REFERENCE_SECONDS = 0.020
 """`_fixed_work` on the machine on which the limits were set."""
