@@ -28,6 +28,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.estimate.memory_budget import keep_by_budget
 from hf_dist.estimate.state_bytes import OptimizerStates
+from hf_dist.experts.router_loss import router_loss_for
 from hf_dist.log import say
 from hf_dist.loss import tiled_loss_for
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
@@ -184,6 +185,7 @@ def build_engine(
     if trainable and (pipeline is None or mesh.pp.rank == pipeline.last):
         kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else model.modules()
         engine.tiled_loss = tiled_loss_for(model, set(kept), config)
+        engine.router_loss = router_loss_for(model, mesh, batch.accumulation, config.hf_dist.router_loss)
     # Last: a schedule reads and writes the param groups of the optimizer as it will be stepped.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     watchdog.watch(engine)

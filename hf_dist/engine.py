@@ -20,6 +20,7 @@ from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.errors import ModelError
 from hf_dist.estimate.out_of_memory import explained, shape_of
+from hf_dist.experts.router_loss import RouterLoss
 from hf_dist.log import say, warn_once
 from hf_dist.loss import TiledLoss
 from hf_dist.mesh import ParallelMesh
@@ -75,6 +76,8 @@ class Engine:
         self.scaler = scaler
         self.tiled_loss: TiledLoss | None = None
         """Head and loss without the full logits; None where the model has no such head, or the config says no."""
+        self.router_loss: RouterLoss | None = None
+        """The auxiliary loss of a mixture's routers; None where the model has none."""
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.skipped_steps = 0

@@ -36,6 +36,7 @@ Schedule = Annotated[
 Stage = Annotated[
     Literal[0, 1, 2, 3], PlainValidator(lambda value: int(values.choice("0", "1", "2", "3")(_digit(value))))
 ]
+RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
 
@@ -302,6 +303,8 @@ class HfDistSection(Frozen):
     """`hf_dist.reduce_once_per_window`: whether gradients are reduced in the last microbatch only, whole until then (2, 3)."""
     optimizer_in_backward: Flag = False
     """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; without clipping."""
+    router_loss: RouterLossScope = "global"
+    """`hf_dist.router_loss`: "global" takes the auxiliary loss of a mixture's routers over all ranks, "local" each rank's."""
     stall_report_seconds: Real = 60.0
     """`hf_dist.stall_report_seconds`: how long a rank may wait for the others before all are reported on; 0 for never."""
 

@@ -40,6 +40,7 @@ from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
 from hf_dist.hf.peft import inactive_adapters_trainable, let_adapters_work, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
+from hf_dist.hf.router_loss import cover_trl
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.launch import detect_launch
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
@@ -222,6 +223,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             if self.engines and engine.scaler is not None:
                 engine.scaler = self.engines[0].scaler  # one loss may be of several models: there is one scale
             let_adapters_work(engine)
+            cover_trl(engine)
             self._give_no_sync(model)
             (self.engines if trainable else self.frozen).append(engine)
             if engine.sharded.placements.params is Placement.SHARD and self.mesh.shard.size > 1:

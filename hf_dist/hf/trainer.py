@@ -20,6 +20,7 @@ from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.evaluation import each_batch_by_itself, on_rows_of_the_set
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
 from hf_dist.hf.pipeline import PipelineMixin
+from hf_dist.hf.router_loss import tell_router_loss
 from hf_dist.hf.trl import TrlMixin
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.schedules import build_scheduler
@@ -128,6 +129,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """HF's, after asking the model once whether its loss really is a sum over `num_items_in_batch`."""
         self._last_shape = shape_of(inputs)
+        tell_router_loss(self, getattr(self, "current_gradient_accumulation_steps", 1))
         self._settle_loss(model, inputs)
         if self._loss_is_mean:  # the rest of the first window still has the number
             num_items_in_batch = None
@@ -138,6 +140,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """HF's, after the same question: HF multiplies the loss by the number of ranks in evaluation, too."""
+        tell_router_loss(self, 1)
         self._settle_loss(model, inputs)
         step = super().prediction_step
         if self.dist is None:

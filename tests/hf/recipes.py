@@ -34,10 +34,11 @@ def make_model(kind: str = "llama") -> Any:
             attention_dropout=0.2 if kind == "dropout" else 0.0,
         )  # fmt: skip
         model: Any = tf.LlamaForCausalLM(config)
-    elif kind == "moe":
+    elif kind in ("moe", "moe_router_loss"):
         config = tf.Qwen3MoeConfig(
             **SMALL, **special, vocab_size=VOCAB, num_key_value_heads=2, head_dim=8, num_experts=4,
             num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1, experts_implementation="eager",
+            output_router_logits=kind == "moe_router_loss", router_aux_loss_coef=1.0,
         )  # fmt: skip
         model = tf.Qwen3MoeForCausalLM(config)
     elif kind == "bert":

@@ -1,0 +1,3 @@
+"""Mixtures of experts: the load-balancing loss over all ranks."""
+
+__all__: list[str] = []
