@@ -102,16 +102,19 @@ class RouterLoss:
             if _running is None or not isinstance(gate_logits, tuple) or num_experts is None:
                 value: torch.Tensor | int = own()
                 return value
-            return _running._loss(own, gate_logits, num_experts, top_k, attention_mask)
+            joined = functools.partial(balance, gate_logits, num_experts, top_k, attention_mask)
+            return _running._loss(own, joined, gate_logits[0].is_meta)
 
         setattr(loss, _STOCK, stock)
         setattr(module, _NAME, loss)
         return True
 
-    def _loss(self, own: Callable[[], torch.Tensor], gate_logits: Any, *rest: Any) -> torch.Tensor:
+    def _loss(
+        self, own: Callable[[], torch.Tensor], joined: Callable[..., torch.Tensor], is_meta: bool
+    ) -> torch.Tensor:
         # Without gradient each batch is by itself: nothing says that all ranks have one.
-        joins = self.joined and torch.is_grad_enabled() and not gate_logits[0].is_meta
-        value = balance(gate_logits, *rest, axis=self.mesh.dp) if joins else own()
+        joins = self.joined and torch.is_grad_enabled() and not is_meta
+        value = joined(axis=self.mesh.dp) if joins else own()
         return value if self._divided == 1 else value / self._divided
 
     def _enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
