@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hf_dist.cli.script_arguments import sources_from
-from hf_dist.config import DistConfig, axes_of, format_table, load_config, resolve, shown
+from hf_dist.config import (
+    DistConfig,
+    axes_of,
+    differences,
+    disagreements,
+    examine,
+    format_differences,
+    format_table,
+    load_config,
+    read_config,
+    resolve,
+    shown,
+)
 from hf_dist.config.convert import Conversion, from_accelerate, from_fsdp_arguments
 from hf_dist.config.json_schema import json_schema
 from hf_dist.config.meaning import meaning, sentences
+from hf_dist.config.unknown import at
 from hf_dist.errors import ConfigError, Problem
 
 __all__ = ["app"]
@@ -48,7 +62,12 @@ def check(
     if as_json:
         values = {path: {"value": config.value_at(path), "source": source} for path, source in config.sources.items()}
         notes = [vars(note) for note in config.notes]
-        print(_as_json({"file": str(file), "ok": True, "problems": [], "notes": notes, "values": values}))
+        differs = [vars(each) for each in differences(config)]
+        print(
+            _as_json(
+                {"file": str(file), "ok": True, "problems": [], "notes": notes, "values": values, "differs": differs}
+            )
+        )
     else:
         print(format_table(config))
 
@@ -59,15 +78,21 @@ def explain(
 ) -> None:
     """Print every key with its value, where the value comes from, and what the key does here."""
     config = _resolved(file, script, world_size, model)
-    rows = list(_explained(config))
+    rows = list(_explained(config, read_config(file).data))
     if as_json:
-        print(_as_json([dict(zip(("key", "value", "source", "meaning"), row, strict=True)) for row in rows]))
+        elsewhere = {each.path: f"{each.text}. As there: {each.restore}" for each in differences(config)}
+        table = [dict(zip(("key", "value", "source", "meaning"), row, strict=True)) for row in rows]
+        print(
+            _as_json([{**row, "differs": elsewhere[row["key"]]} if row["key"] in elsewhere else row for row in table])
+        )
         return
     width = max(len(key) for key, *_ in rows)
     shown_width = min(24, max(len(shown(value)) for _, value, *_ in rows))
     for key, value, source, text in rows:
         print(f"{key:<{width}}  {shown(value):<{shown_width}}  {source}")
         print(f"{'':<{width}}  {text}")
+    for line in format_differences(config):
+        print(line)
 
 
 @app.command()
@@ -98,25 +123,38 @@ def convert(
 
 
 def _resolved(file: Path, script: list[str] | None, world_size: int | None, model: str | None) -> DistConfig:
-    config = load_config(file)
-    if script is None and world_size is None and model is None:
-        return config
-    data_ranks = None if world_size is None else axes_of(config, world_size).size("data")
-    return resolve(config, sources_from(script, data_ranks, model))
+    """The config, compared with what is known of the job; all that is wrong in one ConfigError."""
+    config, problems = examine(file)
+    data_ranks = None
+    if world_size is not None:
+        try:
+            data_ranks = axes_of(config, world_size).size("data")
+        except ConfigError as error:
+            known = {problem.path for problem in problems}
+            problems += [problem for problem in error.problems if problem.path not in known]
+    sources = sources_from(script, data_ranks, model)
+    compared = script is not None or world_size is not None or model is not None
+    if problems:
+        raise ConfigError(problems + (disagreements(config, sources, problems) if compared else []))
+    return resolve(config, sources) if compared else config
 
 
-def _explained(config: DistConfig) -> list[tuple[str, Any, str, str]]:
+def _explained(config: DistConfig, data: Mapping[str, Any]) -> list[tuple[str, Any, str, str]]:
     """Key, value, source and meaning of every key of the file, then of every key that has its default."""
-    reasons = {note.path: note.reason for note in config.notes}
+    notes = {note.path: note for note in config.notes}
     rows = []
     for path in [*config.sources, *(note.path for note in config.notes if note.path not in config.sources)]:
         written = config.spelled(path)
         source = config.source_of(path)
         line = config.lines.get(written)
         source = f"line {line}" if line and source in ("file", "default") else source
-        text = f"no effect: {reasons[written]}" if written in reasons else meaning(path)
+        note = notes.get(written)
+        text = f"no effect: {note.reason}" if note is not None and note.kind == "idle" else meaning(path)
+        text += f" ({note.reason})" if note is not None and note.kind == "read" else ""
+        text = note.reason if note is not None and note.kind in ("comment", "unknown", "override") else text
         alias = f" (written as {written})" if written != path else ""
-        rows.append((path, config.value_at(path), source, text + alias))
+        value = config.value_at(path)
+        rows.append((path, at(data, written) if value is None else value, source, text + alias))
     done = {path for path, *_ in rows}
     rest = [path for path in sentences() if path not in done and not _is_section(config, path)]
     return rows + [(path, config.value_at(path), "default", meaning(path)) for path in rest]

@@ -1,11 +1,12 @@
 """The JSON configuration: DeepSpeed's schema read once, checked as a whole, resolved against TrainingArguments."""
 
 from hf_dist.config.accelerate import LauncherSettings
-from hf_dist.config.auto import resolve, resolve_without_trainer
+from hf_dist.config.auto import disagreements, resolve, resolve_without_trainer
 from hf_dist.config.batch import BatchSizes, solve_batch
+from hf_dist.config.differs import Difference, differences
 from hf_dist.config.findings import Note
-from hf_dist.config.load import ConfigDocument, load_config, read_config
-from hf_dist.config.report import format_table
+from hf_dist.config.load import ConfigDocument, examine, load_config, read_config
+from hf_dist.config.report import format_differences, format_table
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.sources import AutoSources, hidden_size_of
 from hf_dist.config.topology import axes_of
@@ -15,10 +16,15 @@ __all__ = [
     "AutoSources",
     "BatchSizes",
     "ConfigDocument",
+    "Difference",
     "DistConfig",
     "LauncherSettings",
     "Note",
     "axes_of",
+    "differences",
+    "disagreements",
+    "examine",
+    "format_differences",
     "format_table",
     "hidden_size_of",
     "load_config",

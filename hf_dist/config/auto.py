@@ -140,6 +140,17 @@ def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) ->
     return work.result()
 
 
+def disagreements(config: DistConfig, sources: AutoSources, known: list[Problem]) -> list[Problem]:
+    """What `resolve` would find wrong with a config in which `known` is wrong already, and left out."""
+    try:
+        resolve(config, sources)
+    except ConfigError as error:
+        wrong = {problem.path for problem in known if problem.found}
+        wrong |= set(_BATCH) if wrong & {config.spelled(path) for path in _BATCH} else set()
+        return [problem for problem in error.problems if problem.path not in wrong]
+    return []
+
+
 def _note_overrides(work: _Resolution, sources: AutoSources) -> None:
     """Sections of the file that win over an argument somebody chose."""
     scheduler, optimizer = work.config.scheduler, work.config.optimizer

@@ -11,7 +11,7 @@ from hf_dist.errors import ConfigError, Problem
 
 _ABSENT = object()
 
-NoteKind = Literal["idle", "read", "override", "comment"]
+NoteKind = Literal["unknown", "idle", "read", "override", "comment"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Note:
     reason: str
     """A few words."""
     kind: NoteKind = "idle"
-    """"idle" changes nothing, "read" was written as another type, "override" wins over an argument, "comment" is a
-    remark of the user, like `_comment`."""
+    """"unknown" would be an error but for `hf_dist.strict` false, "idle" changes nothing, "read" was written as another
+    type, "override" wins over an argument, "comment" is a remark of the user, like `_comment`."""
 
 
 @dataclass
@@ -46,10 +46,15 @@ class Findings:
         return at_line(self.origin, self.lines, self.spelled(path))
 
     def problem(self, path: str, expected: str, fix: str = "", found: Any = _ABSENT) -> None:
-        """Record one wrong key; `found` is the value, left out for keys that are wrong whatever their value."""
+        """Record one wrong key; `found` is the value, left out for keys that are wrong whatever their value.
+
+        Without a `fix` the remedy is a value that `expected` names."""
         value = self.written[path][1] if path in self.written and found is not _ABSENT else found
         text = "" if value is _ABSENT else shown(value)
-        self.problems.append(Problem(self.spelled(path), text, expected, fix, self.at_line(path)))
+        fix = fix or ("Remove the key." if value is _ABSENT else "Write one, or remove the key.")
+        problem = Problem(self.spelled(path), text, expected, fix, self.at_line(path))
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def note(self, path: str, reason: str, kind: NoteKind = "idle") -> None:
         """Record one accepted key, once."""
@@ -60,7 +65,11 @@ class Findings:
     def raise_if_any(self) -> None:
         """Raise one ConfigError with every problem, in the order of the file."""
         if self.problems:
-            raise ConfigError(sorted(self.problems, key=lambda p: _line(p.file)))
+            raise ConfigError(self.in_order())
+
+    def in_order(self) -> list[Problem]:
+        """Every problem, in the order of the file."""
+        return sorted(self.problems, key=lambda p: _line(p.file))
 
 
 def respelled(path: str, spellings: Mapping[str, str]) -> str:

@@ -6,22 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dist.config.findings import Findings
-from hf_dist.config.rows import Status, is_off
-from hf_dist.config.spelling import did_you_mean
-from hf_dist.config.support import FREE_FORM, IDLE_VALUES, STRICT, SUPPORT
+from hf_dist.config.rows import Status, is_off, truthy
+from hf_dist.config.support import FREE_FORM, IDLE_VALUES, SUPPORT
+from hf_dist.config.unknown import SECTIONS, at, judged, written_out
 from hf_dist.config.values import BadValue
 
-SECTIONS = frozenset(key.rsplit(".", cut)[0] for key in SUPPORT for cut in range(1, key.count(".") + 1))
-"""Every path that holds other keys."""
 
-_AMBIGUOUS = frozenset(
-    {"enabled", "type", "params", "names", "classes", "strict", "device", "dtype", "momentum", "mpu", "stages"}
-)
+def check_keys(data: dict[str, Any], findings: Findings) -> None:
+    """Record a problem or a note for every key of normalised `data` that is not simply used.
 
-
-def check_keys(data: Mapping[str, Any], findings: Findings) -> None:
-    """Record a problem or a note for every key of normalised `data` that is not simply used."""
-    _walk(data, "", findings)
+    Values of keys that are known under another name, or elsewhere, are put there.
+    """
+    _Walk(data, findings).section(data, "")
 
 
 def is_comment(key: str) -> bool:
@@ -29,39 +25,70 @@ def is_comment(key: str) -> bool:
     return key.startswith(("_", "comment", "//", "#", "$"))
 
 
-def known_keys(section: str) -> frozenset[str]:
-    """The keys that may stand directly in `section`, "" for the top level."""
-    prefix = f"{section}." if section else ""
-    below = (key[len(prefix) :].split(".")[0] for key in SUPPORT if key.startswith(prefix))
-    return frozenset(key for key in below if key.isidentifier())
+class _Walk:
+    """One pass over a file; values under wrong names are judged where they were meant to stand."""
 
+    def __init__(self, root: dict[str, Any], findings: Findings) -> None:
+        self.root = root
+        self.findings = findings
+        lenient = at(root, "hf_dist.strict")
+        self.lenient = lenient is not None and not truthy(lenient)
 
-def _walk(section: Mapping[str, Any], path: str, findings: Findings) -> None:
-    common = _common_reason(path)
-    if common and is_off(section.get("enabled", True)):
-        return
-    for key, value in section.items():
+    def section(self, section: Mapping[str, Any], path: str) -> None:
+        """Every key of one object."""
+        common = _common_reason(path)
+        switch = SUPPORT.get(f"{path}.enabled")
+        refused_as_a_whole = switch is not None and switch.status is Status.REFUSED
+        if (common or refused_as_a_whole) and is_off(section.get("enabled", True)):
+            return
+        for key, value in list(section.items()):
+            self.key(path, key, value, path if common else "")
+
+    def key(self, path: str, key: str, value: Any, listed_as: str = "") -> None:
+        """One key of the section `path`; `listed_as`: the path for the note, if not its own."""
+        findings = self.findings
         where = f"{path}.{key}" if path else key
         row = SUPPORT.get(where)
         if where in SECTIONS and (where not in FREE_FORM or not isinstance(value, Mapping)):
-            if (
-                row is not None
-                and row.status is Status.REFUSED
-                and not isinstance(value, Mapping)
-                and row.accepted(value)
-            ):
-                continue
             if isinstance(value, Mapping):
-                _walk(value, where, findings)
-            else:
-                findings.problem(where, "is not an object", _object_example(where), found=value)
+                self.section(value, where)
+            elif row is None or row.status is not Status.REFUSED or not row.accepted(value):
+                findings.problem(where, "is not an object", _object_example(where, value), found=value)
         elif row is None:
             if f"{path}.*" not in SUPPORT:
-                _unknown(key, path, findings)
+                self.unknown(path, key, value)
         elif row.status is Status.REFUSED and not row.accepted(value):
             findings.problem(where, row.reason, row.fix, found=value)
         elif row.status is Status.NO_EFFECT and _is_sound(where, value, findings) and not row.accepted(value):
-            findings.note(path if common else where, row.reason)
+            findings.note(listed_as or where, row.reason)
+
+    def unknown(self, path: str, key: str, value: Any) -> None:
+        """A key that nobody here reads."""
+        where = f"{path}.{key}" if path else key
+        if is_comment(key):
+            self.findings.note(where, "a comment", "comment")
+            return
+        verdict = judged(key, value, path, self.root)
+        if verdict is None:
+            self.findings.note(where, "not a key of this schema")
+        elif self.lenient:
+            self.findings.note(where, f"{verdict.expected}. {verdict.fix}", "unknown")
+        else:
+            self.findings.problem(where, verdict.expected, verdict.fix)
+            if verdict.target is not None:
+                self.read_as(verdict.target, where, value)
+
+    def read_as(self, target: str, where: str, value: Any) -> None:
+        """Put the value where it was meant to stand, so that one round shows what is wrong with it, too."""
+        *sections, name = target.split(".")
+        home: Any = self.root
+        for part in sections:
+            home = home.setdefault(part, {}) if isinstance(home, dict) else None
+        if isinstance(home, dict) and name not in home:
+            home[name] = value
+            self.findings.written[target] = (self.findings.spelled(where), value)
+            if not any(section in FREE_FORM for section in (target, ".".join(sections))):
+                self.key(".".join(sections), name, value)
 
 
 def _is_sound(path: str, value: Any, findings: Findings) -> bool:
@@ -76,12 +103,9 @@ def _is_sound(path: str, value: Any, findings: Findings) -> bool:
     return True
 
 
-def _object_example(path: str) -> str:
-    if f"{path}.enabled" in SUPPORT:
-        return f'Write "{path}": {{"enabled": true}} or {{"enabled": false}}.'
-    if f"{path}.device" in SUPPORT:
-        return f'Remove the key or write "{path.rpartition(".")[2]}": {{"device": "none"}}.'
-    return f'Write "{path.rpartition(".")[2]}": {{...}}.'
+def _object_example(path: str, value: Any) -> str:
+    example = written_out(path, value)
+    return "Remove the key." if example.endswith("{}") else f"Write {example}."
 
 
 def _common_reason(path: str) -> str:
@@ -91,59 +115,3 @@ def _common_reason(path: str) -> str:
     rows = [row for key, row in SUPPORT.items() if key.startswith(f"{path}.") and row.status is not Status.MAPPED]
     reasons = {row.reason if row.status is Status.NO_EFFECT else "" for row in rows}
     return reasons.pop() if len(reasons) == 1 else ""
-
-
-def _unknown(key: str, path: str, findings: Findings) -> None:
-    where = f"{path}.{key}" if path else key
-    here = f'in "{path}"' if path else "at the top level"
-    if is_comment(key):
-        findings.note(where, "a comment", "comment")
-        return
-    right = _PLACES.get(key)
-    if right is not None and right != where:
-        target = f'"{right}"' if "." in right else f'the top level, as "{right}"'
-        findings.problem(where, f"does not belong {here}", f"Move it to {target}.")
-        return
-    fix = did_you_mean(key, known_keys(path))
-    elsewhere = _HOMES.get(key, ())
-    if fix:
-        findings.problem(where, f"is not a key {here}", fix)
-    elif elsewhere:
-        places = " or ".join(f'"{home}"' for home in elsewhere)
-        findings.problem(where, f"does not belong {here}", f"Move it to {places}.")
-    elif path in STRICT:
-        known = ", ".join(sorted(known_keys(path)))
-        fix = "Remove it." if len(known) > 200 else f"Remove it; the keys are {known}."
-        findings.problem(where, f"is not a key {here}", fix)
-    else:
-        findings.note(where, "not a key of this schema")
-
-
-def _places() -> dict[str, str]:
-    """Key name -> the one path where it belongs, for names that mean one thing wherever they stand."""
-    found: dict[str, set[str]] = {}
-    for path, row in SUPPORT.items():
-        parts = path.split(".")
-        if row.status is not Status.NO_EFFECT or parts[0] == "zero_optimization" or len(parts) == 1:
-            found.setdefault(parts[-1], set()).add(path)
-        found.setdefault(parts[0], set()).add(parts[0])
-    places = {key: paths.pop() for key, paths in found.items() if len(paths) == 1 and key not in _AMBIGUOUS}
-    return {
-        **places,
-        "max_grad_norm": "gradient_clipping",
-        "learning_rate": "optimizer.params.lr",
-        "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
-    }
-
-
-def _homes() -> dict[str, tuple[str, ...]]:
-    """Key name -> every path where it belongs, for names of two words or more, which other programs hardly use."""
-    found: dict[str, list[str]] = {}
-    for path in SUPPORT:
-        key = path.rpartition(".")[2]
-        if "_" in key and key.isidentifier():
-            found.setdefault(key, []).append(path)
-    return {key: tuple(paths) for key, paths in found.items()}
-
-
-_PLACES, _HOMES = _places(), _homes()

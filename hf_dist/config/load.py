@@ -44,6 +44,16 @@ def load_config(
 
     `launcher`: what `accelerate launch` was told; fills "auto" and missing keys, and must agree with the others.
     """
+    config, problems = examine(source, launcher=launcher)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def examine(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, launcher: LauncherSettings | None = None
+) -> tuple[DistConfig, list[Problem]]:
+    """The config without what is wrong in it, and all that is wrong; raises ConfigError for what is no JSON object."""
     document = read_config(source)
     findings = Findings(document.origin, document.lines or {}, problems=list(document.problems))
     data = normalised(document.data, findings)
@@ -61,10 +71,9 @@ def load_config(
     check_together(config, sources, findings)
     if config.hf_dist.strict:
         _refuse_notes(findings)
-    findings.raise_if_any()
     spelled = {path: written for path, (written, _) in findings.written.items()}
     config._provenance = Provenance(document.origin, dict(findings.lines), tuple(findings.notes), sources, spelled)
-    return config
+    return config, findings.in_order()
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigDocument:

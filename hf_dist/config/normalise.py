@@ -8,11 +8,16 @@ from hf_dist.config import values
 from hf_dist.config.findings import Findings
 from hf_dist.config.rows import Status
 from hf_dist.config.support import FREE_FORM, SECTION_ALIASES, SUPPORT
+from hf_dist.config.unknown import known_keys
+
+_WRAPPERS = frozenset({"deepspeed", "deepspeed_config", "ds_config", "deepspeed_params", "config"})
+_TELLING = frozenset({"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"})
+"""Names that stand in no other program's sections."""
 
 
 def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
     """A copy of `data` with canonical keys; `findings.written` remembers what the user wrote for each moved key."""
-    result: dict[str, Any] = _without_nulls(data, "")
+    result: dict[str, Any] = _unwrapped(_without_nulls(data, ""), findings)
     for alias, target in SECTION_ALIASES.items():
         _move(result, alias, target, findings)
     _legacy_zero(result, findings)
@@ -20,6 +25,20 @@ def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
         if row.status is Status.MAPPED and not alias.endswith(")"):
             _move(result, alias, row.target, findings)
     return result
+
+
+def _unwrapped(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    """`data` with the content of a key that holds a whole configuration, which is a problem, at the top level."""
+    for key, inner in data.items():
+        if not isinstance(inner, dict) or key in known_keys(""):
+            continue
+        inside = [name for name in inner if name in known_keys("")]
+        if inside and (key in _WRAPPERS or any(name in _TELLING for name in inside)):
+            expected = "holds a whole configuration, which is read at the top level only"
+            findings.problem(key, expected, "Move its keys to the top level.")
+            findings.written.update({name: (f"{key}.{name}", inner[name]) for name in inner if name not in data})
+            return {**inner, **{name: value for name, value in data.items() if name != key}}
+    return data
 
 
 def _without_nulls(node: Any, path: str) -> Any:
@@ -45,15 +64,13 @@ def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> 
     if parent is None or key not in parent:
         return
     written = parent.pop(key)
-    value = written
-    if target.endswith(".device"):
-        try:
-            value = "cpu" if values.flag(written) else None
-        except values.BadValue as bad:
-            findings.problem(alias, bad.clause, bad.fix, found=written)
-            return
-        if value is None:
-            return
+    try:
+        value = _meant(alias, target, written)
+    except values.BadValue as bad:
+        findings.problem(alias, bad.clause, bad.fix, found=written)
+        return
+    if value is None:
+        return
     home = _section(data, target, create=True)
     if home is None:
         return
@@ -66,6 +83,13 @@ def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> 
         return
     home[name] = value
     findings.written[target] = (alias, written)
+
+
+def _meant(alias: str, target: str, written: Any) -> Any:
+    """The value for the newer key, None for nothing; an old key may be a switch where the newer one is not, or its opposite."""
+    if target.endswith(".device"):
+        return "cpu" if values.flag(written) else None
+    return not values.flag(written) if alias.endswith(".disable") else written
 
 
 def _section(data: dict[str, Any], path: str, create: bool = False) -> dict[str, Any] | None:

@@ -10,13 +10,13 @@ from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, R
 from hf_dist.config.findings import Findings
 from hf_dist.config.keys import is_comment
 from hf_dist.config.rows import Status
-from hf_dist.config.spelling import did_you_mean
+from hf_dist.config.spelling import closest, did_you_mean
 from hf_dist.config.support import SUPPORT
 
 _WHOLE_TENSOR = "looks at whole tensors, which are split here"
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     **{
-        name: 'is a 1-bit optimizer, which is not supported; "Adam" is what it starts as'
+        name: "is a 1-bit optimizer, which is not supported: it changes the update (and DeepSpeed has none with ZeRO)"
         for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
     },
     **{name: "is not supported: it needs the mup package" for name in ("MuAdam", "MuAdamW", "MuSGD")},
@@ -25,6 +25,8 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "SparseAdam": "is not supported: gradients are dense here",
 }
 """Optimizers known by name and not served, with the clause that says why."""
+_NEAREST: Mapping[str, str] = {"OneBitAdam": "Adam", "ZeroOneAdam": "Adam", "MuAdam": "Adam", "MuSGD": "SGD"}
+"""What comes nearest to them; AdamW for the others."""
 
 _NEEDS_CODE = "needs Python objects, which a JSON file cannot hold"
 REFUSED_SCHEDULES: Mapping[str, str] = {
@@ -158,6 +160,7 @@ def _not_a_parameter(path: str, name: str, known: tuple[str, ...], findings: Fin
 def _type(
     section: Any, path: str, served: tuple[str, ...], refused: Mapping[str, str], findings: Findings
 ) -> str | None:
+    """The class that is asked for; for a wrong name the one that its remedy names, so that parameters are checked too."""
     if not isinstance(section, Mapping):
         return None
     where = f"{path}.type"
@@ -167,14 +170,17 @@ def _type(
     value = section["type"]
     names = {name.lower(): name for name in (*served, *refused)}
     name = names.get(str(value).strip().lower().removeprefix("torch.optim.").removeprefix("lr_scheduler."))
-    if name is None:
-        fix = did_you_mean(str(value), names.values(), f"Use one of {', '.join(served)}.")
-        findings.problem(where, f"is not a known {path}", fix, found=value)
-    elif name in refused:
-        findings.problem(where, refused[name], f"Use one of {', '.join(served)}.", found=value)
-    else:
+    if name in served:
         return name
-    return None
+    others = f"Remove the section, or use one of {', '.join(served)}, with its own parameters."
+    if name is None:
+        meant = closest(str(value), names.values())
+        findings.problem(where, f"is not a known {path}", f'Did you mean "{meant}"?' if meant else others, found=value)
+        return meant if meant in served else None
+    nearest = _NEAREST.get(name, "AdamW") if path == "optimizer" else None
+    fix = f'Use "{nearest}" or another of {", ".join(served)}.' if nearest else others
+    findings.problem(where, refused[name], fix, found=value)
+    return nearest
 
 
 def _params(section: Mapping[str, Any], path: str, findings: Findings) -> Mapping[str, Any]:
@@ -194,7 +200,8 @@ def _keep(result: dict[str, Any], path: str, coerce: values.Coerce, value: Any, 
     try:
         read = coerce(value)
     except values.BadValue as bad:
-        findings.problem(path, bad.clause, bad.fix, found=value)
+        needed = any(path == f"scheduler.params.{key}" for keys in REQUIRED.values() for key in keys)
+        findings.problem(path, bad.clause, bad.fix or ("Write one." if needed else ""), found=value)
         return
     result[path.rpartition(".")[2]] = read
     if isinstance(value, str) and isinstance(read, (int, float)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hf_dist.config.differs import differences
 from hf_dist.config.findings import Note, NoteKind
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.values import shown
 
 _HEADS: Mapping[NoteKind, str] = {
+    "unknown": "Not keys of this file (an error unless hf_dist.strict is false):",
     "override": "Decided by the config, not by the argument:",
     "read": "Read as another type than written:",
     "idle": "Accepted without effect:",
@@ -27,7 +29,13 @@ def format_table(config: DistConfig) -> str:
     keys = max((len(key) for key, _, _ in rows), default=0)
     width = max((len(value) for _, value, _ in rows), default=0)
     lines += [f"  {key:<{keys}}  {value:<{width}}  {source}" for key, value, source in rows]
-    return "\n".join([*lines, *format_notes(config.notes)])
+    return "\n".join([*lines, *format_notes(config.notes), *format_differences(config)])
+
+
+def format_differences(config: DistConfig) -> list[str]:
+    """What DeepSpeed would do otherwise with this file, each in a line with the key that restores it."""
+    found = differences(config)
+    return ["Differs from DeepSpeed:", *(f"  {each}" for each in found)] if found else []
 
 
 def format_notes(notes: tuple[Note, ...]) -> list[str]:

@@ -33,8 +33,10 @@ class Support:
 
 
 def is_off(value: Any) -> bool:
-    """Nothing is asked for: null, false, 0, "none", empty, or an object in which no `enabled` is true."""
+    """Nothing is asked for: null, false, 0, "none", empty, or an object that is not `enabled`, nor anything in it."""
     if isinstance(value, Mapping):
+        if "enabled" in value and not truthy(value["enabled"]):
+            return True
         return not any(
             truthy(v) if k == "enabled" else isinstance(v, Mapping) and not is_off(v) for k, v in value.items()
         )

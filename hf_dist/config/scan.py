@@ -1,7 +1,7 @@
 """A JSON reader that knows the line of every key, and reads over comments and trailing commas, as DeepSpeed does.
 
-Repeated keys are recorded and skipped, so that the rest of the file is checked in the same run; anything else that is
-not JSON ends the scan with the line and column.
+Repeated keys, missing commas, single quotes and Python's words are recorded and read as they were meant, so that the rest of
+the file is checked in the same run; anything else that is not JSON ends the scan with the line and column.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def scan_json(text: str, origin: str) -> Scanned:
     try:
         value = scanner.document()
     except _SyntaxProblem as stop:
-        return Scanned(None, scanner.lines, (*scanner.twice, stop.problem))
-    return Scanned(value, scanner.lines, tuple(scanner.twice))
+        return Scanned(None, scanner.lines, (*scanner.slips, stop.problem))
+    return Scanned(value, scanner.lines, tuple(scanner.slips))
 
 
 class _SyntaxProblem(Exception):
@@ -61,7 +61,7 @@ class _Scanner:
         self.origin = origin
         self.at = 0
         self.lines: dict[str, int] = {}
-        self.twice: list[Problem] = []
+        self.slips: list[Problem] = []
         self._breaks = [match.start() for match in re.finditer("\n", text)]
 
     def document(self) -> Any:
@@ -81,24 +81,23 @@ class _Scanner:
             return self._object(path, depth)
         if char == "[":
             return self._array(path, depth)
-        if char == '"':
-            return self._string()
+        if char in ('"', "'"):
+            return self._string("a value")
         return self._scalar()
 
     def _object(self, path: str, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
         self.at += 1
         while self._peek() != "}":
-            if self._peek() != '"':
-                fix = "JSON strings use double quotes." if self._peek() == "'" else ""
-                raise self._stop(f"expected a key in double quotes, found {self._word()}", fix)
+            if self._peek() not in ('"', "'"):
+                raise self._stop(f"expected a key in double quotes, found {self._word()}", "")
             line = self._line()
-            key = self._string()
+            key = self._string("a key")
             where = f"{path}.{key}" if path else key
             if key in result:
                 first = self.lines[where]
                 expected = f"is given twice, on line {first} and on line {line}"
-                self.twice.append(Problem(where, "", expected, "Keep one of the two.", self._file(line)))
+                self.slips.append(Problem(where, "", expected, "Keep one of the two.", self._file(line)))
             self.lines[where] = line
             if self._peek() != ":":
                 raise self._stop(f'expected ":" after the key "{key}", found {self._word()}', "")
@@ -123,10 +122,24 @@ class _Scanner:
         if char == ",":
             self.at += 1
         elif char != close:
-            fix = "A comma is probably missing at the end of the line before." if char == '"' else ""
-            raise self._stop(f'expected "," or "{close}", found {self._word()}', fix)
+            missing = char == '"' or (close == "]" and bool(char) and char not in ":}")
+            fix = "A comma is probably missing at the end of the line before." if missing else ""
+            problem = self._stop(f'expected "," or "{close}", found {self._word()}', fix)
+            if not missing:
+                raise problem
+            self.slips.append(problem.problem)
 
-    def _string(self) -> str:
+    def _string(self, what: str) -> str:
+        if self.text[self.at] == "'":
+            end = self.text.find("'", self.at + 1)
+            problem = self._stop(
+                f"expected {what} in double quotes, found {self._word()}", "JSON strings use double quotes."
+            )
+            if end < 0 or "\n" in self.text[self.at : end]:
+                raise problem
+            self.slips.append(problem.problem)
+            value, self.at = self.text[self.at + 1 : end], end + 1
+            return value
         try:
             value, self.at = scanstring(self.text, self.at + 1, True)
         except JSONDecodeError as error:
@@ -143,8 +156,12 @@ class _Scanner:
             if number is None:
                 return _LITERALS[word]
             return float(word) if number.group(1) or number.group(2) else int(word)
-        fix = f"Write {_PYTHON_WORDS[word]}." if word in _PYTHON_WORDS else ""
-        fix = "JSON strings use double quotes." if word.startswith("'") else fix
+        if word in _PYTHON_WORDS:
+            meant = _PYTHON_WORDS[word]
+            self.slips.append(self._stop(f"expected a value, found {self._word()}", f"Write {meant}.").problem)
+            self.at += len(word)
+            return _LITERALS[meant]
+        fix = "Fill in the template first." if word.startswith("$") else ""
         raise self._stop(f"expected a value, found {self._word()}", fix)
 
     def _peek(self) -> str:

@@ -64,7 +64,7 @@ class DistConfig(Frozen):
     gradient_clipping: RealOrAuto | None = None
     """`gradient_clipping`: largest global L2 norm of the gradient, 0 for no limit; None, absent, until resolved."""
     communication_data_type: Dtype | None = None
-    """`communication_data_type`: dtype of gradient reductions; None is the dtype of the weights."""
+    """`communication_data_type`: dtype of gradient reductions; None is fp32."""
     optimizer: OptimizerConfig | None = None
     """`optimizer`: None when the Trainer or the script makes it."""
     scheduler: SchedulerConfig | None = None

@@ -17,6 +17,8 @@ Dtype = Annotated[Literal["fp16", "bf16", "fp32"], PlainValidator(values.dtype)]
 Flag = Annotated[bool, PlainValidator(values.flag)]
 FlagOrAuto = Annotated[bool | Auto, PlainValidator(values.or_auto(values.flag))]
 Names = Annotated[tuple[str, ...], PlainValidator(values.names)]
+Text = Annotated[str, PlainValidator(values.text)]
+Label = Annotated[str, PlainValidator(values.label)]
 Real = Annotated[float, PlainValidator(values.real())]
 RealOrAuto = Annotated[float | Auto, PlainValidator(values.or_auto(values.real()))]
 Whole = Annotated[int, PlainValidator(values.whole())]
@@ -33,9 +35,7 @@ Schedule = Annotated[
     Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
     PlainValidator(values.choice("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")),
 ]
-Stage = Annotated[
-    Literal[0, 1, 2, 3], PlainValidator(lambda value: int(values.choice("0", "1", "2", "3")(_digit(value))))
-]
+Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.stage)]
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
@@ -96,7 +96,7 @@ class DataTypesConfig(Frozen):
     """The `data_types` section."""
 
     grad_accum_dtype: Dtype | None = None
-    """`data_types.grad_accum_dtype`: dtype in which gradients add up; None is the dtype of the weights."""
+    """`data_types.grad_accum_dtype`: dtype in which gradients add up; None is fp32."""
     param_dtype: Dtype | None = None
     """`data_types.param_dtype`: dtype of the weights, which must agree with fp16/bf16; None follows them."""
 
@@ -117,7 +117,7 @@ class OffloadOptimizerConfig(Frozen):
 
     device: Device = "none"
     """`zero_optimization.offload_optimizer.device`: "none", "cpu" or "nvme"."""
-    nvme_path: str | None = None
+    nvme_path: Text | None = None
     """`zero_optimization.offload_optimizer.nvme_path`: folder on the disk, for device "nvme"."""
     buffer_count: Count = 4
     """`zero_optimization.offload_optimizer.buffer_count`: most groups of parameters whose state is in memory at a time."""
@@ -136,7 +136,7 @@ class OffloadParamConfig(Frozen):
 
     device: Device = "none"
     """`zero_optimization.offload_param.device`: "none", "cpu" or "nvme"."""
-    nvme_path: str | None = None
+    nvme_path: Text | None = None
     """`zero_optimization.offload_param.nvme_path`: folder on the disk, for device "nvme"."""
     buffer_count: Count = 5
     """`zero_optimization.offload_param.buffer_count`: buffers in host memory, for device "nvme"."""
@@ -229,9 +229,9 @@ class TensorboardConfig(Frozen):
 
     enabled: Flag = False
     """`tensorboard.enabled`: whether the training log goes to TensorBoard."""
-    output_path: str = ""
+    output_path: Label = ""
     """`tensorboard.output_path`: folder of the event files; empty for the Trainer's own."""
-    job_name: str = "DeepSpeedJobName"
+    job_name: Label = "DeepSpeedJobName"
     """`tensorboard.job_name`: folder below `output_path`."""
 
 
@@ -240,11 +240,11 @@ class WandbConfig(Frozen):
 
     enabled: Flag = False
     """`wandb.enabled`: whether the training log goes to Weights & Biases."""
-    group: str | None = None
+    group: Label | None = None
     """`wandb.group`: group of the run, as WANDB_RUN_GROUP."""
-    team: str | None = None
+    team: Label | None = None
     """`wandb.team`: owner of the project, as WANDB_ENTITY."""
-    project: str | None = None
+    project: Label | None = None
     """`wandb.project`: project of the run, as WANDB_PROJECT."""
 
 
@@ -253,9 +253,9 @@ class CsvMonitorConfig(Frozen):
 
     enabled: Flag = False
     """`csv_monitor.enabled`: whether the files are written."""
-    output_path: str = ""
+    output_path: Label = ""
     """`csv_monitor.output_path`: folder of the files; empty for the Trainer's output_dir."""
-    job_name: str = "DeepSpeedJobName"
+    job_name: Label = "DeepSpeedJobName"
     """`csv_monitor.job_name`: folder below `output_path`."""
 
 
@@ -271,7 +271,7 @@ class CompileConfig(Frozen):
 
     enabled: Flag = False
     """`compile.enabled`: whether blocks are compiled, as by torch_compile of TrainingArguments."""
-    backend: str = "inductor"
+    backend: Text = "inductor"
     """`compile.backend`: a backend that torch.compile knows, as torch_compile_backend of TrainingArguments."""
 
 
@@ -287,8 +287,8 @@ class CheckpointConfig(Frozen):
 class HfDistSection(Frozen):
     """The `hf_dist` section: our own keys, ignored by other readers of the file."""
 
-    strict: Flag = False
-    """`hf_dist.strict`: whether a key without effect is an error instead of a note."""
+    strict: Flag | None = None
+    """`hf_dist.strict`: true makes keys without effect errors, false makes unknown keys warnings; None is in between."""
     save_on_signal: Flag = True
     """`hf_dist.save_on_signal`: whether SIGTERM or SIGUSR1 at any rank makes all ranks save a checkpoint and exit."""
     check_load: Flag = True
@@ -307,12 +307,3 @@ class HfDistSection(Frozen):
     """`hf_dist.router_loss`: "global" takes the auxiliary loss of a mixture's routers over all ranks, "local" each rank's."""
     stall_report_seconds: Real = 60.0
     """`hf_dist.stall_report_seconds`: how long a rank may wait for the others before all are reported on; 0 for never."""
-
-
-def _digit(value: Any) -> Any:
-    """`3`, `3.0` and `"3"` as "3"; anything else unchanged, for the message."""
-    return (
-        str(int(value))
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
-        else value
-    )

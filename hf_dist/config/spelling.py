@@ -1,8 +1,43 @@
-"""Near misses: how far two names are apart, and which known name was probably meant."""
+"""Near misses: how far two names are apart, which words they share, and which known name was probably meant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_SHORT = {
+    "ckpt": ("checkpoint",),
+    "lr": ("learning", "rate"),
+    "wd": ("weight", "decay"),
+    "bs": ("batch", "size"),
+    "device": ("gpu",),
+    "devices": ("gpu",),
+    "gpus": ("gpu",),
+    "optimisation": ("optimization",),
+    "optimiser": ("optimizer",),
+}
+"""Words that people write for others."""
+_ANYWHERE = frozenset(
+    {
+        "size",
+        "num",
+        "number",
+        "type",
+        "per",
+        "max",
+        "min",
+        "steps",
+        "step",
+        "use",
+        "enable",
+        "enabled",
+        "name",
+        "path",
+        "config",
+    }
+)
+"""Words that say little about what a name is of."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -13,6 +48,40 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     # Of two that are as far, the one with more of the same letters: `pf16` is fp16, not bf16.
     ranked = sorted((distance(plain, _plain(other)), -len(set(plain) & set(_plain(other))), other) for other in near)
     return ranked[0][2] if ranked and ranked[0][0] <= limit else None
+
+
+def begun(name: str, known: Iterable[str]) -> str | None:
+    """The shortest known name that begins with `name`, of five letters or more."""
+    return min((other for other in known if len(name) > 4 and other.startswith(name)), key=len, default=None)
+
+
+def same_words(name: str, known: Iterable[str]) -> str | None:
+    """The known name of the same words in any order and form (`clip_grad`: `gradient_clipping`), or None."""
+    return _by_words(name, known, lambda words, others, shared: len(words) == len(others) == shared)
+
+
+def nearly_same_words(name: str, known: Iterable[str]) -> str | None:
+    """The known name with one word more or less, two being shared; or with all of three words or more of `name`."""
+    return _by_words(
+        name,
+        known,
+        lambda words, others, shared: (
+            (abs(len(words) - len(others)) == 1 and shared == min(len(words), len(others)))
+            or (3 <= len(words) == shared < len(others))
+        ),
+    )
+
+
+def _by_words(name: str, known: Iterable[str], fits: Callable[[list[str], list[str], int], bool]) -> str | None:
+    words = _words(name)
+    found = []
+    for other in known if len(words) > 1 else ():
+        others = _words(other)
+        shared = _shared(words, others)
+        telling = [word for word in shared if word not in _ANYWHERE]
+        if len(shared) > 1 and telling and fits(words, others, len(shared)):
+            found.append((distance(name, other), other))
+    return min(found)[1] if found else None
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -38,3 +107,25 @@ def distance(a: str, b: str) -> int:
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "_").replace(" ", "_")
+
+
+def _words(name: str) -> list[str]:
+    found = (word.lower() for word in _WORDS.findall(name))
+    return [word for each in found for word in _SHORT.get(each, (each,))]
+
+
+def _shared(words: list[str], others: list[str]) -> list[str]:
+    """The words of the first that the second has, too, each once."""
+    left, shared = list(others), []
+    for word in words:
+        match = next((other for other in left if _is_same(word, other)), None)
+        if match is not None:
+            left.remove(match)
+            shared.append(word)
+    return shared
+
+
+def _is_same(a: str, b: str) -> bool:
+    """`grad` and `gradient`, `optimizer` and `optimization`: one begins the other, or both begin with five same letters."""
+    short, long = sorted((a, b), key=len)
+    return a == b or (len(short) >= 3 and long.startswith(short)) or (len(short) > 5 and short[:5] == long[:5])

@@ -9,7 +9,6 @@ REFUSED    an error, except for the values in `accepted`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hf_dist.config import values
 from hf_dist.config.rows import (
@@ -61,7 +60,7 @@ _TOP = {
     **rows("", "data_parallel_size", idle("follows from the number of processes")),
     **rows("", "use_data_before_expert_parallelism", idle("there is no expert parallelism", is_off)),
     **rows("timers", "throughput.enabled throughput.synchronized", idle("the log always has the throughput")),
-    **rows("", "msamp", refused("is not supported", 'Use "bf16": {"enabled": true}.')),
+    **rows("", "msamp", refused("is not supported", 'Remove the section; "bf16": {"enabled": true} is what there is.')),
     **rows("", "weight_quantization", refused("is not supported", "Remove the section.", lambda value: not value)),
     **rows("", "inference", idle("read by inference only")),
 }
@@ -77,7 +76,9 @@ _OPTIMIZER = {
         "optimizer.params",
         "max_grad_norm",
         refused(
-            "is not a parameter of the optimizer", 'Use the top-level key "gradient_clipping".', lambda value: False
+            "is not a parameter of the optimizer",
+            'Move it to the top level, as "gradient_clipping".',
+            lambda value: False,
         ),
     ),
     **rows("optimizer.params", "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler", _ONE_BIT),
@@ -106,9 +107,16 @@ _PRECISION = {
     **rows("bf16", "bf16_master_weights_and_grads", later("Remove the key; master weights are fp32.")),
     **rows("bf16", "bf16_optimizer_states", later("Remove the key; optimizer states are fp32.")),
     **rows("bf16", f"auto_cast {_LOSS_SCALE_KEYS}", idle("bf16 has no loss scale")),
-    **rows("amp", "enabled", refused("is not supported", 'Use "bf16": {"enabled": true} or "fp16".')),
+    **rows(
+        "amp",
+        "enabled",
+        refused(
+            "is not supported (nor does DeepSpeed take it with ZeRO)",
+            'Remove the section; "bf16": {"enabled": true} and "fp16" are what there is.',
+        ),
+    ),
     **rows("amp", "opt_level *", _SECTION_OFF),
-    **rows("torch_autocast", "enabled", later('Use "bf16": {"enabled": true}.')),
+    **rows("torch_autocast", "enabled", later('Remove the section; "bf16": {"enabled": true} is what there is.')),
     **rows("torch_autocast", "dtype lower_precision_safe_modules", _SECTION_OFF),
     **rows("data_types", "buffer_dtype", later("Remove the key; buffers keep their dtype.")),
 }
@@ -123,7 +131,7 @@ _ZERO = {
     **rows(
         _Z,
         "zenflow",
-        refused("is not supported: it changes the update", 'Use "offload_optimizer".', lambda v: v is None),
+        refused("is not supported: it changes the update", "Remove it; the rest stays.", lambda v: v is None),
     ),
     **rows(_Z, "sub_group_size", idle("the step goes unit by unit")),
     **rows(_Z, "cpu_offload", moved("zero_optimization.offload_optimizer.device")),
@@ -196,7 +204,8 @@ _SERVICES = {
     **rows("activation_checkpointing", "number_checkpoints", idle("it sizes a buffer; see every_n_layers", is_off)),
     **rows("activation_checkpointing", "contiguous_memory_optimization", idle("buffers are used again anyway", is_off)),
     **rows("activation_checkpointing", "synchronize_checkpoint_boundary profile", idle("for debugging", is_off)),
-    **rows("checkpoint", "tag_validation use_node_local_storage", idle("one checkpoint folder for all ranks", is_off)),
+    **rows("checkpoint", "tag_validation", idle("one checkpoint folder for all ranks", is_off)),
+    **rows("checkpoint", "use_node_local_storage", idle("all ranks write to one folder, which must be shared", is_off)),
     **rows("checkpoint", "load_universal", _RESHARD),
     **rows("checkpoint", "parallel_write.pipeline_stage checkpoint_serialization", _PERFORMANCE),
     **rows("checkpoint.writer", "type decoupled io_buffer_size io_buffer_double io_multiplier", _PERFORMANCE),
@@ -206,12 +215,13 @@ _SERVICES = {
     **rows("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules", _FLOPS),
     **rows("flops_profiler", "detailed output_file", _FLOPS),
     **rows("comms_logger", "prof_all prof_ops verbose debug", idle("every collective is counted, once at the end")),
+    **rows("compile", "disable", moved("compile.enabled")),
     **rows(
         "compile",
         "deepcompile free_activation free_activation_threshold offload_activation offload_activation_pin_memory "
         "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce "
         "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors "
-        "keep_all_input_tensors passes disable kwargs",
+        "keep_all_input_tensors passes kwargs",
         _COMPILE,
     ),
 }
@@ -245,7 +255,11 @@ _OUT_OF_SCOPE = {
     **rows("", "progressive_layer_drop", _instead("layerdrop of the model's own config does the like")),
     **rows("", "compression_training quantize_training eigenvalue", _COMPRESSION),
     **rows("", "nebula", _instead(_ASYNC)),
-    **rows("", "datastates_ckpt", replace(_instead(_ASYNC), accepted=lambda value: value is None)),
+    **rows(
+        "",
+        "datastates_ckpt",
+        refused("is not supported", f"Remove the section; {_ASYNC}.", lambda value: value is None),
+    ),
     **rows("", "sparse_attention", idle("the attention of the model is used")),
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_dist.config.batch import MICRO, STEPS, TRAIN
 from hf_dist.config.findings import Findings
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.values import is_auto, shown
@@ -118,9 +120,11 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
                 if below and path not in idle and not _asks_nothing(config, path):
                     findings.note(path, needs.reason)
                     idle.add(path)
+    _check_batch(config, findings)
+    _check_warm_up(config, findings)
     _check_precision(config, findings)
     _check_shard_groups(config, findings)
-    _check_offload(config, findings)
+    _check_offload(config, findings, wrong)
     _check_pipeline(config, findings)
     _check_partition(config, findings)
     _check_intervals(config, findings)
@@ -128,6 +132,29 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
 
 def _asks_nothing(config: DistConfig, path: str) -> bool:
     return path in _SAY_NOTHING and config.value_at(path) == _DEFAULTS.value_at(path)
+
+
+def _check_batch(config: DistConfig, findings: Findings) -> None:
+    """Sizes that fit on no number of ranks; those that do not fit on the ranks at hand are found with them (`auto.py`)."""
+    sizes = {path: config.value_at(path) for path in (TRAIN, MICRO, STEPS)}
+    train = sizes[TRAIN]
+    factors = {path: size for path, size in sizes.items() if path != TRAIN and isinstance(size, int)}
+    product = math.prod(factors.values())
+    if isinstance(train, int) and train % product:
+        what = " x ".join(f"{path} ({size})" for path, size in factors.items())
+        fix = (
+            f"Set it to {max(1, round(train / product)) * product} or another multiple of {product}, or remove the key."
+        )
+        findings.problem(TRAIN, f"is not a multiple of {what}", fix, found=train)
+
+
+def _check_warm_up(config: DistConfig, findings: Findings) -> None:
+    params = config.scheduler.params if config.scheduler is not None else {}
+    warm_up, total = params.get("warmup_num_steps"), params.get("total_num_steps")
+    if isinstance(warm_up, int) and isinstance(total, int) and warm_up > total:
+        expected = f'is longer than the whole schedule, "total_num_steps" {total}'
+        fix = f'Set it to {total} or less, or "total_num_steps" to "auto".'
+        findings.problem("scheduler.params.warmup_num_steps", expected, fix, found=warm_up)
 
 
 def _check_precision(config: DistConfig, findings: Findings) -> None:
@@ -146,14 +173,14 @@ def _check_shard_groups(config: DistConfig, findings: Findings) -> None:
         findings.problem(f"{_ZERO}.mics_shard_size", "is not -1 (off) or at least 1", "Remove the key.", found=0)
 
 
-def _check_offload(config: DistConfig, findings: Findings) -> None:
+def _check_offload(config: DistConfig, findings: Findings, wrong: set[str]) -> None:
     zero = config.zero_optimization
-    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+    if zero.offload_optimizer.device != "none" and zero.stage == 0 and f"{_ZERO}.stage" not in wrong:
         expected = "needs optimizer state that is sharded: at stage 0 every rank would offload and step all of it"
-        fix = 'Set "stage" to 1, 2 or 3, or the device to "none".'
+        fix = f'Set "{_ZERO}.stage" to 1, 2 or 3, or the device to "none".'
         findings.problem(f"{_OPTIMIZER}.device", expected, fix, found=zero.offload_optimizer.device)
     for path, section in ((_OPTIMIZER, zero.offload_optimizer), (_PARAM, zero.offload_param)):
-        if section.device == "nvme" and not section.nvme_path:
+        if section.device == "nvme" and not section.nvme_path and f"{path}.nvme_path" not in wrong:
             findings.problem(f"{path}.nvme_path", 'is missing; device "nvme" needs a folder', 'Add "nvme_path": "...".')
 
 
@@ -163,11 +190,11 @@ def _check_pipeline(config: DistConfig, findings: Findings) -> None:
         return
     if pipeline.virtual_stages > 1 and pipeline.schedule != "interleaved_1f1b":
         expected = f'needs "schedule": "interleaved_1f1b"; "{pipeline.schedule}" runs one stage per rank'
-        fix = "Set that schedule, or remove the key."
+        fix = 'Set "schedule" to "interleaved_1f1b", or remove the key.'
         findings.problem("pipeline.virtual_stages", expected, fix, found=pipeline.virtual_stages)
     if pipeline.reshard_per_microbatch and pipeline.schedule == "zb_h1" and config.zero_optimization.stage == 3:
         expected = 'contradicts "schedule": "zb_h1", which needs the weights of a microbatch again after its backward'
-        fix = 'Remove the key, or use the schedule "1f1b".'
+        fix = 'Remove the key, or set "schedule" to "1f1b".'
         findings.problem("pipeline.reshard_per_microbatch", expected, fix, found=True)
 
 
@@ -177,7 +204,9 @@ def _check_partition(config: DistConfig, findings: Findings) -> None:
     if isinstance(pipeline.partition_method, tuple) and pipeline.stages > 1 and len(pipeline.partition_method) != parts:
         expected = f"has {len(pipeline.partition_method)} numbers, not one for each of the {parts} parts"
         found = list(pipeline.partition_method)
-        findings.problem("pipeline.partition_method", expected, "Write the blocks of every part.", found=found)
+        findings.problem(
+            "pipeline.partition_method", expected, "Write the blocks of every part, or remove the key.", found=found
+        )
 
 
 def _check_intervals(config: DistConfig, findings: Findings) -> None:

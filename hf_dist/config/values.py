@@ -26,6 +26,7 @@ _DTYPE_SPELLINGS = {
     "half": "fp16",
     "torch.float16": "fp16",
     "bf16": "bf16",
+    "bfp16": "bf16",  # as older versions of DeepSpeed spelled it
     "bfloat16": "bf16",
     "torch.bfloat16": "bf16",
     "fp32": "fp32",
@@ -156,6 +157,16 @@ def dtype(value: Any) -> str:
     raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(_DTYPE_SPELLINGS))
 
 
+def stage(value: Any) -> int:
+    """A ZeRO stage from 3, 3.0 or "3"."""
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
+    try:
+        return int(choice("0", "1", "2", "3")(str(int(value)) if plain else value))
+    except BadValue as bad:
+        # Not "remove the key" as elsewhere: without it nothing is sharded.
+        raise BadValue(bad.clause, bad.fix or "Write one.") from None
+
+
 def device(value: Any) -> str:
     """ "none", "cpu" or "nvme"; false is "none"."""
     return "none" if value is False else str(choice("none", "cpu", "nvme")(value))
@@ -205,6 +216,22 @@ def memory_budget(value: Any) -> str | int:
     if isinstance(value, str) and memory_nbytes(value):
         return value.strip()
     return int(whole(1)(value))
+
+
+def text(value: Any) -> str:
+    """A string that is not empty."""
+    if is_auto(value):
+        raise nobody_fills()
+    if not isinstance(value, str) or not value.strip():
+        raise BadValue("is not a text in quotes")
+    return value
+
+
+def label(value: Any) -> str:
+    """Any string, which may be empty."""
+    if not isinstance(value, str):
+        raise BadValue("is not a text in quotes")
+    return value
 
 
 def names(value: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from hf_dist import failure, watchdog
-from hf_dist.config import AutoSources, DistConfig, LauncherSettings, axes_of, load_config, resolve
+from hf_dist.config import AutoSources, DistConfig, LauncherSettings, axes_of, disagreements, examine, resolve
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
@@ -80,7 +80,10 @@ class DistArgsMixin:
             super().__post_init__()  # type: ignore[misc]
             return
         _refuse_other_engines(self)
-        config = _take_compile(self, load_config(source, launcher=launcher))
+        config, problems = examine(source, launcher=launcher)
+        if problems:
+            raise ConfigError(problems + _more_problems(self, config, problems))
+        config = _take_compile(self, config)
         _choose_hardware(self)
         leave_agent_store()
         super().__post_init__()  # type: ignore[misc]
@@ -161,6 +164,15 @@ def _refuse_other_engines(args: Any) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _more_problems(args: Any, config: DistConfig, known: list[Problem]) -> list[Problem]:
+    """What the arguments disagree with in a config that is wrong already, so that one round shows everything."""
+    try:
+        ranks = axes_of(config, detect_launch().world_size).size("data")
+    except ConfigError as error:
+        return error.problems
+    return disagreements(config, AutoSources.from_training_arguments(args, data_world_size=ranks), known)
 
 
 def _take_compile(args: Any, config: DistConfig) -> DistConfig:

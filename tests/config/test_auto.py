@@ -131,7 +131,7 @@ def test_under_a_pipeline_the_message_says_how_many_data_ranks_there_are() -> No
     with pytest.raises(ConfigError) as caught:
         resolve(loaded, EARLY)
     assert words in str(caught.value) and ranks in str(caught.value)
-    file = {"train_batch_size": 65, "train_micro_batch_size_per_gpu": 8, "pipeline": {"stages": 2}}
+    file = {"train_batch_size": 72, "train_micro_batch_size_per_gpu": 8, "pipeline": {"stages": 2}}
     with pytest.raises(ConfigError) as caught:
         resolve_without_trainer(load_config(file), data_ranks=4)
     assert "data ranks (4)" in str(caught.value) and ranks in str(caught.value)

@@ -80,6 +80,37 @@ def test_explain_says_of_every_key_where_it_comes_from_and_what_it_does(tmp_path
     assert "no effect: use logging_steps of TrainingArguments" in text
 
 
+def test_explain_shows_what_was_written_and_what_deepspeed_would_do(tmp_path: Path) -> None:
+    data = {
+        "gradient_accumulation_steps": "8",
+        "steps_per_print": 10,
+        "zero_optimization": {"stage": 3},
+        "_note": "mine",
+    }
+    path = write(tmp_path, data)
+    rows = {row["key"]: row for row in json.loads(run("explain", path, "--json").stdout)}
+    assert rows["gradient_accumulation_steps"]["value"] == 8
+    assert rows["gradient_accumulation_steps"]["meaning"].endswith('per optimizer step. ("8" is read as 8)')
+    assert rows["steps_per_print"]["value"] == 10 and rows["_note"]["meaning"] == "a comment"
+    assert "max_grad_norm (1.0 by default) clips" in rows["gradient_clipping"]["differs"]
+    text = run("explain", path).stdout
+    assert "Differs from DeepSpeed:\n  gradient_clipping: " in text and "null" not in text.split("train_batch_size")[0]
+
+
+def test_check_names_slips_of_the_file_sizes_and_disagreements_in_one_round(tmp_path: Path) -> None:
+    data = {
+        "gradient_clipping": 0.5,
+        "grad_accum_step": 2,
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 16, "overlap_com": True},
+    }
+    arguments = ("--json", "--world-size", "8", "--", "--gradient_accumulation_steps", "4")
+    problems = json.loads(run("check", write(tmp_path, data), *arguments).stdout)["problems"]
+    assert [problem["path"] for problem in problems] == [
+        *("grad_accum_step", "zero_optimization.overlap_com", "zero_optimization.zero_hpz_partition_size"),
+        *("grad_accum_step", "gradient_clipping"),
+    ]
+
+
 def write(folder: Path, data: dict[str, object]) -> str:
     """The path of a config with `data`, one key a line."""
     path = folder / "ds.json"

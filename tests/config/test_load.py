@@ -106,30 +106,32 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         ),
         (
             {"flops_profiler": {"enabled": True, "enable": True}},
-            'flops_profiler.enable: is not a key in "flops_profiler". Did you mean "enabled"?',
+            'flops_profiler.enable: is not a key in "flops_profiler". Did you mean "enabled"? It is there already: '
+            "remove this one.",
         ),
         (
             {"optimizer": {"type": "SGD", "params": {"momentun": 1}}},
             'optimizer.params.momentun: is not a parameter of SGD. Did you mean "momentum"?',
         ),
         # in the wrong place
-        ({"stage": 2}, 'stage: does not belong at the top level. Move it to "zero_optimization.stage".'),
         (
-            {"offload_optimizer": {"device": "cpu"}},
-            'offload_optimizer: does not belong at the top level. Move it to "zero_optimization.offload_optimizer".',
+            {"stage": 2},
+            "stage: does not belong at the top level, where DeepSpeed ignores it. "
+            'Move it to "zero_optimization.stage".',
+        ),
+        (
+            {**zero(stage=2), "offload_optimizer": {"device": "cpu"}},
+            "offload_optimizer: does not belong at the top level, where DeepSpeed ignores it. "
+            'Move it to "zero_optimization.offload_optimizer".',
         ),
         (
             {"optimizer": {"type": "Adam", "lr": 1}},
-            'optimizer.lr: does not belong in "optimizer". Move it to "optimizer.params.lr".',
+            'optimizer.lr: does not belong in "optimizer", where DeepSpeed ignores it. Move it to "optimizer.params.lr".',
         ),
         (
             zero(gradient_clipping=1),
             'zero_optimization.gradient_clipping: does not belong in "zero_optimization". '
             'Move it to the top level, as "gradient_clipping".',
-        ),
-        (
-            {"max_grad_norm": 1},
-            'max_grad_norm: does not belong at the top level. Move it to the top level, as "gradient_clipping".',
         ),
         # unknown in a strict section
         (
@@ -139,21 +141,33 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             "initial_scale_power, loss_scale, loss_scale_window, min_loss_scale.",
         ),
         # values
-        (zero(stage=4), "zero_optimization.stage: 4 is not one of 0, 1, 2, 3"),
+        (zero(stage=4), "zero_optimization.stage: 4 is not one of 0, 1, 2, 3. Write one."),
         (
             zero(stage="auto"),
             'zero_optimization.stage: "auto" has no source to be filled from: neither TrainingArguments nor the model '
             "decides this key. Write a value, or remove the key to get the default.",
         ),
-        ({"train_batch_size": 2.5}, "train_batch_size: 2.5 is not a whole number of at least 1"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not a whole number of at least 1"),
-        ({"gradient_clipping": float("inf")}, "gradient_clipping: Infinity is not a number of at least 0"),
-        (zero(overlap_comm="yes"), 'zero_optimization.overlap_comm: "yes" is not true or false'),
         (
-            {"communication_data_type": "bfp16"},
-            'communication_data_type: "bfp16" is not one of fp16, bf16, fp32. Did you mean "bf16"?',
+            {"train_batch_size": 2.5},
+            "train_batch_size: 2.5 is not a whole number of at least 1. Write one, or remove the key.",
         ),
-        ({"fp16": True}, 'fp16: true is not an object. Write "fp16": {"enabled": true} or {"enabled": false}.'),
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps: 0 is not a whole number of at least 1. Write one, or remove the key.",
+        ),
+        (
+            {"gradient_clipping": float("inf")},
+            "gradient_clipping: Infinity is not a number of at least 0. Write one, or remove the key.",
+        ),
+        (
+            zero(overlap_comm="yes"),
+            'zero_optimization.overlap_comm: "yes" is not true or false. Write one, or remove the key.',
+        ),
+        (
+            {"communication_data_type": "fb16"},
+            'communication_data_type: "fb16" is not one of fp16, bf16, fp32. Did you mean "bf16"?',
+        ),
+        ({"fp16": True}, 'fp16: true is not an object. Write "fp16": {"enabled": true}.'),
         (
             {"optimizer": {"params": {}}},
             "optimizer.type: is missing. Add it (for example AdamW), or remove the section.",
@@ -164,12 +178,12 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
-            "optimizer.params.betas: [0.9] is not a list of two numbers",
+            "optimizer.params.betas: [0.9] is not a list of two numbers. Write one, or remove the key.",
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
             "optimizer.params.max_grad_norm: 1.0 is not a parameter of the optimizer. "
-            'Use the top-level key "gradient_clipping".',
+            'Move it to the top level, as "gradient_clipping".',
         ),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
@@ -198,7 +212,7 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         (
             zero(stage=0, offload_optimizer={"device": "cpu", "pin_memory": True}),
             'zero_optimization.offload_optimizer.device: "cpu" needs optimizer state that is sharded: at stage 0 every rank '
-            'would offload and step all of it. Set "stage" to 1, 2 or 3, or the device to "none".',
+            'would offload and step all of it. Set "zero_optimization.stage" to 1, 2 or 3, or the device to "none".',
         ),
         (
             zero(stage=2, cpu_offload=True, offload_optimizer={"device": "nvme", "nvme_path": "disk"}),
@@ -208,12 +222,12 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         (
             {"pipeline": {"stages": 2, "virtual_stages": 3}},
             'pipeline.virtual_stages: 3 needs "schedule": "interleaved_1f1b"; "1f1b" runs one stage per rank. '
-            "Set that schedule, or remove the key.",
+            'Set "schedule" to "interleaved_1f1b", or remove the key.',
         ),
         (
             {**zero(stage=3), "pipeline": {"stages": 2, "schedule": "zb_h1", "reshard_per_microbatch": True}},
             'pipeline.reshard_per_microbatch: true contradicts "schedule": "zb_h1", which needs the weights of a '
-            'microbatch again after its backward. Remove the key, or use the schedule "1f1b".',
+            'microbatch again after its backward. Remove the key, or set "schedule" to "1f1b".',
         ),
         (
             {"tensor_parallel": {"tp": {"tp_size": 2}}},
@@ -223,7 +237,7 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
             "torch_autocast.enabled: true is not available yet in this version of hf_dist. "
-            'Use "bf16": {"enabled": true}.',
+            'Remove the section; "bf16": {"enabled": true} is what there is.',
         ),
         (
             {"gradient_allreduce_op": "sum"},
@@ -242,11 +256,12 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         ),
         (
             zero(offload_optimizer={"device": "disk"}),
-            'zero_optimization.offload_optimizer.device: "disk" is not one of none, cpu, nvme',
+            'zero_optimization.offload_optimizer.device: "disk" is not one of none, cpu, nvme. Write one, or remove the key.',
         ),
         (
             zero(stage=3, offload_param={"device": "none"}, offload_optimizer={"ratio": 1.5}),
-            "zero_optimization.offload_optimizer.ratio: 1.5 is not a number of at least 0 and at most 1",
+            "zero_optimization.offload_optimizer.ratio: 1.5 is not a number of at least 0 and at most 1. "
+            "Write one, or remove the key.",
         ),
         (
             {"pipeline": {"partition_method": "best", "schedule": "1f2b"}},
@@ -255,11 +270,12 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         (
             {"pipeline": {"partition_method": "type:("}},
             'pipeline.partition_method: "type:(" is not a regular expression: '
-            "missing ), unterminated subpattern at position 0",
+            "missing ), unterminated subpattern at position 0. Write one, or remove the key.",
         ),
         (
             {"checkpoint": {"max_shard_size": "5XB"}},
-            'checkpoint.max_shard_size: "5XB" is not a size such as "5GB" (KB, MB, GB, TB) or a number of bytes',
+            'checkpoint.max_shard_size: "5XB" is not a size such as "5GB" (KB, MB, GB, TB) or a number of bytes. '
+            "Write one, or remove the key.",
         ),
     ],
 )
@@ -269,14 +285,19 @@ def test_one_wrong_setting_is_one_sentence(source: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "zerooneadam", "OneBitLamb", "Lamb", "Muon", "MuAdam", "LBFGS"])
 def test_an_optimizer_that_is_not_served_is_refused_by_name(name: str) -> None:
-    (message,) = messages({"optimizer": {"type": name, "params": {"freeze_step": 3, "cuda_aware": False}}})[:1]
-    assert message.startswith(f'optimizer.type: "{name}" is ') and "Use one of Adam, AdamW" in message
+    first, *others = messages({"optimizer": {"type": name, "params": {"freeze_step": 3, "cuda_aware": False}}})
+    assert first.startswith(f'optimizer.type: "{name}" is ') and "or another of Adam, AdamW" in first
+    # Its own parameters at once, not after the type is right.
+    assert [message.split(":")[0] for message in others] == [
+        "optimizer.params.freeze_step",
+        "optimizer.params.cuda_aware",
+    ]
 
 
 @pytest.mark.parametrize("name", ["SequentialLR", "LambdaLR", "ReduceLROnPlateau"])
 def test_a_schedule_that_is_not_served_is_refused_by_name(name: str) -> None:
     (message,) = messages({"scheduler": {"type": name, "params": {}}})
-    assert message.startswith(f'scheduler.type: "{name}" ') and "Use one of WarmupLR" in message
+    assert message.startswith(f'scheduler.type: "{name}" ') and "use one of WarmupLR" in message
 
 
 def test_every_problem_is_reported_with_its_line_in_one_error() -> None:

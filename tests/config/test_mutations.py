@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_dist.config import load_config
-from hf_dist.config.keys import known_keys
+from hf_dist.config.unknown import known_keys
 from hf_dist.errors import ConfigError
 
 NUM_MUTATIONS = 500

@@ -31,9 +31,18 @@ def test_the_table_shows_set_values_with_sources_and_idle_keys_once(tmp_path: Pa
         "Accepted without effect:\n"
         "  steps_per_print: use logging_steps of TrainingArguments\n"
         "  wall_clock_breakdown: the log always has the split of the time\n"
-        "  zero_optimization.contiguous_gradients: a detail of DeepSpeed's implementation"
+        "  zero_optimization.contiguous_gradients: a detail of DeepSpeed's implementation\n"
+        "Differs from DeepSpeed:\n"
+        "  gradient_clipping: not in the file, and nothing clips; DeepSpeed since 0.19 may clip at 1.0, its new default. "
+        'As there: write "gradient_clipping": 1.0, or 0.0 to say so\n'
+        "  communication_data_type: not in the file: gradients travel in fp32 (twice the bytes), in bf16 in DeepSpeed. "
+        'As there: write "bf16"\n'
+        "  data_types.grad_accum_dtype: not in the file: gradients of several microbatches add up in fp32, in the dtype of "
+        'the weights in DeepSpeed. As there: write "bf16"'
     )
 
 
 def test_a_dict_without_settings_says_so() -> None:
-    assert format_table(load_config({})) == "Configuration from a dict: defaults only"
+    assert format_table(load_config({"gradient_clipping": "auto"})).splitlines()[0] == "Configuration from a dict"
+    table = format_table(load_config({})).splitlines()
+    assert table[0] == "Configuration from a dict: defaults only" and len(table) == 3

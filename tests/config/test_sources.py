@@ -125,7 +125,7 @@ def test_a_key_given_twice_is_an_error_with_both_lines() -> None:
             'JSON text:2: column 1: expected "," or "}", found `"b": 2}`. '
             "A comma is probably missing at the end of the line before.",
         ),
-        ('{"lr": ${LR}}', "JSON text:1: column 8: expected a value, found `${LR}}`"),
+        ('{"lr": ${LR}}', "JSON text:1: column 8: expected a value, found `${LR}}`. Fill in the template first."),
         ('{"a": 1', 'JSON text:1: column 8: expected "," or "}", found the end of the text'),
         ('{"a" 1}', 'JSON text:1: column 6: expected ":" after the key "a", found `1}`'),
         ("{} {}", "JSON text:1: column 4: has `{}` after the end of the JSON object. Remove it, or check the braces."),

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, REQUIRED, TORCH_SCHEDULES
-from hf_dist.config.keys import SECTIONS, known_keys
 from hf_dist.config.params import REFUSED_OPTIMIZERS, REFUSED_SCHEDULES
 from hf_dist.config.rows import Status, is_off
 from hf_dist.config.schema import fields
 from hf_dist.config.spelling import closest, distance
 from hf_dist.config.support import SECTION_ALIASES, STRICT, SUPPORT
+from hf_dist.config.unknown import SECTIONS, known_keys
 from hf_dist.optim import cycles, schedules
 from hf_dist.optim.lion import Lion
 from tests.test_architecture import parse, python_files

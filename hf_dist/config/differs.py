@@ -1,0 +1,109 @@
+"""Where hf_dist does something else than DeepSpeed would with the same file, and the key that restores it.
+
+Source: DeepSpeed 0.19.6, runtime/engine.py (data types, clipping), runtime/zero/config.py; accelerate 1.15, utils/deepspeed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_dist.config.schema import DistConfig
+from hf_dist.config.values import is_auto, shown
+
+_ZERO = "zero_optimization"
+_RECOMPUTE = "activation_checkpointing"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that the same file means here and not there."""
+
+    path: str
+    """The key that decides it, whether the file has it or not."""
+    text: str
+    """What happens here, and what there, as a clause."""
+    restore: str
+    """What to write to have DeepSpeed's, as a clause."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}. As there: {self.restore}"
+
+
+def differences(config: DistConfig) -> tuple[Difference, ...]:
+    """Of a config as it was read, or resolved: then also what the job's own numbers say."""
+    finders = (_clipping, _wire, _accumulation, _recompute, _replicas, _overlap)
+    return tuple(found for finder in finders for found in finder(config))
+
+
+def _clipping(config: DistConfig) -> Iterator[Difference]:
+    path = "gradient_clipping"
+    source, value = config.source_of(path), config.gradient_clipping
+    if not source.startswith(("default", "absent")):
+        return
+    if source.endswith("<- default"):  # a loop of one's own
+        text = "not in the file, and nothing clips; DeepSpeed since 0.19 may clip at 1.0, its new default"
+        yield Difference(path, text, 'write "gradient_clipping": 1.0, or 0.0 to say so')
+    elif value != 0:
+        norm = "max_grad_norm (1.0 by default)" if value is None else f"max_grad_norm, {shown(value)},"
+        text = (
+            f"not in the file, so the Trainer's {norm} clips; DeepSpeed under HF reads this key alone and does not clip"
+        )
+        fix = 'write "gradient_clipping": 0.0 and pass --max_grad_norm 0, or "auto" to say that it clips'
+        yield Difference(path, text, fix)
+
+
+def _half(config: DistConfig) -> str | None:
+    """The half precision that is on; "half precision" while nobody has filled "auto"; None in fp32."""
+    switches = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
+    on = [name for name, value in switches.items() if value is True]
+    open_ones = [name for name, value in switches.items() if is_auto(value)]
+    return on[0] if on else "half precision" if open_ones else None
+
+
+def _wire(config: DistConfig) -> Iterator[Difference]:
+    half = _half(config)
+    if half is not None and config.communication_data_type is None:
+        with_half = f"with {half} " if half == "half precision" else ""
+        there = "in that" if with_half else f"in {half}"
+        text = f"not in the file: {with_half}gradients travel in fp32 (twice the bytes), {there} in DeepSpeed"
+        write = "the half precision" if with_half else f'"{half}"'
+        yield Difference("communication_data_type", text, f"write {write}")
+
+
+def _accumulation(config: DistConfig) -> Iterator[Difference]:
+    half = _half(config)
+    if half is not None and config.data_types.grad_accum_dtype is None and config.zero_optimization.stage > 0:
+        text = "not in the file: gradients of several microbatches add up in fp32, in the dtype of the weights in DeepSpeed"
+        write = "the half precision" if half == "half precision" else f'"{half}"'
+        yield Difference("data_types.grad_accum_dtype", text, f"write {write}")
+
+
+def _recompute(config: DistConfig) -> Iterator[Difference]:
+    section = config.activation_checkpointing
+    given = {
+        f"{_RECOMPUTE}.cpu_checkpointing": (section.cpu_checkpointing, "false"),
+        "pipeline.activation_checkpoint_interval": (config.pipeline.activation_checkpoint_interval, "0"),
+    }
+    for path, (value, off) in given.items():
+        if value:
+            text = (
+                "turns checkpointing on; DeepSpeed under HF ignores it unless the script calls checkpointing.configure"
+            )
+            yield Difference(path, text, f"set it to {off}")
+
+
+def _replicas(config: DistConfig) -> Iterator[Difference]:
+    zero = config.zero_optimization
+    size = zero.zero_hpz_partition_size
+    if zero.stage == 3 and size > 1 and zero.mics_shard_size < 1:
+        text = f"weights, gradients and optimizer state are sharded over {size} ranks; only a second copy of the weights there"
+        yield Difference(f"{_ZERO}.zero_hpz_partition_size", text, "remove it to shard all over all ranks")
+
+
+def _overlap(config: DistConfig) -> Iterator[Difference]:
+    zero = config.zero_optimization
+    absent = config.source_of(f"{_ZERO}.overlap_comm").startswith("default")
+    if absent and zero.overlap_comm is not False and zero.stage in (1, 2):
+        text = "not in the file: reductions run beside backward on GPUs, at stage 3 only in DeepSpeed"
+        yield Difference(f"{_ZERO}.overlap_comm", text, "set it to false")
