@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_dist.config import DistConfig, axes_of, hidden_size_of, load_config, read_config, resolve_without_trainer
+from hf_dist.config import (
+    DistConfig,
+    axes_of,
+    hidden_size_of,
+    load_config,
+    read_config,
+    resolve_without_trainer,
+    with_elastic_batch,
+)
 from hf_dist.config.values import BadValue, is_auto, memory_nbytes
 from hf_dist.errors import ConfigError, ModelError, Problem
 
@@ -149,7 +157,8 @@ def _meta_model(model: str) -> Any:
 def _resolved(read: DistConfig, world_size: int, micro: int | None, model: Any) -> DistConfig:
     """The config as a Trainer would resolve it, as far as memory is concerned; what is not known has HF's defaults."""
     ranks = axes_of(read, world_size).size("data")
-    changes: dict[str, tuple[Any, str]] = {}
+    changes: dict[str, tuple[Any, str]] = {"elasticity.enabled": (False, "plan")}
+    read = with_elastic_batch(read, ranks)
     own = {path: read.value_at(path) for path in (_MICRO, _STEPS, _TRAIN)}
     own = {path: None if is_auto(value) else value for path, value in own.items()}
     micro = micro or own[_MICRO] or 1

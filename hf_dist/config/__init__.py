@@ -1,7 +1,7 @@
 """The JSON configuration: DeepSpeed's schema read once, checked as a whole, resolved against TrainingArguments."""
 
 from hf_dist.config.accelerate import LauncherSettings
-from hf_dist.config.auto import disagreements, resolve, resolve_without_trainer
+from hf_dist.config.auto import disagreements, resolve, resolve_without_trainer, with_elastic_batch
 from hf_dist.config.batch import BatchSizes, solve_batch
 from hf_dist.config.differs import Difference, differences
 from hf_dist.config.findings import Note
@@ -34,4 +34,5 @@ __all__ = [
     "settled",
     "shown",
     "solve_batch",
+    "with_elastic_batch",
 ]

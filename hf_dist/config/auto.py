@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_dist.config.batch import MICRO, STEPS, TRAIN, BatchSizes, solve_batch
+from hf_dist.config.elastic import elastic_sizes
 from hf_dist.config.findings import Note
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.sources import AutoSources
@@ -128,6 +129,7 @@ class _Resolution:
 
 def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) -> DistConfig:
     """`config` filled from TrainingArguments; every disagreement is reported in one ConfigError."""
+    config = with_elastic_batch(config, sources.data_world_size)
     work = _Resolution(config)
     for rule in AUTO_TABLE:
         _apply(rule, sources, work)
@@ -151,6 +153,18 @@ def disagreements(config: DistConfig, sources: AutoSources, known: list[Problem]
     return []
 
 
+def with_elastic_batch(config: DistConfig, data_ranks: int) -> DistConfig:
+    """`config` with the batch sizes that its `elasticity` section has for these ranks; the same where that is off."""
+    if not config.elasticity.enabled:
+        return config
+    try:
+        sizes = elastic_sizes(config.elasticity, data_ranks)
+    except ConfigError as error:
+        raise ConfigError([replace(p, file=config.at_line(p.path)) for p in error.problems]) from None
+    solved = {TRAIN: sizes.train, MICRO: sizes.micro, STEPS: sizes.accumulation}
+    return config.replaced({path: (size, "absent <- elasticity") for path, size in solved.items()})
+
+
 def _note_overrides(work: _Resolution, sources: AutoSources) -> None:
     """Sections of the file that win over an argument somebody chose."""
     scheduler, optimizer = work.config.scheduler, work.config.optimizer
@@ -172,14 +186,18 @@ def resolve_without_trainer(
     on_gpu: bool = False,
 ) -> DistConfig:
     """`config` for one's own loop: the micro batch may stay None, gradients are clipped where the file says so."""
+    config = with_elastic_batch(config, data_ranks)
     work = _Resolution(config)
     if not work.explicit("gradient_clipping"):
         # DeepSpeed and torch do not clip unasked; "auto" is what it is in the Trainer.
         work.fill("gradient_clipping", 0.0 if config.gradient_clipping is None else 1.0, "default")
-    for section in ("tensorboard", "wandb", "csv_monitor", "comms_logger"):
+    for section in ("tensorboard", "wandb", "csv_monitor", "comms_logger", "curriculum_learning", "flops_profiler"):
         if config.value_at(f"{section}.enabled"):
-            work.notes.append(Note(f"{section}.enabled", "read by the Trainer; a loop of one's own logs by itself"))
-    given = {path: work.value(path) if work.explicit(path) else None for path in _BATCH}
+            work.notes.append(
+                Note(f"{section}.enabled", "read by the Trainer; a loop of one's own does that by itself")
+            )
+    known = config.elasticity.enabled
+    given = {path: work.value(path) if known or work.explicit(path) else None for path in _BATCH}
     try:
         _write_batch(work, solve_batch(given[TRAIN], given[MICRO], given[STEPS], data_ranks), given)
     except ConfigError as error:
@@ -188,10 +206,10 @@ def resolve_without_trainer(
             line = config.at_line(problem.path)
             work.problems.append(replace(problem, expected=problem.expected + hint, file=line))
         work.changes.update({path: (None, "default") for path in _BATCH if is_auto(config.value_at(path))})
-    known = AutoSources(data_world_size=data_ranks, hidden_size=hidden_size, num_training_steps=num_training_steps)
+    sources = AutoSources(data_world_size=data_ranks, hidden_size=hidden_size, num_training_steps=num_training_steps)
     for rule in AUTO_TABLE:
         if rule.source in ("lowest_lr", "num_training_steps", "hidden_squared", "prefetch_numel"):
-            _apply(replace(rule, must_match=False), known, work)
+            _apply(replace(rule, must_match=False), sources, work)
     rate = config.value_at("optimizer.params.lr")
     if is_auto(work.value("scheduler.params.warmup_max_lr")) and isinstance(rate, float):
         work.fill("scheduler.params.warmup_max_lr", rate, "optimizer.params.lr")
@@ -210,6 +228,8 @@ def _apply(rule: AutoRule, sources: AutoSources, work: _Resolution) -> None:
     if value is None or (rule.stage3 and work.config.zero_optimization.stage < 3):
         return
     path = rule.path
+    if path in _BATCH and work.config.elasticity.enabled:
+        return
     source = work.config.source_of(path)
     found_by_trial = path == MICRO and sources.auto_find_batch_size
     if found_by_trial or source.startswith(("auto", "absent")) or (source == "default" and rule.fill_absent):
@@ -257,7 +277,7 @@ def _turn_off(name: str, origin: str) -> str:
 def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
     """Settle `train_batch_size` from the other two, or check it against them."""
     micro, steps = work.value(MICRO), work.value(STEPS)
-    if not isinstance(micro, int) or not isinstance(steps, int):
+    if work.config.elasticity.enabled or not isinstance(micro, int) or not isinstance(steps, int):
         return
     free = sources.auto_find_batch_size or not work.explicit(TRAIN)
     try:

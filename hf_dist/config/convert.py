@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,22 @@ _LAUNCHER_KEYS = frozenset(
         *("deepspeed_exclusion_filter", "deepspeed_config_file"),
     }
 )
+_AXES = frozenset({"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"})
+_CONSUMED = frozenset(
+    {
+        *("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_config", "mixed_precision"),
+        *("num_machines", "num_processes", "distributed_type", "use_parallelism_config"),
+    }
+)
+_OF_THE_LAUNCHER = frozenset(
+    {
+        *("compute_environment", "debug", "enable_cpu_affinity", "gpu_ids", "machine_rank", "main_process_ip"),
+        *("main_process_port", "main_training_function", "mpirun_config", "rdzv_backend", "same_network", "use_cpu"),
+        *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "commands", "command_file", "downcast_bf16", "ipex_config"),
+        *("tpu_name", "tpu_zone", "fsdp_backend", "log_dir", "num_cpu_threads_per_process"),
+    }
+)
+_TEMPLATE = re.compile(r"\$\{|\{\{|^<.*>$")
 
 
 @dataclass
@@ -53,29 +70,97 @@ def from_accelerate(data: Mapping[str, Any]) -> Conversion:
     """From the content of an `accelerate config` YAML, with a `deepspeed_config` or an `fsdp_config` section.
 
     Where `deepspeed_config` names a `deepspeed_config_file`, that file is the config and there is nothing to convert:
-    ConfigError. So is a file with neither section.
+    ConfigError. So is a file with neither section. Values that are templates are left out, and listed.
     """
-    deepspeed, fsdp = data.get("deepspeed_config") or {}, data.get("fsdp_config") or {}
-    if not deepspeed and not fsdp:
+    result = Conversion({key: "auto" for key in _AUTO})
+    data = _filled(data, "", result.notes)
+    deepspeed, fsdp = (_section(data, name, result.notes) for name in ("deepspeed_config", "fsdp_config"))
+    open_ones = {where.partition(".")[0] for where in result.notes}
+    if not deepspeed and not fsdp and not open_ones & {"deepspeed_config", "fsdp_config"}:
         expected = 'is missing, and so is "fsdp_config"'
         raise ConfigError(Problem("deepspeed_config", "", expected, "Pass the YAML that `accelerate config` wrote."))
     if "deepspeed_config_file" in deepspeed:
         file = str(deepspeed["deepspeed_config_file"])
         fix = f"Check it with `hf-dist config check {file}`."
         raise ConfigError(Problem("deepspeed_config.deepspeed_config_file", file, "is the config already", fix))
-    result = Conversion({key: "auto" for key in _AUTO})
-    if deepspeed:
+    if deepspeed or "deepspeed_config" in open_ones:
         _deepspeed_section(deepspeed, result)
     else:
-        machines = int(data.get("num_machines") or 1)
-        per_machine = int(data.get("num_processes") or 1) // machines
-        _fsdp_section(fsdp, result, "fsdp_config.", per_machine if machines > 1 else 0)
+        machines, processes = (_whole(data.get(key), 1) for key in ("num_machines", "num_processes"))
+        _fsdp_section(fsdp, result, "fsdp_config.", processes // machines if machines > 1 else 0)
+    _parallelism(data.get("parallelism_config"), result)
+    _dynamo(data.get("dynamo_config"), result)
     precision = str(data.get("mixed_precision", "no")).lower()
     if precision in ("fp16", "bf16"):
         result.config[precision] = {"enabled": True}
     elif precision not in ("no", "none"):
         result.notes["mixed_precision"] = f"{precision} is not available; bf16 is"
+    for key in data:
+        if key not in _CONSUMED:
+            result.notes[key] = _LAUNCHER if key in _OF_THE_LAUNCHER else "not a key that is known here"
     return result
+
+
+def _filled(node: Any, path: str, notes: dict[str, str]) -> Any:
+    """`node` without the values that a template leaves open."""
+    if not isinstance(node, Mapping):
+        return node
+    kept = {}
+    for key, value in node.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, str) and _TEMPLATE.search(value):
+            notes[where] = f"{value} is a template: fill it in, and convert again"
+        else:
+            kept[str(key)] = _filled(value, where, notes)
+    return kept
+
+
+def _section(data: Mapping[str, Any], name: str, notes: Mapping[str, str]) -> Mapping[str, Any]:
+    """A section of the YAML, empty where there is none."""
+    if name in notes:
+        raise ConfigError(Problem(name, "", "is a template", "Fill it in first."))
+    section = data.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(Problem(name, str(section), "is not a section", "Write its keys below it, indented."))
+    return section
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    return int(value) if str(value).isdigit() and int(value) else otherwise
+
+
+def _parallelism(section: Any, result: Conversion) -> None:
+    """Sizes of axes: copies of the shards (HSDP), parts of a matrix, parts of a sequence."""
+    sizes = {}
+    for written, value in section.items() if isinstance(section, Mapping) else ():
+        key = str(written).removeprefix("parallelism_config_")
+        if key in _AXES:
+            sizes[key] = _whole(value, 1)
+        else:
+            result.notes[f"parallelism_config.{written}"] = "not a key that is known here"
+    shard, tokens = sizes.get("dp_shard_size", 1), max(sizes.get("cp_size", 1), sizes.get("sp_size", 1))
+    if sizes.get("dp_replicate_size", 1) > 1:
+        if result.config.get(_ZERO, {}).get("stage") == 3 and shard * tokens > 1:
+            put(result.config, f"{_ZERO}.mics_shard_size", shard * tokens)
+        else:
+            reason = "left out: copies of the shards are for stage 3; below it every rank of the batch is one anyway"
+            result.notes["parallelism_config.dp_replicate_size"] = reason
+    elif shard > 1:
+        result.notes["parallelism_config.dp_shard_size"] = "follows from the number of ranks"
+    if sizes.get("tp_size", 1) > 1:
+        put(result.config, "tensor_parallel.autotp_size", sizes["tp_size"])
+    if tokens > 1:
+        put(result.config, "sequence_parallel_size", tokens)
+
+
+def _dynamo(section: Any, result: Conversion) -> None:
+    """torch.compile as accelerate was told of it."""
+    for written, value in section.items() if isinstance(section, Mapping) else ():
+        if str(written).removeprefix("dynamo_") == "backend":
+            if str(value).lower() not in ("no", "none"):
+                result.config["compile"] = {"enabled": True, "backend": str(value).lower()}
+        else:
+            result.notes[f"dynamo_config.{written}"] = "blocks are compiled in torch's default mode"
 
 
 def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, Any]) -> Conversion:

@@ -6,11 +6,13 @@ from typing import Any
 
 from hf_dist.config import values
 from hf_dist.config.findings import Findings
-from hf_dist.config.rows import Status
+from hf_dist.config.rows import Status, is_off, truthy
 from hf_dist.config.support import FREE_FORM, SECTION_ALIASES, SUPPORT
 from hf_dist.config.unknown import known_keys
 
 _WRAPPERS = frozenset({"deepspeed", "deepspeed_config", "ds_config", "deepspeed_params", "config"})
+_HOW = "schedule_config"
+SWITCHED = ("elasticity", "curriculum_learning", "flops_profiler")
 _TELLING = frozenset({"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"})
 """Names that stand in no other program's sections."""
 
@@ -21,6 +23,14 @@ def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
     for alias, target in SECTION_ALIASES.items():
         _move(result, alias, target, findings)
     _legacy_zero(result, findings)
+    _take_sampling(result, findings)
+    for name in SWITCHED:
+        # What a section that is off says besides means nothing, there as here.
+        if isinstance(result.get(name), dict) and not truthy(result[name].get("enabled", False)):
+            unread = {
+                key: value for key, value in result[name].items() if f"{name}.{key}" not in SUPPORT and key != _HOW
+            }
+            result[name] = {**({"enabled": False} if "enabled" in result[name] else {}), **unread}
     for alias, row in SUPPORT.items():
         if row.status is Status.MAPPED and not alias.endswith(")"):
             _move(result, alias, row.target, findings)
@@ -55,6 +65,31 @@ def _legacy_zero(data: dict[str, Any], findings: Findings) -> None:
     if isinstance(value, bool):
         data["zero_optimization"] = {"stage": int(value)}
         findings.written["zero_optimization.stage"] = ("zero_optimization", value)
+
+
+def _take_sampling(data: dict[str, Any], findings: Findings) -> None:
+    """The growing length among `data_efficiency.data_sampling`'s metrics is `curriculum_learning`."""
+    path = "data_efficiency.data_sampling.curriculum_learning"
+    metrics = data.get("data_efficiency")
+    if is_off(metrics):
+        return
+    for part in ("data_sampling", "curriculum_learning", "curriculum_metrics"):
+        metrics = metrics.get(part) if isinstance(metrics, dict) else None
+        if is_off(metrics) and part != "curriculum_metrics":
+            return
+    for name, metric in metrics.items() if isinstance(metrics, dict) else ():
+        where = f"{path}.curriculum_metrics.{name}"
+        if "seqlen" not in name or not isinstance(metric, dict):
+            expected = "is not supported: it needs an index of the whole data set; only a length of sequences can grow"
+            findings.problem(where, expected, "Remove the key.")
+        elif "curriculum_learning" in data:
+            findings.problem(where, 'contradicts "curriculum_learning"', "Remove the key.")
+        else:
+            kept = {
+                key: value for key, value in metric.items() if f"curriculum_learning.{key}" in SUPPORT or key == _HOW
+            }
+            data["curriculum_learning"] = {"enabled": True, **kept}
+            findings.written["curriculum_learning"] = (where, metric)
 
 
 def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> None:

@@ -112,7 +112,9 @@ def checked_scheduler(section: Any, findings: Findings) -> dict[str, Any] | None
     for key, value in params.items():
         path = f"scheduler.params.{key}"
         if key in served[name]:
-            _keep(result, path, _SCHEDULER_VALUES[key], value, findings)
+            coerce = _SCHEDULER_VALUES[key]
+            coerce = values.needed(coerce) if key in REQUIRED.get(name, ()) else coerce
+            _keep(result, path, coerce, value, findings)
         else:
             _not_a_parameter(path, name, served[name], findings)
     for key in REQUIRED.get(name, ()):
@@ -200,8 +202,7 @@ def _keep(result: dict[str, Any], path: str, coerce: values.Coerce, value: Any, 
     try:
         read = coerce(value)
     except values.BadValue as bad:
-        needed = any(path == f"scheduler.params.{key}" for keys in REQUIRED.values() for key in keys)
-        findings.problem(path, bad.clause, bad.fix or ("Write one." if needed else ""), found=value)
+        findings.problem(path, bad.clause, bad.fix, found=value)
         return
     result[path.rpartition(".")[2]] = read
     if isinstance(value, str) and isinstance(read, (int, float)):

@@ -34,6 +34,7 @@ from hf_dist.config.sections import (
     WandbConfig,
     ZeroConfig,
 )
+from hf_dist.config.training_sections import CurriculumConfig, ElasticityConfig, FlopsProfilerConfig
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class DistConfig(Frozen):
     """`comms_logger`: a table of the communication."""
     compile: CompileConfig = CompileConfig()
     """`compile`: torch.compile of blocks."""
+    elasticity: ElasticityConfig = ElasticityConfig()
+    """`elasticity`: one global batch for many numbers of ranks."""
+    curriculum_learning: CurriculumConfig = CurriculumConfig()
+    """`curriculum_learning`: batches whose length grows."""
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    """`flops_profiler`: a table of one forward, module by module."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """`checkpoint`: how training state and weights are written."""
     hf_dist: HfDistSection = HfDistSection()

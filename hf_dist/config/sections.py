@@ -35,7 +35,7 @@ Schedule = Annotated[
     Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
     PlainValidator(values.choice("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")),
 ]
-Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.stage)]
+Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.needed(values.stage))]
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 

@@ -29,7 +29,6 @@ from hf_dist.config.schema import fields, section_of
 _REMOVE = "Remove the key."
 _SECTION_OFF = idle("its section is off", lambda value: True)
 _COMET = idle('use report_to="comet_ml" of TrainingArguments', is_off)
-_FLOPS = idle("the log always has model_tflops_per_rank", is_off)
 _COMPILE = idle("a detail of DeepSpeed's compiler; compile.enabled compiles the blocks", is_off)
 _PERFORMANCE = idle("a detail of DeepSpeed's implementation")
 _RESHARD = idle("every checkpoint can be loaded by any layout")
@@ -212,8 +211,7 @@ _SERVICES = {
     **rows("checkpoint.writer", "show_statistics data_parallel", _PERFORMANCE),
     **rows("comet", "enabled samples_log_interval project workspace api_key", _COMET),
     **rows("comet", "experiment_name experiment_key online mode", _COMET),
-    **rows("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules", _FLOPS),
-    **rows("flops_profiler", "detailed output_file", _FLOPS),
+    **rows("flops_profiler", "recompute_fwd_factor", idle("what is computed again in backward is not counted", is_off)),
     **rows("comms_logger", "prof_all prof_ops verbose debug", idle("every collective is counted, once at the end")),
     **rows("compile", "disable", moved("compile.enabled")),
     **rows(
@@ -232,26 +230,34 @@ def _instead(advice: str) -> Support:
     return refused("is not supported", f'Remove the section or set "enabled" to false; {advice}.')
 
 
-_DATA = _instead("choose and order the data in the data set or the sampler")
+_TUNED = idle("read by `hf-dist tune`; training takes the other values of the file", lambda value: False)
+_GENERATES = idle("model.generate() works on a sharded model by itself", is_off)
 _COMPRESSION = _instead("compress the saved model with a library for that")
 _ASYNC = '"checkpoint": {"async_save": true} writes beside training'
+_ALWAYS = idle("each part has its own switch", lambda value: True)
+_LTD = refused("is not supported: layers would leave out tokens", 'Remove the section or set "enabled" to false.')
 _OUT_OF_SCOPE = {
-    **rows("hybrid_engine", "enabled", _instead("model.generate() works on a sharded model")),
-    **rows("elasticity", "enabled", _instead("write the batch sizes; checkpoints load at any rank count")),
-    **rows("autotuning", "enabled", _instead("write the stage and the batch sizes")),
-    **rows("data_efficiency", "enabled data_sampling data_routing", _DATA),
-    **rows("data_efficiency", "seed", _SECTION_OFF),
-    **rows("hybrid_engine", "max_out_tokens inference_tp_size release_inference_cache pin_parameters", _SECTION_OFF),
-    **rows("hybrid_engine", "tp_gather_partition_size enable_cuda_graph", _SECTION_OFF),
-    **rows("elasticity", "max_train_batch_size micro_batch_sizes min_gpus max_gpus num_gpus_per_node", _SECTION_OFF),
-    **rows("elasticity", "model_parallel_size min_time prefer_larger_batch", _SECTION_OFF),
-    **rows("elasticity", "ignore_non_elastic_batch_info version", _SECTION_OFF),
-    **rows("autotuning", "fast results_dir exps_dir overwrite start_profile_step end_profile_step", _SECTION_OFF),
-    **rows("autotuning", "metric_path tuner_type tuner_early_stopping tuner_num_trials arg_mappings", _SECTION_OFF),
-    **rows("autotuning", "max_train_batch_size min_train_batch_size mp_size metric model_info", _SECTION_OFF),
-    **rows("autotuning", "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu", _SECTION_OFF),
-    **rows("autotuning", "num_tuning_micro_batch_sizes model_info_path", _SECTION_OFF),
-    **rows("", "curriculum_learning", _DATA),
+    **rows("hybrid_engine", "enabled max_out_tokens inference_tp_size release_inference_cache", _GENERATES),
+    **rows("hybrid_engine", "pin_parameters tp_gather_partition_size enable_cuda_graph", _GENERATES),
+    **rows(
+        "elasticity", "version", idle("the plan is that of version 0.1, one global batch for every number of ranks")
+    ),
+    **rows("elasticity", "min_time", idle("the launcher decides when to start again")),
+    **rows("elasticity", "model_parallel_size num_gpus_per_node", idle("follows from the axes of the job")),
+    **rows("autotuning", "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step", _TUNED),
+    **rows("autotuning", "metric_path tuner_type tuner_early_stopping tuner_num_trials arg_mappings", _TUNED),
+    **rows("autotuning", "max_train_batch_size min_train_batch_size mp_size metric model_info", _TUNED),
+    **rows("autotuning", "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu", _TUNED),
+    **rows("autotuning", "num_tuning_micro_batch_sizes model_info_path", _TUNED),
+    **rows("curriculum_learning", "curriculum_type", idle("only lengths grow", lambda value: True)),
+    **rows("data_efficiency", "enabled", _ALWAYS),
+    **rows("data_efficiency", "seed", idle("nothing is drawn: batches are cut")),
+    **rows(
+        "data_efficiency",
+        "data_sampling",
+        idle("its curriculum_learning is read; batches are drawn by the Trainer", is_off),
+    ),
+    **rows("data_efficiency", "data_routing", _LTD),
     **rows("", "progressive_layer_drop", _instead("layerdrop of the model's own config does the like")),
     **rows("", "compression_training quantize_training eigenvalue", _COMPRESSION),
     **rows("", "nebula", _instead(_ASYNC)),
@@ -305,6 +311,7 @@ IDLE_VALUES: Mapping[str, values.Coerce] = {
     "gradient_predivide_factor": values.real(),
     "steps_per_print": values.period,
     "fp16.auto_cast": values.flag,
+    "curriculum_learning.curriculum_type": values.needed(values.choice("seqlen")),
     **{f"activation_checkpointing.{key}": values.flag for key in ("partition_activations", "profile")},
     "activation_checkpointing.contiguous_memory_optimization": values.flag,
     "activation_checkpointing.synchronize_checkpoint_boundary": values.flag,

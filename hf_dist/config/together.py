@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_dist.config.batch import MICRO, STEPS, TRAIN
+from hf_dist.config.curriculum import check_curriculum
 from hf_dist.config.findings import Findings
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.values import is_auto, shown
@@ -120,7 +121,8 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
                 if below and path not in idle and not _asks_nothing(config, path):
                     findings.note(path, needs.reason)
                     idle.add(path)
-    _check_batch(config, findings)
+    _check_batch(config, sources, findings)
+    check_curriculum(config.curriculum_learning, findings)
     _check_warm_up(config, findings)
     _check_precision(config, findings)
     _check_shard_groups(config, findings)
@@ -134,9 +136,17 @@ def _asks_nothing(config: DistConfig, path: str) -> bool:
     return path in _SAY_NOTHING and config.value_at(path) == _DEFAULTS.value_at(path)
 
 
-def _check_batch(config: DistConfig, findings: Findings) -> None:
+def _check_batch(config: DistConfig, sources: Mapping[str, str], findings: Findings) -> None:
     """Sizes that fit on no number of ranks; those that do not fit on the ranks at hand are found with them (`auto.py`)."""
     sizes = {path: config.value_at(path) for path in (TRAIN, MICRO, STEPS)}
+    if config.elasticity.enabled:
+        for path, size in sizes.items():
+            if sources.get(path) == "file" and not config.elasticity.ignore_non_elastic_batch_info:
+                fix = 'Remove the key, or set "elasticity.ignore_non_elastic_batch_info" to true.'
+                findings.problem(path, 'contradicts "elasticity", which decides the batch sizes', fix, found=size)
+            elif sources.get(path) == "file":
+                findings.note(path, '"elasticity" decides the batch sizes')
+        return
     train = sizes[TRAIN]
     factors = {path: size for path, size in sizes.items() if path != TRAIN and isinstance(size, int)}
     product = math.prod(factors.values())

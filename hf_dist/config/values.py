@@ -108,11 +108,11 @@ def reals(minimum: float = 0.0) -> Coerce:
     return lambda value: [one(item) for item in value] if isinstance(value, (list, tuple)) else one(value)
 
 
-def wholes(value: Any) -> list[int]:
-    """List of whole numbers."""
-    if not isinstance(value, (list, tuple)):
+def wholes(value: Any, minimum: int = 0) -> list[int]:
+    """List of whole numbers, of one at least where they have a minimum."""
+    if not isinstance(value, (list, tuple)) or (minimum and not value):
         raise BadValue("is not a list of whole numbers")
-    return [whole(0)(item) for item in value]
+    return [whole(minimum)(item) for item in value]
 
 
 def pair(coerce_one: Coerce) -> Coerce:
@@ -157,14 +157,22 @@ def dtype(value: Any) -> str:
     raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(_DTYPE_SPELLINGS))
 
 
+def needed(coerce: Coerce) -> Coerce:
+    """The same coercion of a key that something depends on: its remedy never is to remove it."""
+
+    def of_needed(value: Any) -> Any:
+        try:
+            return coerce(value)
+        except BadValue as bad:
+            raise BadValue(bad.clause, bad.fix or "Write one.") from None
+
+    return of_needed
+
+
 def stage(value: Any) -> int:
     """A ZeRO stage from 3, 3.0 or "3"."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
-    try:
-        return int(choice("0", "1", "2", "3")(str(int(value)) if plain else value))
-    except BadValue as bad:
-        # Not "remove the key" as elsewhere: without it nothing is sharded.
-        raise BadValue(bad.clause, bad.fix or "Write one.") from None
+    return int(choice("0", "1", "2", "3")(str(int(value)) if plain else value))
 
 
 def device(value: Any) -> str:

@@ -12,7 +12,17 @@ import torch
 from transformers import TrainingArguments
 
 from hf_dist import failure, watchdog
-from hf_dist.config import AutoSources, DistConfig, LauncherSettings, axes_of, disagreements, examine, resolve
+from hf_dist.config import (
+    AutoSources,
+    DistConfig,
+    LauncherSettings,
+    axes_of,
+    disagreements,
+    examine,
+    resolve,
+    settled,
+    with_elastic_batch,
+)
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
@@ -96,6 +106,7 @@ class DistArgsMixin:
         wanted = arguments.mixed_precision
         arguments._dist = config  # `world_size` asks it
         _check_pipeline(self, config)
+        _take_elastic_batch(arguments, config)
         sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
         arguments._dist = resolve(config, replace(sources, launcher_precision=wanted))
         report_to_monitors(arguments._dist, self)
@@ -188,6 +199,14 @@ def _take_compile(args: Any, config: DistConfig) -> DistConfig:
     if backend is not None:
         changes["compile.backend"] = (backend, "auto <- TrainingArguments.torch_compile_backend")
     return config.replaced(changes)
+
+
+def _take_elastic_batch(args: Any, config: DistConfig) -> None:
+    """`elasticity` decides the batch sizes; the Trainer's loader and accumulation read them in the arguments."""
+    if config.elasticity.enabled:
+        sizes = with_elastic_batch(config, args.world_size)
+        args.per_device_train_batch_size = settled(sizes.train_micro_batch_size_per_gpu)
+        args.gradient_accumulation_steps = settled(sizes.gradient_accumulation_steps)
 
 
 def _check_pipeline(args: Any, config: DistConfig) -> None:

@@ -13,10 +13,12 @@ from torch import nn
 from transformers import Trainer
 
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
+from hf_dist.config.curriculum import length_at
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
+from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.evaluation import each_batch_by_itself, on_rows_of_the_set
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
 from hf_dist.hf.pipeline import PipelineMixin
@@ -35,6 +37,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
     args: Any
     model: Any
     accelerator: Any
+    state: Any
     _loss_is_known = False
     _loss_is_mean = False
     _last_shape: Any = None
@@ -125,6 +128,13 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         """HF's; memory that runs out is reported with the plan (after HF's own `auto_find_batch_size` has given up)."""
         with explained(lambda: self.dist_engine, lambda: self._last_shape):
             return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """HF's, of batches that `curriculum_learning` has cut to the length of this step."""
+        if self.dist is not None and self.dist.curriculum_learning.enabled:
+            length = length_at(self.dist.curriculum_learning, self.state.global_step)
+            epoch_iterator = cut_batches(epoch_iterator, length)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """HF's, after asking the model once whether its loss really is a sum over `num_items_in_batch`."""

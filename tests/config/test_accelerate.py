@@ -157,6 +157,47 @@ def test_offload_without_sharding_is_left_out_with_a_reason() -> None:
     load_config(made.config)
 
 
+def test_sizes_of_axes_are_carried_over() -> None:
+    axes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+    fsdp = {"fsdp_reshard_after_forward": True}
+    made = from_accelerate({"fsdp_config": fsdp, "use_parallelism_config": True, "parallelism_config": axes})
+    assert load_config(made.config).zero_optimization.mics_shard_size == 4 and not made.notes
+    axes |= {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": "2", "parallelism_config_cp_backend": "x"}
+    made = from_accelerate({"fsdp_config": fsdp, "parallelism_config": axes})
+    assert made.config["tensor_parallel"] == {"autotp_size": 2} and made.config["sequence_parallel_size"] == 2
+    assert made.config["zero_optimization"] == {"stage": 3, "mics_shard_size": 8}
+    assert set(made.notes) == {"parallelism_config.parallelism_config_cp_backend"}
+    made = from_accelerate({"deepspeed_config": {"zero_stage": 2}, "parallelism_config": {"dp_replicate_size": 2}})
+    assert "stage 3" in made.notes["parallelism_config.dp_replicate_size"]
+
+
+def test_templates_are_left_out_and_listed() -> None:
+    fsdp = {"fsdp_sharding_strategy": "${STRATEGY}", "fsdp_offload_params": "{{ offload }}"}
+    made = from_accelerate({"num_machines": "${N}", "num_processes": "<number>", "fsdp_config": fsdp})
+    assert load_config(made.config).zero_optimization.stage == 3
+    assert set(made.notes) == {
+        *("num_machines", "num_processes", "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_offload_params"),
+    }
+    assert made.notes["num_machines"] == "${N} is a template: fill it in, and convert again"
+
+
+def test_what_is_dropped_is_listed_and_compile_is_not() -> None:
+    made = from_accelerate(
+        {
+            **{"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "megatron_lm_config": {}},
+            "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"},
+            "fsdp_config": {"fsdp_version": 2},
+        }
+    )
+    assert load_config(made.config).compile.enabled
+    assert made.notes == {
+        "fsdp_config.fsdp_version": "there is one engine",
+        "dynamo_config.dynamo_mode": "blocks are compiled in torch's default mode",
+        "compute_environment": "stays with the launcher",
+        "megatron_lm_config": "not a key that is known here",
+    }
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -165,6 +206,8 @@ def test_offload_without_sharding_is_left_out_with_a_reason() -> None:
             lambda: from_accelerate({"deepspeed_config": {"deepspeed_config_file": "ds.json"}}),
             "deepspeed_config.deepspeed_config_file: ds.json is the config already",
         ),
+        (lambda: from_accelerate({"fsdp_config": "${X}"}), "fsdp_config: is a template. Fill it in first."),
+        (lambda: from_accelerate({"fsdp_config": "x"}), "fsdp_config: x is not a section"),
         (lambda: from_fsdp_arguments("ful_shard", {}), 'Did you mean "full_shard"?'),
         (lambda: from_fsdp_arguments("", {"sharding_strategy": "SOME"}), "SOME has no counterpart"),
     ],

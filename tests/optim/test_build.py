@@ -168,7 +168,9 @@ def test_lion_resumes_from_its_state_dict() -> None:
 def test_what_cannot_be_honoured_is_refused_by_path(type: str, params: dict[str, Any], path: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_optimizer(type, params, _parameters())
-    assert [problem.path for problem in caught.value.problems] == [path]
+    # Of a refused optimizer its own parameters are named in the same round.
+    first, *others = (problem.path for problem in caught.value.problems)
+    assert first == path and (not others or path == "optimizer.type")
     assert words in str(caught.value)
 
 

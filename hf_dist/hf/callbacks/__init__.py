@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from hf_dist.hf.callbacks.communication import CommunicationCallback
 from hf_dist.hf.callbacks.csv_files import CsvCallback
 from hf_dist.hf.callbacks.disk_space import DiskSpaceCallback
+from hf_dist.hf.callbacks.flops_table import FlopsTableCallback
 from hf_dist.hf.callbacks.log_record import LogCallback
 from hf_dist.hf.callbacks.memory import MemoryCallback
 from hf_dist.hf.callbacks.start_up import StartUpCallback
@@ -31,6 +32,8 @@ def default_callbacks(trainer: Any) -> list[TrainerCallback]:
     found.append(DiskSpaceCallback(trainer))
     if trainer.dist.csv_monitor.enabled:
         found.append(CsvCallback(trainer.dist.csv_monitor))
+    if trainer.dist.flops_profiler.enabled:
+        found.append(FlopsTableCallback(trainer, trainer.dist.flops_profiler))
     if trainer.dist.comms_logger.enabled:
         found.append(CommunicationCallback())
     return found

@@ -1,0 +1,84 @@
+"""Sections about training around the model: batches that fit any number of ranks, growing lengths, a profile."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import PlainValidator
+
+from hf_dist.config import values
+from hf_dist.config.sections import Count, Flag, Frozen, Text
+
+NeededCount = Annotated[int, PlainValidator(values.needed(values.whole(1)))]
+Counts = Annotated[tuple[int, ...], PlainValidator(values.needed(lambda value: tuple(values.wholes(value, 1))))]
+Growth = Annotated[
+    Literal["fixed_linear", "fixed_root", "fixed_discrete"],
+    PlainValidator(values.choice("fixed_linear", "fixed_root", "fixed_discrete")),
+]
+FromMinusOne = Annotated[int, PlainValidator(values.whole(-1))]
+
+
+class ElasticityConfig(Frozen):
+    """The `elasticity` section: one global batch that many numbers of ranks can share out."""
+
+    enabled: Flag = False
+    """`elasticity.enabled`: whether this section decides the batch sizes, for the script's arguments too."""
+    max_train_batch_size: Count = 2000
+    """`elasticity.max_train_batch_size`: largest number of samples per optimizer step."""
+    micro_batch_sizes: Counts = (2, 4, 6)
+    """`elasticity.micro_batch_sizes`: samples per rank and forward to choose from."""
+    min_gpus: Count = 1
+    """`elasticity.min_gpus`: fewest data ranks that count in the choice."""
+    max_gpus: Count = 10_000
+    """`elasticity.max_gpus`: most data ranks that count in the choice."""
+    prefer_larger_batch: Flag = True
+    """`elasticity.prefer_larger_batch`: which of two global batches is taken that fit as many numbers of ranks."""
+    ignore_non_elastic_batch_info: Flag = False
+    """`elasticity.ignore_non_elastic_batch_info`: whether batch sizes elsewhere in the file are passed over."""
+
+
+class CurriculumSchedule(Frozen):
+    """The `curriculum_learning.schedule_config` section: how the length grows."""
+
+    total_curriculum_step: NeededCount | None = None
+    """`curriculum_learning.schedule_config.total_curriculum_step`: optimizer steps until the full length."""
+    difficulty_step: NeededCount | None = None
+    """`curriculum_learning.schedule_config.difficulty_step`: tokens; lengths are multiples of it."""
+    root_degree: NeededCount | None = None
+    """`curriculum_learning.schedule_config.root_degree`: for "fixed_root": 2 grows with the square root of the step."""
+    difficulty: Counts | None = None
+    """`curriculum_learning.schedule_config.difficulty`: for "fixed_discrete": the lengths, one after the other."""
+    max_step: Counts | None = None
+    """`curriculum_learning.schedule_config.max_step`: for "fixed_discrete": last step of each length but the last one."""
+
+
+class CurriculumConfig(Frozen):
+    """The `curriculum_learning` section: batches are cut to a length that grows with the steps."""
+
+    enabled: Flag = False
+    """`curriculum_learning.enabled`: whether training batches are cut."""
+    min_difficulty: Count = 1
+    """`curriculum_learning.min_difficulty`: tokens at the first step."""
+    max_difficulty: NeededCount | None = None
+    """`curriculum_learning.max_difficulty`: tokens at the end; longer batches stay cut to it."""
+    schedule_type: Growth = "fixed_linear"
+    """`curriculum_learning.schedule_type`: "fixed_linear", "fixed_root" or "fixed_discrete"."""
+    schedule_config: CurriculumSchedule = CurriculumSchedule()
+    """`curriculum_learning.schedule_config`: how the length grows."""
+
+
+class FlopsProfilerConfig(Frozen):
+    """The `flops_profiler` section: a table of one forward, module by module."""
+
+    enabled: Flag = False
+    """`flops_profiler.enabled`: whether the table is made."""
+    profile_step: FromMinusOne = 1
+    """`flops_profiler.profile_step`: after so many optimizer steps the next forward is counted; -1 for never."""
+    module_depth: FromMinusOne = -1
+    """`flops_profiler.module_depth`: deepest level of modules that is listed; -1 for all."""
+    top_modules: Count = 1
+    """`flops_profiler.top_modules`: how many modules of a level are listed where `detailed` is false."""
+    detailed: Flag = True
+    """`flops_profiler.detailed`: whether every module is listed, not only the largest of each level."""
+    output_file: Text | None = None
+    """`flops_profiler.output_file`: where the table goes; None for the log."""

@@ -1,0 +1,43 @@
+"""Batches cut to a length, for a curriculum of growing lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["cut_batches"]
+
+_OF_TOKENS = ("input_ids", "attention_mask", "labels")
+"""Names of tensors, or their endings, whose second axis is the length."""
+
+
+def cut_batches(batches: Iterator[Any], length: int) -> Iterator[Any]:
+    """The same batches with at most `length` tokens a row; one is read for each that is asked for."""
+    for batch in batches:
+        yield _cut(batch, length)
+
+
+def _cut(batch: Any, length: int) -> Any:
+    """A batch without what stands behind `length` along every axis that is as long as its rows of tokens."""
+    if not isinstance(batch, Mapping):
+        return batch
+    lengths = {
+        value.shape[1]
+        for key, value in batch.items()
+        if key.endswith(_OF_TOKENS) and torch.is_tensor(value) and value.dim() > 1 and value.shape[1] > length
+    }
+    # The first axis is of rows, whose number may be a length by chance.
+    cut = {
+        key: _narrowed(value, lengths, length) if torch.is_tensor(value) and value.dim() > 1 else value
+        for key, value in batch.items()
+    }
+    return type(batch)(cut)  # type: ignore[call-arg]
+
+
+def _narrowed(tensor: torch.Tensor, lengths: set[int], length: int) -> torch.Tensor:
+    for dim in range(1, tensor.dim()):
+        if tensor.shape[dim] in lengths:
+            tensor = tensor.narrow(dim, 0, length)
+    return tensor.contiguous()

@@ -1,0 +1,144 @@
+"""Sections about training in a DistTrainer: growing lengths, elastic batches, the table of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.hf.on_ranks import dist_trainer, record_of, run_jobs
+from tests.hf.recipes import RECIPES
+
+TOLERANCE = 1e-5
+HERE = "tests.hf.test_training_sections:"
+LENGTHS = (4, 6, 6, 8, 10, 12, 12)
+"""What `CURRICULUM` gives the steps of the recipe."""
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 4,
+    "max_difficulty": 12,
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [4, 6, 8, 10, 12], "max_step": [1, 3, 4, 5]},
+}
+PIPELINE = {"pipeline": {"stages": 2}}
+ELASTIC = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 4], "prefer_larger_batch": True}
+
+
+def curriculum(folder: Path, stage: int, config: dict[str, Any]) -> dict[str, Any]:
+    """A run whose lengths grow; with the lengths that the model saw on this rank."""
+    trainer = dist_trainer("plain", stage, folder, config={"curriculum_learning": CURRICULUM, **config})
+    seen: list[int] = []
+    hook = lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1])  # noqa: E731
+    trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
+    trainer.train()
+    return {**record_of(trainer), "seen": seen}
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """The same, resumed after three steps."""
+    for checkpoint in (None, str(folder / "checkpoint-3")):
+        changes = {"save_strategy": "steps", "save_steps": 3}
+        trainer = dist_trainer("plain", 2, folder, config={"curriculum_learning": CURRICULUM}, **changes)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    return record_of(trainer)
+
+
+def elastic(folder: Path) -> dict[str, Any]:
+    """What becomes of the arguments; one step."""
+    trainer = dist_trainer("plain", 2, folder, config={"elasticity": ELASTIC}, max_steps=1)
+    trainer.train()
+    args = trainer.args
+    return {
+        "sizes": (args.per_device_train_batch_size, args.gradient_accumulation_steps, trainer.dist.train_batch_size)
+    }
+
+
+def flops(folder: Path, stage: int, **section: Any) -> str:
+    """The table of the second step."""
+    file = folder / "flops.txt"
+    config = {"flops_profiler": {"enabled": True, "output_file": str(file), **section}}
+    trainer = dist_trainer("plain", stage, folder, config=config, max_steps=3)
+    trainer.train()
+    return file.read_text() if trainer.args.process_index == 0 else ""
+
+
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stage 0": (HERE + "curriculum", {"stage": 0, "config": {}}),
+    "stage 3": (HERE + "curriculum", {"stage": 3, "config": {}}),
+    "pipeline": (HERE + "curriculum", {"stage": 0, "config": PIPELINE}),
+    "resumed": (HERE + "resumed", {}),
+    "elastic": (HERE + "elastic", {}),
+    "flops": (HERE + "flops", {"stage": 3}),
+    "flops, short": (HERE + "flops", {"stage": 0, "detailed": False, "module_depth": 3, "top_modules": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the main rank of two saw of each job."""
+    folder = str(tmp_path_factory.mktemp("sections"))
+    found = run_ranks(run_jobs, 2, (list(JOBS.values()), folder), timeout=400)[0]
+    return dict(zip(JOBS, found, strict=True))
+
+
+class CutsByHand:
+    """The stock Trainer on batches that are cut before anybody counts their tokens."""
+
+    def get_batch_samples(self, iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """HF's."""
+        step = self.state.global_step  # type: ignore[attr-defined]
+        length = LENGTHS[min(step, len(LENGTHS) - 1)]
+        cut = ({key: value[:, :length] for key, value in batch.items()} for batch in iterator)
+        return super().get_batch_samples(cut, *args, **kwargs)  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The expected record for so many data ranks."""
+
+    def run(ranks: int) -> dict[str, Any]:
+        recipe = RECIPES["plain"]
+        recipe = type(recipe)(recipe.model, recipe.rows, CutsByHand)
+        trainer = recipe.in_one_process(tmp_path_factory.mktemp("stock"), ranks)
+        trainer.train()
+        return record_of(trainer)
+
+    return run
+
+
+@pytest.mark.parametrize("job", ["stage 0", "stage 3", "pipeline", "resumed"])
+def test_a_growing_length_equals_batches_cut_by_hand(job: str, results: Any, by_hand: Any) -> None:
+    ours = results[job]
+    assert isinstance(ours, dict), ours
+    stock = by_hand(1 if job == "pipeline" else 2)
+    torch.testing.assert_close(ours["losses"], stock["losses"], rtol=2e-4, atol=1e-4)  # logs are rounded
+    torch.testing.assert_close(ours["norms"], stock["norms"], rtol=TOLERANCE, atol=0.0)
+    for name, value in stock["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], value, rtol=TOLERANCE, atol=1e-7)
+
+
+def test_the_model_sees_no_row_longer_than_the_step_allows(results: Any) -> None:
+    seen = results["stage 3"]["seen"]
+    allowed = [length for length in LENGTHS for _ in range(3)]
+    assert all(length <= most for length, most in zip(seen, allowed, strict=False)), seen
+    assert seen[:3] == [4, 4, 4] and max(seen) > 8
+
+
+def test_elasticity_decides_the_arguments_of_the_trainer(results: Any) -> None:
+    assert results["elastic"]["sizes"] == (4, 3, 24)
+
+
+def test_the_table_of_a_forward_names_modules_with_their_share(results: Any) -> None:
+    text = results["flops"]
+    head, whole, *_ = text.splitlines()
+    assert head.startswith("flops_profiler: one forward of LlamaForCausalLM, ")
+    assert whole.split()[0] == "LlamaForCausalLM" and "100%" in whole
+    for name in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn", "lm_head"):
+        assert any(line.split()[0] == name for line in text.splitlines()), name
+    short = results["flops, short"].splitlines()
+    assert len(short) < len(text.splitlines()) and not any("mlp" in line and "self_attn" in line for line in short)
