@@ -92,6 +92,21 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
         _leave_word(print_traceback(error))  # at once: the launcher's summary may come half a minute later, or never
         _tell_launcher(f"of rank {rank}:\n{text}")
+    _leave()
+
+
+def leave_waiting(reason: str) -> None:
+    """End this process from a thread: its main thread waits for a rank that has ended, in a call that does not return.
+
+    `reason`: which rank, and why. Does not return.
+    """
+    rank = os.environ.get("RANK", "0")
+    print_error(f"[rank {rank}] waits for a rank that has ended, and leaves; {reason}")
+    _leave_word("it waited for a rank that had ended")
+    _leave()
+
+
+def _leave() -> None:
     _flush_output()
     for wait in _unfinished:
         wait(_FINISH_SECONDS)

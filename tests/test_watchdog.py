@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hf_dist.watchdog import thread
+from hf_dist.watchdog import departure, thread
+from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
 from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers
 from hf_dist.watchdog.wire import Collector, Sender
@@ -108,6 +110,37 @@ def test_ranks_are_counted_in_runs() -> None:
     assert numbers([4]) == "rank 4"
 
 
+class Clock:
+    """`time.monotonic`, set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(departure.time, "monotonic", lambda: self.now)
+
+
+def test_a_rank_leaves_when_it_has_stood_still_since_another_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lost = Clock(monkeypatch), Departure()
+    waits, works = Status(1, still=500, location=WAITS), Status(1, still=500, location=WORKS)
+    assert not lost.is_due(waits, 60), "nobody has ended: that is what ddp_timeout is for"
+    assert lost.note("rank 2 was killed") and not lost.note("rank 2 was killed")
+    assert not lost.is_due(waits, 60), "the launcher, or gloo, may end it in a better way"
+    clock.now += Departure.grace
+    assert lost.is_due(waits, 60)
+    assert not lost.is_due(works, 60), "it saves what it has by itself"
+    assert not lost.is_due(replace(waits, still=Departure.grace - 1), 60), "it moves"
+    assert lost.note("")
+    assert not lost.is_due(waits, 60), "only the connection was lost"
+
+
+def test_a_rank_that_came_to_its_end_is_waited_for_as_long_as_nobody_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lost = Clock(monkeypatch), Departure()
+    lost.note("rank 2 left without an error", left_well=True)
+    clock.now += 59
+    assert not lost.is_due(Status(1, still=500, location=WAITS), 60)
+    clock.now += 1
+    assert lost.is_due(Status(1, still=500, location=WAITS), 60)
+
+
 # ---- what it is made from
 
 
@@ -188,7 +221,16 @@ def test_a_collector_hears_who_spoke_who_left_and_why() -> None:
     assert collector.heard[1].last_words == "ValueError"
     assert collector.heard[2].last_words is None
     assert collector.heard[2].ended is not None
+    three = Sender(("127.0.0.1", collector.port), "secret", 3)
+    three.send({"status": {}})
+    collector.poll(0.2)
+    assert three.hear() == []
+    collector.tell({"lost": "rank 2"})
+    collector.tell({"left": ""})
+    assert three.hear() == [{"lost": "rank 2"}, {"left": ""}]
+    assert three.is_open
     collector.close()
+    assert three.hear() == [] and not three.is_open
     one.send({"status": {}})  # nobody listens: dropped, without an error
 
 
@@ -239,6 +281,21 @@ def test_a_killed_rank_is_named_by_those_that_lost_it(tmp_path: Path) -> None:
     assert re.search(r"\[rank 0\] lost the connection .* rank 1 \(pid \d+ on \S+\) ended: .* it was killed", output), (
         output
     )
+
+
+@pytest.mark.parametrize(("case", "dead"), [("killed_listener_on_gpus", 2), ("killed_first_on_gpus", 0)])
+def test_ranks_that_wait_on_their_gpus_for_a_killed_one_leave(case: str, dead: int, tmp_path: Path) -> None:
+    codes, output, seconds = launch(case, tmp_path, world=3, worker=WORKER, timeout=100, sends_sigterm=False)
+    assert codes == [-9 if rank == dead else 1 for rank in range(3)], output
+    for rank in {0, 1, 2} - {dead}:
+        # Rank 1 has no connection to the dead one: it is told by who listens.
+        assert re.search(
+            rf"^\[rank {rank}\] waits for a rank that has ended, and leaves; rank {dead} \(pid .* it was killed",
+            output,
+            re.MULTILINE,
+        ), output
+    assert "Traceback" not in output
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "collate", "save"])

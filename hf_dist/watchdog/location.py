@@ -47,7 +47,10 @@ MAY_TAKE_LONG = {"evaluation", "saving", "loading the model", "loading a checkpo
 MAY_TAKE_LONG |= {"mapping a dataset", "callbacks", "preparing the model"}
 """Activities of one rank that may rightly last for minutes."""
 
-_COMMUNICATION = ("/hf_dist/collectives.py", "/hf_dist/mesh.py", "/hf_dist/pipeline/p2p.py", "/torch/distributed/")
+_COMMUNICATION = (
+    "/hf_dist/collectives.py", "/hf_dist/groups.py", "/hf_dist/mesh.py", "/hf_dist/rendezvous.py", "/hf_dist/pipeline/p2p.py",
+    "/torch/distributed/",
+)  # fmt: skip
 _WAITED_FOR = (
     ("/hf_dist/sharding/", "wait_unshard", "the gather of weights"),
     ("/hf_dist/sharding/reducer.py", "", "the reduction of gradients"),

@@ -11,12 +11,14 @@ import threading
 import time
 import uuid
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from hf_dist import collectives, failure, machine, mesh
 from hf_dist.launch import detect_launch
+from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
-from hf_dist.watchdog.report import Status, describe_stall, late_words, lost_rank
+from hf_dist.watchdog.report import Status, describe_stall, late_words, lost_rank, numbers
 from hf_dist.watchdog.wire import Collector, Sender
 
 __all__ = ["start", "watch"]
@@ -65,6 +67,8 @@ class Watchdog(threading.Thread):
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: tuple[Any, ...] = ()
         self._since = time.monotonic()
+        self._departure = Departure()
+        self._goodbyes: set[int] = set()
         self._next_report = 0.0
         self._stalled_at: float | None = None
         self._kills = machine.memory_kills()
@@ -88,11 +92,16 @@ class Watchdog(threading.Thread):
         """Until the process ends. An error of ours must not disturb training: the watchdog then falls silent."""
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             while not self._stop.is_set():
-                self._tell({"status": self._status().as_dict})
+                status = self._status()
+                self._tell({"status": status.as_dict})
+                self._hear()
+                if self.limit > 0 and self._departure.is_due(status, self.limit):
+                    failure.leave_waiting(self._departure.reason)
+                pause = min(self.tick, 1.0) if self._departure.reason else self.tick
                 if self._collector is None:
-                    self._stop.wait(self.tick)
+                    self._stop.wait(pause)
                     continue
-                self._collector.poll(self.tick)
+                self._collector.poll(pause)
                 if self.limit > 0:
                     self._judge()
 
@@ -100,7 +109,8 @@ class Watchdog(threading.Thread):
 
     def _status(self) -> Status:
         location = self._location()
-        seen = (collectives.num_started(), mesh.sequence_number(), location)
+        # Without what it waits for: a GPU is asked only where the host has stood for a while, and that is no other place.
+        seen = (collectives.num_started(), mesh.sequence_number(), replace(location, waits_for=""))
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         step = max((e.global_steps for e in self.engines), default=-1)
@@ -123,7 +133,8 @@ class Watchdog(threading.Thread):
                 self._names |= {id(module): name for name, module in engine.model.named_modules() if name}
         reached = [name for name in (e.sharded.passes.unit_in_backward for e in engines) if name is not None]
         location = find_location(self._names, reached[0] if reached else "")
-        if not location.waits_for and mesh.device_is_busy(self._seconds_at(location) > self.limit / 2):
+        patience = self._departure.grace if self._departure.reason else self.limit
+        if not location.waits_for and mesh.device_is_busy(self._seconds_at(location) > patience / 2):
             # The host is in some line that reads a number from the GPU; what that waits for is a collective.
             location = Location(location.activity, location.block, "a collective on the GPU", location.stack)
         return location
@@ -142,6 +153,26 @@ class Watchdog(threading.Thread):
                 if not self._stop.is_set():
                     sender.send(message)
 
+    def _hear(self) -> None:
+        """What is known of ranks that have ended: by the two that listen from their connections, by the others from these."""
+        if self._collector is None:
+            for rank, sender in list(self._senders.items()):
+                for message in sender.hear():
+                    if "lost" in message:
+                        self._departure.note(str(message["lost"]), left_well=bool(message["left_well"]))
+                    elif message.get("left") == "":
+                        self._goodbyes.add(rank)
+            gone = [r for r, sender in self._senders.items() if not sender.is_open and r not in self._goodbyes]
+            if len(gone) == len(set(self._listeners)):
+                self._departure.note(f"{numbers(gone)} ended without a word")
+            return
+        ended = [s for s in self._statuses() if s.ended]
+        failed = [s for s in ended if s.last_words != ""]
+        text = lost_rank(failed or ended, machine.memory_report(self._kills)) or ""
+        left_well = bool(ended) and not failed
+        if self._departure.note(text, left_well=left_well):
+            self._collector.tell({"lost": text, "left_well": left_well})
+
     def _key(self, rank: int) -> str:
         return f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
@@ -151,6 +182,8 @@ class Watchdog(threading.Thread):
             return
         self._stop.set()
         self._sending.acquire(timeout=2.0)  # the thread may be in the middle of a line
+        if self._collector is not None:
+            self._collector.tell({"left": last_words})
         for sender in list(self._senders.values()):
             sender.send({"last_words": last_words})
             sender.close()

@@ -1,13 +1,15 @@
 """How ranks tell where they are: TCP connections of the watchdog's own, one JSON object per line.
 
 Not a process group of training, which may be what hangs; not the launcher's store, which ends with rank 0. Two ranks
-listen, the first and the last, so that one of them may be the one that is stopped.
+listen, the first and the last, so that one of them may be the one that is stopped. They answer one thing only: that a rank
+of the job has ended, or that they end themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import select
 import selectors
 import socket
 import time
@@ -105,6 +107,13 @@ class Collector:
         if rank is not None and rank not in self._ranks.values():
             self.heard[rank].ended = time.monotonic()
 
+    def tell(self, message: dict[str, Any]) -> None:
+        """To all ranks that are connected; what a connection does not take at once is dropped."""
+        line = json.dumps(message).encode() + b"\n"
+        for connection in list(self._ranks):
+            with contextlib.suppress(OSError):
+                connection.send(line)
+
     def close(self) -> None:
         """Free the port and all connections."""
         for connection in self._unread:
@@ -120,6 +129,7 @@ class Sender:
         self.address = address
         self._head = {"token": token, "rank": rank}
         self._socket: socket.socket | None = None
+        self._unread = b""
 
     def send(self, message: dict[str, Any]) -> None:
         """Give up after a second: a stopped process does not read."""
@@ -131,8 +141,28 @@ class Sender:
         except OSError:
             self.close()
 
+    def hear(self) -> list[dict[str, Any]]:
+        """What the collector has told since the last call. Does not wait. A connection that it closed is closed here, too."""
+        heard: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError, ValueError):
+            while self._socket is not None and select.select([self._socket], [], [], 0)[0]:
+                data = self._socket.recv(1 << 16)
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                heard += [json.loads(line) for line in lines]
+                if not data:
+                    self.close()
+            return heard
+        self.close()
+        return heard
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the collector was there when this was used last."""
+        return self._socket is not None
+
     def close(self) -> None:
         """Hang up."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+            self._unread = b""

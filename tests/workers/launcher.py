@@ -21,11 +21,17 @@ GRACE = 5
 
 
 def launch(
-    case: str, folder: Path, world: int = 2, timeout: float = 60, worker: str = "tests.workers.failing"
+    case: str,
+    folder: Path,
+    world: int = 2,
+    timeout: float = 60,
+    worker: str = "tests.workers.failing",
+    sends_sigterm: bool = True,
 ) -> tuple[list[int | None], str, float]:
     """Exit codes by rank, what all ranks printed, seconds. A rank that outlives `timeout` is killed and has code None.
 
-    `worker`: the module whose `CASES[case](folder)` every rank runs.
+    `worker`: the module whose `CASES[case](folder)` every rank runs. `sends_sigterm`: to the other ranks when one has failed;
+    False: nothing is done to them, as by srun.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -36,16 +42,16 @@ def launch(
         child = context.Process(target=_child, args=(worker, case, str(folder), rank, world, port, str(logs[rank])))
         child.start()
         children.append(child)
-    hung = _watch(children, start + timeout)
+    hung = _watch(children, start + timeout, sends_sigterm)
     codes = [None if rank in hung else child.exitcode for rank, child in enumerate(children)]
     return codes, "".join(log.read_text() for log in logs), time.monotonic() - start
 
 
-def _watch(children: list[BaseProcess], deadline: float) -> set[int]:
+def _watch(children: list[BaseProcess], deadline: float, sends_sigterm: bool) -> set[int]:
     """Wait for all, as torchrun's agent does; the ranks that had to be killed at the deadline."""
     failed: float | None = None
     while any(child.is_alive() for child in children):
-        if any(child.exitcode not in (None, 0) for child in children):
+        if sends_sigterm and any(child.exitcode not in (None, 0) for child in children):
             failed = failed or time.monotonic()
             for child in children:
                 child.terminate()

@@ -107,12 +107,28 @@ def _stop(number: int) -> Callable[..., None]:
     return _only(number, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
+def _killed_on_gpus(number: int, folder: str) -> None:
+    """What NCCL's ranks see of one that is killed: nothing. The host stands at a line that reads a number from the GPU."""
+    from hf_dist import mesh
+    from hf_dist.watchdog.departure import Departure
+
+    mesh.device_is_busy = lambda ask: ask
+    Departure.grace = 3.0
+    try:
+        train(folder, hook=_forward(_only(number, lambda: os.kill(os.getpid(), signal.SIGKILL))))
+    except RuntimeError:  # gloo's, which NCCL has not
+        while True:
+            time.sleep(1.0)
+
+
 SAVES = dict(save_strategy="steps", save_steps=2)
 CASES: dict[str, Callable[[str], None]] = {
     "naps": _naps,
     "stops_rank_1": lambda folder: train(folder, hook=_forward(_stop(1)), ddp_timeout=8),
     "stops_rank_0": lambda folder: train(folder, hook=_forward(_stop(0)), ddp_timeout=8),
     "killed": lambda folder: train(folder, hook=_forward(_only(1, lambda: os.kill(os.getpid(), signal.SIGKILL)))),
+    "killed_listener_on_gpus": lambda folder: _killed_on_gpus(2, folder),
+    "killed_first_on_gpus": lambda folder: _killed_on_gpus(0, folder),
     "forward": lambda folder: train(folder, hook=_forward(_only(1, _fail))),
     "backward": lambda folder: train(folder, hook=_backward(_only(1, _fail))),
     "collate": lambda folder: train(folder, in_collate=lambda call: _only(1, _fail)() if call == 4 else None),
