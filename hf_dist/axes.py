@@ -3,7 +3,7 @@
     world = pp x dp_replicate x dp_shard x cp x tp        ranks are counted with tp innermost (neighbours), pp outermost
     shard = dp_shard x cp = edp x ep                      experts fold into the ranks that ZeRO shards over
 
-Pure arithmetic: no process group, no torch. `mesh.py` makes the groups; whoever needs to know who reads which rows, who
+Pure arithmetic: no process group, no torch. `groups.py` makes the groups; whoever needs to know who reads which rows, who
 holds which layers, or how many there are of them, asks an `Axes`.
 """
 

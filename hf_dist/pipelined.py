@@ -157,9 +157,8 @@ class Pipeline:
 
         cut.visits.make_readable = make_readable
         channels = make_channels(
-            mesh.axes.lines("pp"), ring=config.virtual_stages > 1, backend=mesh.backend, timeout=mesh.timeout
+            mesh.axes.lines("pp"), ring=config.virtual_stages > 1, rank=mesh.world.rank, group_of=mesh.groups.one_of
         )
-        mesh.lease.groups.extend(ends.group for ends in channels.values())
         self.transport = P2PTransport(channels, mesh.device)
         self.transport.connect()
         refuse_state_dict(sharded.model)

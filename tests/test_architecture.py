@@ -21,7 +21,10 @@ SIBLINGS = {"sharding", "tensor_parallel", "pipeline"}
 CONFIG_MAY_IMPORT = {"axes", "config", "errors"}
 HUGGING_FACE = {"transformers", "accelerate", "peft", "datasets", "evaluate", "trl"}
 MAY_IMPORT_HUGGING_FACE = {"bench", "hf", "cli"}
-MAY_COMMUNICATE = {"hf_dist/collectives.py", "hf_dist/mesh.py", "hf_dist/pipeline/p2p.py", "hf_dist/bench/wire.py"}
+MAY_COMMUNICATE = {
+    "hf_dist/collectives.py", "hf_dist/groups.py", "hf_dist/mesh.py", "hf_dist/rendezvous.py", "hf_dist/pipeline/p2p.py",
+    "hf_dist/bench/wire.py",
+}  # fmt: skip
 PEERS = "hf_dist/bench/engines/"
 """Other engines, which are what they are."""
 DCP = "torch.distributed.checkpoint"

@@ -43,7 +43,7 @@ from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.router_loss import cover_trl
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.launch import detect_launch
-from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, leave_agent_store
+from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, prepare_start, wait_for_job
 from hf_dist.pipelined import Example
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.placement import Placement
@@ -73,7 +73,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
         read = load_config(loop_config.named(dist_config, settings), launcher=settings)
         loop_config.take_accumulation(read.gradient_accumulation_steps, kwargs)
-        leave_agent_store()
+        prepare_start()
         super().__init__(*args, mixed_precision="no", **kwargs)
         watchdog.start(read.hf_dist.stall_report_seconds)
         read = loop_config.without_trainer(read, self.gradient_accumulation_steps)
@@ -176,6 +176,11 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     def engine_containing(self, part: nn.Module) -> Engine | None:
         """The engine of the model that `part` belongs to (a base model whose adapters were merged, say), or None."""
         return next((e for e in (*self.engines, *self.frozen) if any(m is part for m in e.model.modules())), None)
+
+    def end_training(self) -> None:
+        """accelerate's, which ends all process groups, when every rank is here and its GPU is done with them. Collective."""
+        wait_for_job()
+        super().end_training()
 
     # ------------------------------------------------------------------- prepare
 

@@ -28,7 +28,7 @@ from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
 from hf_dist.launch import detect_launch
 from hf_dist.log import say_once
-from hf_dist.mesh import leave_agent_store
+from hf_dist.mesh import prepare_start
 
 CONFIG_VARIABLE = "HF_DIST_CONFIG"
 _NOT_GIVEN: Any = None
@@ -95,7 +95,7 @@ class DistArgsMixin:
             raise ConfigError(problems + _more_problems(self, config, problems))
         config = _take_compile(self, config)
         _choose_hardware(self)
-        leave_agent_store()
+        prepare_start()
         super().__post_init__()  # type: ignore[misc]
         watchdog.start(config.hf_dist.stall_report_seconds)  # scripts tokenise and load before there is a mesh
         self._take_over(config)

@@ -13,10 +13,10 @@ holds a part of the GPU: see `waits_on_device`.
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from hf_dist import collectives
 from hf_dist.errors import ModelError
+from hf_dist.log import warn_once
 from hf_dist.pipeline.communication import Channel
 from hf_dist.pipeline.probe import TensorSpec
+from hf_dist.rendezvous import CONNECTIONS
 
 __all__ = ["ChannelEnds", "P2PTransport", "make_channels"]
 
@@ -42,21 +44,22 @@ class ChannelEnds:
 
 
 def make_channels(
-    rows: Sequence[Sequence[int]], *, ring: bool, backend: str, timeout: timedelta
+    rows: Sequence[Sequence[int]], *, ring: bool, rank: int, group_of: Callable[..., dist.ProcessGroup | None]
 ) -> dict[Channel, ChannelEnds]:
     """Channels that this process is an end of. Collective over the whole job: every process, the same `rows`.
 
     `rows`: the global ranks of every pipeline of the job, first stage first; `ring`: also from the last rank to the first
-    (several stages per rank).
+    (several stages per rank); `rank`: of this process; `group_of`: `GroupMaker.one_of`.
     """
     mine: dict[Channel, ChannelEnds] = {}
-    for row in rows:
-        size = len(row)
-        pairs = [(i, (i + 1) % size) for i in range(size if ring and size > 1 else size - 1)]
-        for source, target, kind in [(a, b, "F") for a, b in pairs] + [(b, a, "B") for a, b in pairs]:
-            group = dist.new_group(sorted((row[source], row[target])), timeout=timeout, backend=backend)
-            if dist.get_rank() in (row[source], row[target]):
-                mine[Channel(source, target, kind)] = ChannelEnds(group, row[source], row[target])
+    size = len(rows[0])
+    own = next(row for row in rows if rank in row)
+    pairs = [(i, (i + 1) % size) for i in range(size if ring and size > 1 else size - 1)]
+    for source, target, kind in [(a, b, "F") for a, b in pairs] + [(b, a, "B") for a, b in pairs]:
+        ends = [sorted((row[source], row[target])) for row in rows]
+        group = group_of(ends, f"{kind} {source}-{target}", kind="channel")
+        if group is not None:
+            mine[Channel(source, target, kind)] = ChannelEnds(group, own[source], own[target])
     return mine
 
 
@@ -93,6 +96,11 @@ class P2PTransport:
                     work.wait()
         if self.waits_on_device and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self.waits_on_device and os.environ.get(CONNECTIONS) == "1":
+            warn_once(
+                f"{CONNECTIONS}=1: all streams of a process share one queue of the GPU, so that a receive from another stage, "
+                "which waits there, holds up what comes after it. Unset it, or set it to 32, before the job starts."
+            )
 
     def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; see `runtime.Transport`. Raises `ModelError` when what is sent has other shapes than `key` had."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_dist.groups import GroupLease, GroupMaker
 from hf_dist.pipeline import (
     P2PTransport,
     ScheduleRun,
@@ -82,7 +83,8 @@ def worker(rank: int, world: int) -> list[list[tuple[float, float]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    channels = make_channels([list(range(world))], ring=True, backend="gloo", timeout=timedelta(seconds=60))
+    maker = GroupMaker(rank, "gloo", timedelta(seconds=60), GroupLease("none"), torch.device("cpu"))
+    channels = make_channels([list(range(world))], ring=True, rank=rank, group_of=maker.one_of)
     ids = torch.zeros(2, 3, dtype=torch.long)
     times = []
     for name, virtual in CASES:

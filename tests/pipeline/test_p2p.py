@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_dist.failure import lost_peer
+from hf_dist.groups import GroupLease, GroupMaker
 from hf_dist.pipeline import (
     Hooks,
     P2PTransport,
@@ -23,6 +24,8 @@ from hf_dist.pipeline import (
     probe,
 )
 from hf_dist.pipeline.actions import Schedule
+from hf_dist.pipeline.communication import Channel
+from hf_dist.pipeline.p2p import ChannelEnds
 from tests.harness import run_ranks
 from tests.pipeline.zoo import SEQ2SEQ, make_microbatches, make_model
 
@@ -43,6 +46,12 @@ class Order(Hooks):
         self.seen.append((stage, microbatch, is_last))
 
 
+def connect(rank: int, world: int, *, ring: bool, seconds: int) -> dict[Channel, ChannelEnds]:
+    """One pipeline of all ranks."""
+    maker = GroupMaker(rank, "gloo", timedelta(seconds=seconds), GroupLease("none"), torch.device("cpu"))
+    return make_channels([list(range(world))], ring=ring, rank=rank, group_of=maker.one_of)
+
+
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**batch).loss
 
@@ -60,7 +69,7 @@ def worker(rank: int, world: int, cases: list[tuple[str, str, int, int]]) -> lis
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    channels = make_channels([list(range(world))], ring=True, backend="gloo", timeout=timedelta(seconds=60))
+    channels = connect(rank, world, ring=True, seconds=60)
     results = []
     for family, name, virtual, count in cases:
         model, batches = make_model(family), make_microbatches(family, count)
@@ -134,7 +143,7 @@ def failing(rank: int, world: int) -> tuple[str, str]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    channels = make_channels([list(range(world))], ring=False, backend="gloo", timeout=timedelta(seconds=20))
+    channels = connect(rank, world, ring=False, seconds=20)
     model, batches = make_model("Llama"), make_microbatches("Llama", 3)
     found = probe(model, batches[0])
     staged = StagedModel(model, make_plan(found, (0, 2, 4)), (rank,))

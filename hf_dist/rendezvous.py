@@ -1,0 +1,180 @@
+"""How the ranks of one start find each other: a store of their own, an interface that the others reach, what CUDA reads first.
+
+What a rank asks of a store grows with the number of ranks on rank 0 only, where it is one key per rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_dist.errors import TopologyError
+from hf_dist.machine import ranks_here
+
+__all__ = [
+    "CONNECTIONS",
+    "DEFAULT_TIMEOUT",
+    "agree_on_port",
+    "interface_of",
+    "job_store",
+    "own_address",
+    "prepare_start",
+]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_ASK_AGAIN = timedelta(seconds=1)
+"""A rank that was started again has a new word; rank 0 looks for it that often, and the others for rank 0's."""
+_ELSEWHERE = "192.0.2.1"
+"""Of a network that is nobody's (RFC 5737): which interface leads away from this machine."""
+_SIOCGIFADDR = 0x8915
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def prepare_start() -> None:
+    """What comes before a process group, and before CUDA. Every rank calls it; it may be called again.
+
+    Raises `TopologyError` when the ranks do not find each other.
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_initialized():
+        # 8 unless told. With more streams, and each communicator is one, some share a queue of the hardware: what waits for
+        # another rank may then stand before what that rank waits for.
+        os.environ.setdefault(CONNECTIONS, "32")
+    _choose_interface()
+    _leave_agent_store()
+
+
+def _leave_agent_store() -> None:
+    """Let the ranks of this start meet in a store of their own.
+
+    torchrun keeps one store for all its restarts (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and groups that
+    are made after a restart read the addresses of processes that are gone. Nothing changes under other launchers.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world == 1 or dist.is_initialized():
+        return
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    port = agree_on_port(store, int(os.environ["RANK"]), world)
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+
+
+def agree_on_port(store: dist.Store, rank: int, world: int, patience: timedelta = DEFAULT_TIMEOUT) -> int:
+    """A free port of rank 0's machine, told through a store that may hold answers of an earlier start. Collective.
+
+    hello (a new word of each rank) -> offer (under that word: the round, which is rank 0's word, and the port) -> ack (of each
+    rank to the round) -> go (of the round). Whoever waits does so in the store, which answers once.
+    """
+    hello = uuid.uuid4().hex
+    deadline = time.monotonic() + patience.total_seconds()
+    if rank == 0:
+        port = _offer_port(store, hello, world, deadline)
+    else:
+        store.set(f"hf_dist/hello/{rank}", hello)
+        port = _take_port(store, hello, rank, deadline)
+    if port is None:
+        raise TopologyError(f"rank {rank} did not find the {world} ranks of this job within {patience}")
+    return port
+
+
+def _offer_port(store: Any, word: str, world: int, deadline: float) -> int | None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = int(free.getsockname()[1])
+    others = range(1, world)
+    hellos = [f"hf_dist/hello/{rank}" for rank in others]
+    offer = json.dumps([word, port])
+    while time.monotonic() < deadline:
+        if not _wait(store, hellos):
+            continue
+        # All of them each time: a rank 0 of the start before may still be there, and offers, too.
+        words = [found.decode() for found in store.multi_get(hellos)]
+        store.multi_set([f"hf_dist/offer/{found}" for found in words], [offer] * len(words))
+        if _wait(store, [f"hf_dist/ack/{word}/{rank}" for rank in others]):
+            store.set(f"hf_dist/go/{word}", "")
+            return port
+    return None
+
+
+def _take_port(store: dist.Store, hello: str, rank: int, deadline: float) -> int | None:
+    acknowledged = ""
+    while time.monotonic() < deadline:
+        if not _wait(store, [f"hf_dist/offer/{hello}"]):
+            continue
+        word, port = json.loads(store.get(f"hf_dist/offer/{hello}"))
+        if word != acknowledged:
+            acknowledged = word
+            store.set(f"hf_dist/ack/{word}/{rank}", "")
+        if _wait(store, [f"hf_dist/go/{word}"]):
+            return int(port)
+    return None
+
+
+def _wait(store: dist.Store, keys: list[str]) -> bool:
+    try:
+        store.wait(keys, _ASK_AGAIN)
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def job_store() -> dist.Store | None:
+    """The store through which the ranks of this job found each other; None before they did, or for one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_address() -> str:
+    """The address of this machine as the other ranks reach it: that of the interface towards rank 0."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return master if int(os.environ.get("RANK", "0")) == 0 else _address_towards(master)
+
+
+def _address_towards(host: str) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of a datagram socket: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _choose_interface() -> None:
+    """Have gloo use the interface towards the other machines, if there are any and nobody has said which one.
+
+    By itself it takes that of the host's name, which many systems call 127.0.1.1: a job that runs over NCCL then fails in what
+    it asks over gloo.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or ranks_here() >= int(os.environ.get("WORLD_SIZE", "1")):
+        return
+    with contextlib.suppress(OSError):
+        address = _address_towards(os.environ["MASTER_ADDR"])
+        if address.startswith("127."):  # rank 0's own name for itself
+            address = _address_towards(_ELSEWHERE)
+        name = interface_of(address)
+        if name:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this IPv4 address; "" where there is none, or not on Linux."""
+    try:
+        import fcntl
+
+        packed = socket.inet_aton(address)
+    except (ImportError, OSError):
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if found[20:24] == packed:
+                    return name
+    return ""
