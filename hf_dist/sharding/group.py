@@ -17,6 +17,7 @@ from torch import nn
 from hf_dist import collectives
 from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import ParallelMesh
+from hf_dist.offload.host import sent
 from hf_dist.offload.resting import Resident, Resting, Tier, opened
 from hf_dist.offload.storage import Storage
 from hf_dist.pages import in_huge_pages
@@ -402,12 +403,13 @@ class FlatGroup:
         handles = [collectives.all_reduce(row.axis, values, row.operation)]
         if not row.at_end:
             return collectives.Handle(handles, lambda: self.gradient.replace(values))
-        used = torch.tensor(self.window.used, dtype=torch.float32, device=values.device)
+        used = sent(torch.tensor(self.window.used, dtype=torch.float32), values.device)
         handles.append(collectives.all_reduce(row.axis, used, "sum"))
 
         def finish() -> None:
             self.gradient.replace(values)
-            self.window.used = (used > 0).tolist()
+            if not all(self.window.used):  # else nobody has more to tell, and the host need not wait for the answer
+                self.window.used = (used > 0).tolist()
 
         return collectives.Handle(handles, finish)
 

@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import hf_dist
 from hf_dist.engine import _to_device
+from hf_dist.mesh import MeshAxis
+from hf_dist.sharding.group_axes import Combination
 from tests.hf.test_arguments import CONFIG, arguments
 
 GPU = torch.device("cuda", 0)
@@ -27,6 +29,31 @@ class Forked(nn.Module):
     def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
         x = self.always(x)
         return (self.sometimes(x) if whole else x).square().sum()
+
+
+class Read(TorchFunctionMode):
+    """Tensors read into Python: for each the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_else_had_a_gradient_of_a_weight_of_two_stages_is_read_only_where_one_had_none(whole: bool) -> None:
+    model = Forked()
+    config = {"train_batch_size": 1}
+    engine = hf_dist.initialize(model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.backward(engine(torch.ones(1, 4), whole))
+    holders = Combination(MeshAxis("holders", 2, 0, None), "sum", at_end=True)
+    with Read() as read:
+        for group in engine.sharded.trainable_groups:
+            group.combine(holders).wait()
+    assert (read.count > 0) is not whole
 
 
 class MadeOnHost(TorchFunctionMode):

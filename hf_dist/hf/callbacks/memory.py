@@ -20,7 +20,7 @@ class MemoryCallback(LogCallback):
 
     On a GPU: the largest amount of memory held by tensors since the last log. On a CPU: the largest resident set of the
     process (weights, Python and libraries together) since the last log, or since its start where the kernel does not
-    let it be reset. One small collective over `dp` per log.
+    let it be reset. One all-reduce of a number over all ranks per log.
     """
 
     _keeps_peak = False
@@ -34,14 +34,19 @@ class MemoryCallback(LogCallback):
             reset_peak(self.engine.device)
 
     def values(self) -> dict[str, float | int]:
-        """The largest peak of all ranks and the rank that had it (the lowest of several). Collective over `dp`."""
+        """The largest peak of all ranks and the rank that had it (the lowest of several). Collective over world."""
         engine = self.engine
         assert engine is not None
-        peaks: list[int] = collectives.all_gather_object(engine.mesh.world, peak_nbytes(engine.device))
+        world = engine.mesh.world
+        # The rank in the lowest digits, counted from the last: of equal peaks the lowest rank's is the largest number.
+        number = torch.tensor(
+            [peak_nbytes(engine.device) * world.size + world.size - 1 - world.rank], device=engine.device
+        )
+        collectives.all_reduce(world, number, op="max").wait()
+        largest, from_last = divmod(int(number), world.size)
         if not self._keeps_peak:
             reset_peak(engine.device)
-        largest = max(peaks)
-        return {"memory_peak_gb": largest / 1e9, "memory_peak_rank": peaks.index(largest)}
+        return {"memory_peak_gb": largest / 1e9, "memory_peak_rank": world.size - 1 - from_last}
 
 
 def peak_nbytes(device: torch.device) -> int:
