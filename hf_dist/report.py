@@ -8,7 +8,9 @@ import torch
 
 from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
+from hf_dist.estimate.overhead import measured
 from hf_dist.estimate.state_bytes import OptimizerStates, States
+from hf_dist.network import describe
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated
@@ -36,6 +38,7 @@ def start_up_report(
             f"weights {weights}, gradients {grads}, optimizer state {optim}",
             *_small_groups(sharded, config),
         ],
+        **({"network": network} if (network := _network(sharded)) else {}),
         **({"pipeline": pipeline.describe()} if pipeline else {}),
         "batch": [_batch(batch)],
         "precision": _precision(sharded),
@@ -48,6 +51,22 @@ def start_up_report(
     for name, rows in parts.items():
         lines += [f"  {name if i == 0 else '':<9}  {row}" for i, row in enumerate(rows)]
     return "\n".join(lines)
+
+
+def _network(sharded: ShardedModel) -> list[str]:
+    """Machines and GPUs; what travels between them, and what is there beside tensors."""
+    mesh, precision = sharded.mesh, sharded.precision
+    lines = describe(mesh)
+    if len(set(mesh.hosts)) > 1 and precision.reduce == torch.float32 != precision.compute:
+        lines.append(
+            'gradients travel in float32; "communication_data_type": "bf16" halves what crosses between machines'
+        )
+    beside = measured(mesh.device)
+    if beside is not None:
+        lines.append(
+            f"{size_text(beside)} of the GPU are in use beside tensors (context, communicators, other programs)"
+        )
+    return lines
 
 
 def _small_groups(sharded: ShardedModel, config: DistConfig) -> list[str]:

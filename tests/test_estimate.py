@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from hf_dist.cli import app
 from hf_dist.config import load_config, resolve_without_trainer
+from hf_dist.estimate import overhead
 from hf_dist.estimate.activations import measure_activations, text_batch
 from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.planner import Planner, Workload
@@ -198,14 +200,15 @@ def plan_command(folder: Path, *arguments: str, data: dict[str, Any] | None = No
 
 
 def test_the_command_says_that_it_fits(tmp_path: Path) -> None:
-    result = plan_command(tmp_path, "--world-size", "2", "--device-memory", "1GB", "--host-memory", "1GiB/2")
+    result = plan_command(tmp_path, "--world-size", "2", "--device-memory", "3GB", "--host-memory", "1GiB/2")
     assert result.exit_code == 0, result.output
     for words in (
         "optimizer state",
         "activations",
         "logits and loss",
         "one checkpoint",
-        "of 1 GB: fits",
+        "of 3 GB: fits",
+        "CUDA's context, cuBLAS, NCCL",
         "one setting",
     ):
         assert words in result.output
@@ -214,7 +217,7 @@ def test_the_command_says_that_it_fits(tmp_path: Path) -> None:
 
 def test_the_command_suggests_configs_that_load_and_fit(tmp_path: Path) -> None:
     full = json.loads(plan_command(tmp_path, "--world-size", "2", "--json").output)
-    limit = int(full["device_peak"] * 0.7)
+    limit = int(full["device_peak"] * 0.7) + full["device_beside"]
     out = tmp_path / "fitting"
     result = plan_command(tmp_path, "--world-size", "2", "--device-memory", str(limit), "--suggest", str(out))
     assert result.exit_code == 0, result.output
@@ -229,6 +232,47 @@ def test_the_command_suggests_configs_that_load_and_fit(tmp_path: Path) -> None:
         micro = data.get("train_micro_batch_size_per_gpu")
         if micro is None:  # else --micro-batch of the helper above would say otherwise
             assert json.loads(again.output)["fits"], file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("world", "pipeline", "groups", "channels"),
+    [(1, {}, 0, 0), (8, {}, 4, 0), (8, {"stages": 2}, 6, 2), (8, {"stages": 4}, 6, 4)],
+)
+def test_what_a_gpu_needs_beside_tensors_counts_every_communicator(
+    world: int, pipeline: dict[str, Any], groups: int, channels: int
+) -> None:
+    config = resolved(config_of(1, "", **({"pipeline": pipeline} if pipeline else {})))
+    base = overhead.CONTEXT + overhead.WORKSPACES
+    more = groups * overhead.COMMUNICATOR + channels * overhead.CHANNEL
+    assert overhead.estimated(config, world) == base + more
+    assert overhead.estimated(config, world, base=7) == 7 + more, "a measured one takes the place of the estimate"
+
+
+def test_a_budget_of_the_whole_device_leaves_what_is_no_tensor() -> None:
+    with torch.device("meta"):
+        meta = llama()
+    config = resolved({**config_of(3, ""), "hf_dist": {"memory_budget": "auto"}})
+    one = Planner(meta, 2, Workload(MICRO, SEQ), 10**9).plan(config)
+    less = Planner(meta, 2, Workload(MICRO, SEQ), 10**9, lambda config: 10**9).plan(config)
+    assert one.states.kept_nbytes > less.states.kept_nbytes == 0
+    assert less.beside == 10**9 and less.device_need == less.device_peak + 10**9
+    assert less.over(Limits(device=10**9)) == less.device_peak
+
+
+def test_the_context_of_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overhead.measured_base() is None and overhead.measured(torch.device("cpu")) is None
+    matrix = torch.ones(1)
+    said = SimpleNamespace(stdout="100\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 11 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 20)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "ones", lambda *shape, **how: matrix)
+    monkeypatch.setattr(torch, "mm", lambda a, b: a)
+    monkeypatch.setattr(overhead.subprocess, "run", lambda *command, **how: said)
+    assert overhead.measured_base() == (1 << 30) - (2 << 20) - (100 << 20)
+    said.stdout = "[N/A]"
+    assert overhead.measured_base() is None
 
 
 @pytest.mark.parametrize("option", ["--device-memory", "--host-memory"])

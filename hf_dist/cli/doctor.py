@@ -107,6 +107,8 @@ def _installed() -> dict[str, str]:
 def _network() -> Iterable[tuple[str, str]]:
     import torch
 
+    from hf_dist import network
+
     yield (
         "interfaces",
         ", ".join(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else "unknown",
@@ -118,7 +120,9 @@ def _network() -> Iterable[tuple[str, str]]:
     yield "infiniband", ", ".join(sorted(p.name for p in adapters.iterdir())) if adapters.is_dir() else "none"
     count = torch.cuda.device_count()
     if count:
-        yield "nccl", ".".join(map(str, torch.cuda.nccl.version()))
+        yield "nccl", network.nccl_version()
+        yield "memory", network.allocator()
+        yield "queues", network.connections()
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         yield "GPU to GPU", f"{direct} of {len(pairs)} pairs reach each other's memory" if pairs else "one GPU"
@@ -143,7 +147,7 @@ def _test_group(rank: int, world: int) -> tuple[list[tuple[str, str]], list[str]
     """Rows for the table and problems, of one rank. Collective; ten seconds at most once all ranks are there."""
     import torch
 
-    from hf_dist import collectives
+    from hf_dist import collectives, network
     from hf_dist.mesh import build_mesh
 
     start = time.perf_counter()
@@ -153,6 +157,7 @@ def _test_group(rank: int, world: int) -> tuple[list[tuple[str, str]], list[str]
         reason = (str(error).splitlines() or ["?"])[0]
         return [], [f"rank {rank}: the {world} ranks did not find each other in {_RENDEZVOUS_SECONDS} s: {reason}"]
     rows = [("ranks", mesh.describe()), ("together after", f"{time.perf_counter() - start:.1f} s")]
+    rows += [("network" if number == 0 else "", line) for number, line in enumerate(network.describe(mesh))]
     if mesh.dp.size != world:
         return rows, [f"{mesh.dp.size} ranks found each other, {world} were started"]
     wrong: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,6 +69,7 @@ def plan(
     """
     from hf_dist.estimate.advice import suggest as cheapest
     from hf_dist.estimate.advice import try_each
+    from hf_dist.estimate.overhead import estimated, measured_base
     from hf_dist.estimate.planner import Planner, Workload
 
     limits = _limits(device_memory, host_memory, world_size)
@@ -75,7 +77,8 @@ def plan(
     resolved = _resolved(load_config(config), world_size, micro_batch, meta)
     micro = resolved.train_micro_batch_size_per_gpu
     assert isinstance(micro, int)
-    planner = Planner(meta, world_size, Workload(micro, seq), limits.device)
+    beside = functools.partial(estimated, world_size=world_size, base=measured_base())
+    planner = Planner(meta, world_size, Workload(micro, seq), limits.device, beside)
     now = planner.plan(resolved)
     tried = try_each(planner, resolved, limits)
     found = cheapest(planner, resolved, limits) if suggest is not None else []

@@ -81,7 +81,7 @@ def try_each(planner: Planner, config: DistConfig, limits: Limits) -> list[Tried
     """Every single change, the most helpful first: what leaves fewest bytes missing, then fewest on the device."""
     now = planner.plan(config)
     tried = list(_planned(planner, config, single_changes(planner, config), now))
-    return sorted(tried, key=lambda t: (t.plan.over(limits), t.plan.device_peak))
+    return sorted(tried, key=lambda t: (t.plan.over(limits), t.plan.device_need))
 
 
 def suggest(planner: Planner, config: DistConfig, limits: Limits, count: int = 3) -> list[Tried]:
@@ -107,7 +107,7 @@ def _planned(planner: Planner, config: DistConfig, changes: Iterable[Change], no
             plan = planner.plan(change.of(config))
         except HfDistError:  # a model that cannot be cut, say
             continue
-        yield Tried(change, plan, now.device_peak - plan.device_peak)
+        yield Tried(change, plan, now.device_need - plan.device_need)
 
 
 def _stage(stage: int) -> Change:

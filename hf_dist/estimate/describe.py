@@ -11,7 +11,7 @@ from hf_dist.sharding.placement import Stay
 from hf_dist.sizes import size_text
 
 _TIGHT = 0.9
-"""Share of a memory above which a fit is called tight: the CUDA context and fragments take some."""
+"""Share of a memory above which a fit is called tight: fragments take some."""
 
 
 def kept_units(plan: MemoryPlan) -> str:
@@ -28,6 +28,8 @@ def plan_table(plan: MemoryPlan) -> list[str]:
     rows = [(what, size_text(nbytes), kind) for what, nbytes, kind in plan.rows()]
     rows.append(("device, at rest", size_text(plan.states.nbytes.resident(Tier.DEVICE)), "exact"))
     rows.append(("device, peak", size_text(plan.device_peak), "estimate"))
+    if plan.beside:
+        rows.append(("CUDA's context, cuBLAS, NCCL", size_text(plan.beside), "rough estimate"))
     rows += [(what, size_text(n), "") for what, n in (("host", plan.host), ("disk", plan.disk)) if n]
     rows.append(("one checkpoint", size_text(plan.checkpoint), "of the job"))
     width, numbers = max(len(r[0]) for r in rows), max(len(r[1]) for r in rows)
@@ -41,7 +43,7 @@ def plan_table(plan: MemoryPlan) -> list[str]:
 
 def verdict(plan: MemoryPlan, limits: Limits) -> list[str]:
     """One line for each memory whose size is known."""
-    sums = [("device", plan.device_peak, limits.device)]
+    sums = [("device", plan.device_need, limits.device)]
     ranks = limits.ranks_per_machine
     sums.append((f"host ({ranks} rank{'s' if ranks > 1 else ''})", plan.host * ranks, limits.host))
     lines = []

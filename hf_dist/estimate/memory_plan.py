@@ -6,7 +6,8 @@ Exact: everything that rests between two steps (`state_bytes.py`). Estimated: th
     backward      resting + the block that is computed again + the most, as one unit follows the other, of
                   gathered weights + activations that are left + gradients on their way + reduced gradients
 
-Not counted: the CUDA context, the allocator's fragments, memory of other programs, and on the host the program itself.
+Beside tensors: what the context, cuBLAS and NCCL take of a GPU (`overhead.py`), where a plan is for GPUs. Not counted: the
+allocator's fragments, memory of other programs, and on the host the program itself.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class MemoryPlan:
     """The pipeline stage's rank; 0 without one."""
     problem: str = ""
     """Why there are no activations."""
+    beside: int = 0
+    """On the device, of what is no tensor."""
 
     @property
     def activations(self) -> int:
@@ -92,6 +95,11 @@ class MemoryPlan:
         return self.states.nbytes.resident(Tier.DEVICE) + max(loss, self.backward)
 
     @property
+    def device_need(self) -> int:
+        """What the device must have: the peak of tensors, and what is none."""
+        return self.device_peak + self.beside
+
+    @property
     def host(self) -> int:
         """On the host, of one rank."""
         return self.states.nbytes.resident(Tier.HOST) + (self.kept.host * self.in_flight if self.kept else 0)
@@ -103,7 +111,7 @@ class MemoryPlan:
 
     def over(self, limits: Limits) -> int:
         """Bytes that are missing, over all kinds of memory; 0 if it fits."""
-        missing = 0 if limits.device is None else max(0, self.device_peak - limits.device)
+        missing = 0 if limits.device is None else max(0, self.device_need - limits.device)
         if limits.host is not None:
             missing += max(0, self.host * limits.ranks_per_machine - limits.host)
         return missing
@@ -126,6 +134,7 @@ class MemoryPlan:
         return {
             "rows": [{"what": what, "bytes": nbytes, "kind": kind} for what, nbytes, kind in self.rows()],
             "device_peak": self.device_peak,
+            "device_beside": self.beside,
             "host": self.host,
             "disk": self.disk,
             "checkpoint": self.checkpoint,

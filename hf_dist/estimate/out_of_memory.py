@@ -13,6 +13,7 @@ import torch
 from hf_dist.estimate.advice import try_each
 from hf_dist.estimate.describe import plan_table, settings
 from hf_dist.estimate.memory_plan import Limits
+from hf_dist.estimate.overhead import measured
 from hf_dist.estimate.running import Running, planned_config, planner_for
 from hf_dist.sizes import size_text
 
@@ -84,7 +85,7 @@ def _planned(engine: Running, shape: Sequence[int] | None) -> list[str]:
     plan = planner.plan(config)
     limits = Limits()
     if engine.device.type == "cuda":
-        limits = Limits(device=torch.cuda.mem_get_info(engine.device)[1])
+        limits = Limits(device=torch.cuda.mem_get_info(engine.device)[1] - (measured(engine.device) or 0))
     found = settings(try_each(planner, config, limits), limits)[:NUM_SETTINGS]
     lines = [f"planned for microbatches of {micro} x {seq} tokens:", *_indented(plan_table(plan))]
     return [*lines, "what saves most:", *_indented(found or ["nothing that hf_dist has a setting for"])]

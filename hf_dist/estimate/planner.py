@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,22 +36,31 @@ class Workload:
 class Planner:
     """Plans for one model on a number of ranks, under one config or many; what does not change is measured once."""
 
-    def __init__(self, model: nn.Module, world_size: int, workload: Workload, device: int | None = None) -> None:
-        """`model` may be on meta; `world_size` counts all ranks; `device`: bytes that a rank has there, if known."""
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int,
+        workload: Workload,
+        device: int | None = None,
+        beside: Callable[[DistConfig], int] = lambda config: 0,
+    ) -> None:
+        """`model` may be on meta; `world_size` counts all ranks; `device`: bytes that a rank has there, if known; `beside`: how
+        many of them are no tensor's, under a config."""
         self.model = model
         self.world_size = world_size
         self.workload = workload
         self.device = device
+        self.beside = beside
         self._measured: dict[tuple[int, str], Activations | str] = {}
         self._splits: dict[tuple[int, Any], PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
         """The fullest rank under a resolved `config`, its `memory_budget` spent. Raises `ConfigError`, `ModelError`."""
         plans = [self.plan_rank(config, rank) for rank in range(config.pipeline.stages)]
-        budget = budget_nbytes(config, self.device)
+        budget = budget_nbytes(config, None if self.device is None else max(0, self.device - self.beside(config)))
         if budget is not None:
             plans = [p if p.problem else keep_within(p, budget) for p in plans]
-        return max(plans, key=lambda p: (p.device_peak, p.host))
+        return max(plans, key=lambda p: (p.device_need, p.host))
 
     def plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
         """One rank of a pipeline (0 without one) as it is without a `memory_budget`."""
@@ -82,6 +91,7 @@ class Planner:
             self._checkpoint_nbytes(states),
             pp_rank,
             "" if known else str(measured),
+            self.beside(config),
         )
 
     def _activations(self, config: DistConfig) -> Activations | str:

@@ -21,7 +21,7 @@ from hf_dist.estimate.state_bytes import PlannedUnit
 from hf_dist.sharding.placement import Placement, Stay
 
 AUTO_SHARE = 0.9
-"""Of the memory that "auto" finds: fragments, NCCL's buffers and kernels take some, and a plan is an estimate."""
+"""Of the memory that "auto" finds: fragments take some, and a plan is an estimate."""
 
 
 def has_budget(config: DistConfig) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_dist.config import BatchSizes, DistConfig
+from hf_dist.estimate.overhead import WORKSPACES
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.machine import free_nbytes
 from hf_dist.mesh import ParallelMesh
@@ -56,13 +57,14 @@ def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Plann
 
 
 def memory_of(engine: Running) -> int | None:
-    """Bytes that this rank may use on its device, those that it uses already included; None if nobody tells.
+    """Bytes that tensors of this rank may take on its device, those that are there included; None if nobody tells.
 
-    On a CPU the ranks of a machine share what is available.
+    Of a GPU without what the context and communicators hold by now, and without what cuBLAS will take. On a CPU the ranks of a
+    machine share what is available.
     """
     free = free_nbytes(engine.device)
     if free is None:
         return None
     if engine.device.type == "cuda":
-        return free + torch.cuda.memory_allocated(engine.device)
+        return max(0, free + torch.cuda.memory_allocated(engine.device) - WORKSPACES)
     return free + sum(engine.sharded.resident_nbytes().values())
