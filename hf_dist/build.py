@@ -28,6 +28,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.estimate.memory_budget import keep_by_budget
 from hf_dist.estimate.state_bytes import OptimizerStates
+from hf_dist.experts.low_rank import keep_adapters_low_rank
 from hf_dist.experts.router_loss import router_loss_for
 from hf_dist.log import say
 from hf_dist.loss import tiled_loss_for
@@ -167,6 +168,7 @@ def build_engine(
     if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
         example = example or Example(lambda: example_of(model))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
+    keep_adapters_low_rank(model)
     sharded = _shard(model, config, mesh, precision, cut, _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
