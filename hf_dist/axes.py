@@ -42,6 +42,9 @@ PATHS: Mapping[str, str] = {
 }
 """The key (or its name elsewhere) that sets a size, for messages."""
 
+RANKS_PER_MACHINE = 8
+"""At most, for plans of jobs of which nobody says more."""
+
 
 @dataclass(frozen=True)
 class Axes:

@@ -116,6 +116,12 @@ class TensorSlice:
                 tensor = torch.cat([tensor.narrow(dim, first, last - first) for first, last in some], dim)
         return tensor
 
+    def put(self, part: torch.Tensor, into: torch.Tensor) -> None:
+        """Write a tensor of `shape` to its places in a whole tensor: `take`, the other way round."""
+        flat = part.reshape(-1)
+        for box in self.boxes(0, self.numel):
+            into[box.index] = flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start)
+
     def in_whole(self, index: int) -> int:
         """The flattened index in the whole tensor of a flattened index in the slice."""
         if self.everything:

@@ -30,8 +30,10 @@ from hf_dist.estimate.memory_budget import keep_by_budget
 from hf_dist.estimate.state_bytes import OptimizerStates
 from hf_dist.experts.low_rank import keep_adapters_low_rank
 from hf_dist.experts.router_loss import router_loss_for
+from hf_dist.experts.spread import check_experts, expert_counts, spread_experts
 from hf_dist.log import say
 from hf_dist.loss import tiled_loss_for
+from hf_dist.machine import ranks_here
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
 from hf_dist.offload.storage import Storage, open_storage
 from hf_dist.optim.build import build_optimizer
@@ -79,7 +81,7 @@ def initialize(
     """
     failure.install()
     read = config if isinstance(config, DistConfig) else load_config(config)
-    mesh = mesh_for(read, device=device, timeout=timeout)
+    mesh = mesh_for(read, device=device, timeout=timeout, model=model)
     hidden_size = hidden_size_of(getattr(model, "config", None))
     on_gpu = mesh.device.type == "cuda"
     resolved = resolve_without_trainer(read, data_ranks=mesh.data.size, hidden_size=hidden_size, on_gpu=on_gpu)
@@ -94,14 +96,19 @@ def initialize(
 
 
 def mesh_for(
-    config: DistConfig, *, device: torch.device | str | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+    config: DistConfig,
+    *,
+    device: torch.device | str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    model: nn.Module | None = None,
 ) -> ParallelMesh:
-    """The mesh that `config` asks for. Every rank calls it; ranks whose configs differ are told so."""
+    """The mesh that `config` asks for, for `model` where it is known. Every rank calls it; ranks whose configs differ are told
+    so."""
     if config.compile.enabled and config.pipeline.stages > 1:
         reason = "is not available together with pipeline.stages above 1"
         raise ConfigError(Problem("compile.enabled", "true", reason, "Remove one of the two."))
     mesh = build_mesh(
-        axes=functools.partial(axes_of, config),
+        axes=functools.partial(axes_of, config, here=ranks_here(), experts=expert_counts(model) if model else ()),
         device=device,
         timeout=timeout,
         facts=_facts(config),
@@ -152,12 +159,16 @@ def build_engine(
     `make_optimizer=False`: whoever calls makes and attaches optimizer and schedule, also those that the config asks for.
     `example`: for a pipeline.
     """
+    if not isinstance(config.expert_parallel.autoep_size, int):
+        source = "auto <- the experts and the ranks of a machine"
+        config = config.replaced({"expert_parallel.autoep_size": (mesh.axes.size("ep"), source)})
     if not trainable:
         model.requires_grad_(False)
     else:
         steps_in_backward(config)  # refuses what cannot be, before weights are read
         # Before sharding: its hooks stay outside of what is recomputed, and a split model asks who recomputes.
         set_up_checkpointing(model, config)
+    check_experts(model, mesh)
     prepare_quantised(model)
     check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
@@ -168,6 +179,7 @@ def build_engine(
     if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
         example = example or Example(lambda: example_of(model))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
+    spread_experts(model, mesh)  # the stages were planned with the stock forward; nothing has been read yet
     keep_adapters_low_rank(model)
     sharded = _shard(model, config, mesh, precision, cut, _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:

@@ -270,6 +270,25 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
     return Handle([work], None if after == 1 else lambda: _divide(tensor, tensor, after), axis.lease)
 
 
+def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list[int], received: list[int]) -> Handle:
+    """Rows (first dimension) to the ranks of `axis`: `sent[r]` of `rows` to rank r, `received[r]` from it into `out`.
+
+    Both contiguous, in the order of the ranks; numbers may differ and be zero. Collective over `axis`. Sends what leaves
+    this rank. `rows` must stay untouched until `wait()`.
+    """
+    group = axis.group
+    if group is None:
+        out.copy_(rows)
+        return Handle([])
+    row = rows[:1].numel() * rows.element_size() if len(rows) else 0
+    _count("all_to_all", axis, (len(rows) - sent[axis.rank]) * row)
+    if _is_gloo(group) and rows.is_cuda:
+        given = rows.cpu()
+        return _through_host(out, lambda host: dist.all_to_all_single(host, given, received, sent, group=group))
+    work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
+    return Handle([work], lease=axis.lease)
+
+
 def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
     """Give every rank of `axis` the `tensor` of the rank with coordinate `source`, in place. Collective, blocking."""
     group = axis.group

@@ -10,6 +10,7 @@ from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
 from hf_dist.estimate.overhead import measured
 from hf_dist.estimate.state_bytes import OptimizerStates, States
+from hf_dist.experts.spread import exchanges
 from hf_dist.network import describe
 from hf_dist.pipelined import Pipeline
 from hf_dist.sharding.placement import Placement
@@ -37,6 +38,7 @@ def start_up_report(
             sharded.mesh.describe(),
             f"weights {weights}, gradients {grads}, optimizer state {optim}",
             *_small_groups(sharded, config),
+            *_experts(sharded),
         ],
         **({"network": network} if (network := _network(sharded)) else {}),
         **({"pipeline": pipeline.describe()} if pipeline else {}),
@@ -82,6 +84,21 @@ def _small_groups(sharded: ShardedModel, config: DistConfig) -> list[str]:
         f"DeepSpeed over all {mesh.dp.size}:",
         f"masters and optimizer state take {size_text(nbytes / size)} per rank instead of {size_text(nbytes / mesh.dp.size)}; "
         "remove the key to shard all over all ranks",
+    ]
+
+
+def _experts(sharded: ShardedModel) -> list[str]:
+    """Where tokens travel to experts."""
+    spread = exchanges(sharded.model)
+    if not spread:
+        return []
+    size, counts = sharded.mesh.axes.size("ep"), sorted({exchange.num_local for exchange in spread.values()})
+    kind = type(sharded.model.get_submodule(next(iter(spread)))).__name__
+    held = sum(slot.numel for g in sharded.groups if g.axes.parts is not None for slot in g.layout.slots)
+    here, whole = " or ".join(map(str, counts)), " or ".join(str(count * size) for count in counts)
+    return [
+        f"{here} of {whole} experts of {len(spread)} layers ({kind}) on each of {size} ranks, {scaled(held)} elements: tokens "
+        "travel to them, dropless"
     ]
 
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_dist.activation.host_copies import HostCopies, HostCopy
+from hf_dist.activation.tape import Tape
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.log import warn_once
@@ -45,6 +46,7 @@ class BlockCheckpoint:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, recomputed in backward."""
+        function = functools.partial(Tape().call, function)
         copies = self.host_copies
         if copies is None or not args or not isinstance(args[0], torch.Tensor):
             return checkpoint(function, *args, **self._passed, **kwargs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_dist.axes import RANKS_PER_MACHINE
 from hf_dist.config import (
     DistConfig,
     axes_of,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-RANKS_PER_MACHINE = 8
-"""At most, unless the host memory says otherwise."""
 _MICRO, _STEPS, _TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 Model = Annotated[str, typer.Option(help="A model folder, or an ID of the hub; only its config.json is read.")]
@@ -87,7 +86,7 @@ def plan(
         print(json.dumps(_as_dict(now, limits, tried, files), indent=2))
         return
     print(f"{model}: microbatches of {micro} x {seq} tokens, {world_size} ranks, {resolved.dtype}, {config}")
-    print(_text(now, limits, tried))
+    print(_text(now, limits, tried, planner.expert_lines(resolved)))
     if suggest is not None:
         for file, each in zip(files, found, strict=True):
             print(f"wrote {file}: {each.change.text or 'unchanged'}")
@@ -95,13 +94,14 @@ def plan(
             print("nothing fits: more ranks, shorter samples, or a smaller model")
 
 
-def _text(now: MemoryPlan, limits: Limits, tried: list[Tried]) -> str:
+def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str]) -> str:
     from hf_dist.estimate.describe import plan_table, settings, verdict
 
     where = f", pipeline rank {now.stage}" if now.states.config.pipeline.stages > 1 else ""
     parts = {
         f"per rank{where}": plan_table(now),
         "verdict": verdict(now, limits),
+        "experts": experts,
         "one setting": settings(tried, limits) or ["nothing that hf_dist has a setting for saves memory here"],
     }
     return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) for name, lines in parts.items() if lines)

@@ -23,6 +23,7 @@ from hf_dist.config.sections import (
     CsvMonitorConfig,
     DataTypesConfig,
     Dtype,
+    ExpertParallelConfig,
     Fp16Config,
     Frozen,
     HfDistSection,
@@ -84,6 +85,8 @@ class DistConfig(Frozen):
     """`activation_checkpointing`: what becomes of saved activations."""
     pipeline: PipelineConfig = PipelineConfig()
     """`pipeline`: layers shared out between groups of ranks."""
+    expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
+    """`expert_parallel`: experts spread over ranks."""
     tensorboard: TensorboardConfig = TensorboardConfig()
     """`tensorboard`: the training log in TensorBoard."""
     wandb: WandbConfig = WandbConfig()

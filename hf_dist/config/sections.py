@@ -224,6 +224,15 @@ class PipelineConfig(Frozen):
     """`pipeline.reshard_per_microbatch`: whether weights (stage 3) are freed and gradients (2, 3) reduced every microbatch."""
 
 
+class ExpertParallelConfig(Frozen):
+    """The `expert_parallel` section: the experts of a mixture spread over neighbouring ranks of those that ZeRO shards over."""
+
+    enabled: Flag = False
+    """`expert_parallel.enabled`: whether tokens travel to experts, instead of the weights of experts to tokens."""
+    autoep_size: CountOrAuto = 1
+    """`expert_parallel.autoep_size`: ranks that hold different experts; "auto": as many of a machine as divide the experts."""
+
+
 class TensorboardConfig(Frozen):
     """The `tensorboard` section: adds "tensorboard" to the Trainer's report_to."""
 

@@ -57,7 +57,7 @@ _TOP = {
     **rows("", "dataloader_drop_last", idle("use dataloader_drop_last of TrainingArguments", is_off)),
     **rows("", "sequence_parallel_size", later("Remove the key or set it to 1.", at_most_one)),
     **rows("", "data_parallel_size", idle("follows from the number of processes")),
-    **rows("", "use_data_before_expert_parallelism", idle("there is no expert parallelism", is_off)),
+    **rows("", "use_data_before_expert_parallelism", idle("experts fold into the ranks that ZeRO shards over", is_off)),
     **rows("timers", "throughput.enabled throughput.synchronized", idle("the log always has the throughput")),
     **rows("", "msamp", refused("is not supported", 'Remove the section; "bf16": {"enabled": true} is what there is.')),
     **rows("", "weight_quantization", refused("is not supported", "Remove the section.", lambda value: not value)),
@@ -172,6 +172,15 @@ _ZERO = {
 }
 
 _TP_SIZE = later("Remove the key or set it to 1.", at_most_one)
+_ONE_RANK_PER_EXPERT = later("Remove the key or set it to 1.", at_most_one)
+_ROUTER = refused(
+    "is decided by the model's own router", "Remove the key, or change the model's config.", is_any_of("auto", "none")
+)
+_ROUTER_BIAS = refused(
+    "is not supported: it would change the routing",
+    "Remove the key or set it to null; output_router_logits of the model turns its auxiliary loss on.",
+    is_off,
+)
 _NO_TP = idle("there is no tensor parallelism")
 _PARALLEL = {
     **rows("pipeline", "partition", moved("pipeline.partition_method")),
@@ -183,16 +192,23 @@ _PARALLEL = {
     **rows("tensor_parallel", "injection_policy_tuple", refused("is not supported", _REMOVE)),
     **rows("tensor_parallel", "replace_with_kernel_inject", refused("is for inference only", _REMOVE)),
     **rows("tensor_parallel", "kernel_inject", moved("tensor_parallel.replace_with_kernel_inject")),
-    **rows("expert_parallel", "enabled", later('Remove the section or set "enabled" to false.')),
+    **rows("expert_parallel", "expert_tensor_parallel_size", _ONE_RANK_PER_EXPERT),
+    **rows("expert_parallel", "load_balance_coeff", _ROUTER_BIAS),
     **rows(
         "expert_parallel",
-        "autoep_size expert_tensor_parallel_size validate_folding_routing preset_model moe_layer_pattern "
-        "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply "
-        "combine_impl num_expert_groups num_limited_groups score_func top_k load_balance_coeff "
-        "routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts "
-        "shared_experts_pattern shared_experts_gate_pattern",
-        _SECTION_OFF,
+        "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 num_experts_attr "
+        "top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern",
+        idle("experts are found by their structure"),
     ),
+    **rows(
+        "expert_parallel",
+        "route_norm route_scale score_apply score_func top_k num_expert_groups num_limited_groups routed_scaling_factor",
+        _ROUTER,
+    ),
+    **rows(
+        "expert_parallel", "use_grouped_mm disable_triton_grouped_mm", idle("use experts_implementation of the model")
+    ),
+    **rows("expert_parallel", "combine_impl validate_folding_routing", _PERFORMANCE),
 }
 
 _SERVICES = {

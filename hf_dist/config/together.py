@@ -82,6 +82,11 @@ _NEEDS = (
         lambda config: config.pipeline.stages > 1,
         "the model is one pipeline stage",
     ),
+    Needs(
+        ("expert_parallel.autoep_size",),
+        lambda config: config.expert_parallel.enabled,
+        "expert_parallel.enabled is false",
+    ),
     Needs(("compile.backend",), lambda config: config.compile.enabled, "compile.enabled is false"),
     Needs(
         ("pipeline.schedule",),

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist.activation.checkpoint import asks_for_checkpointing
+from hf_dist.axes import RANKS_PER_MACHINE, Axes
 from hf_dist.config import DistConfig, axes_of, settled
 from hf_dist.errors import HfDistError
 from hf_dist.estimate.activations import Activations, measure_activations, text_batch
+from hf_dist.estimate.expert_traffic import advice, choices
 from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.residency import budget_nbytes, keep_within
 from hf_dist.estimate.state_bytes import States
+from hf_dist.experts.spread import expert_counts
 from hf_dist.pipeline import make_schedule, plan_stages, simulate
 from hf_dist.pipeline.planned_split import PlannedSplit
 
@@ -51,6 +55,7 @@ class Planner:
         self.workload = workload
         self.device = device
         self.beside = beside
+        self._num_experts = expert_counts(model)
         self._measured: dict[tuple[int, str], Activations | str] = {}
         self._splits: dict[tuple[int, Any], PlannedSplit] = {}
 
@@ -64,7 +69,8 @@ class Planner:
 
     def plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
         """One rank of a pipeline (0 without one) as it is without a `memory_budget`."""
-        stages, shards = config.pipeline.stages, axes_of(config, self.world_size).size("shard")
+        axes = self._axes(config)
+        stages = config.pipeline.stages
         names: frozenset[str] | None = None
         paths: frozenset[str] | None = None
         holders: dict[str, Any] = {}
@@ -80,7 +86,9 @@ class Planner:
             schedule = make_schedule(config.pipeline.schedule, stages, count, config.pipeline.virtual_stages)
             in_flight = max(simulate(schedule).in_flight[s] for s in mine)
             is_last = split.num_stages - 1 in mine
-        states = States.of_model(self.model, config, num_shards=shards, names=names, holders=holders)
+        states = States.of_model(
+            self.model, config, num_shards=axes.size("shard"), ep=axes.size("ep"), names=names, holders=holders
+        )
         measured = self._activations(config)
         known = isinstance(measured, Activations)
         return MemoryPlan(
@@ -93,6 +101,24 @@ class Planner:
             "" if known else str(measured),
             self.beside(config),
         )
+
+    def expert_lines(self, config: DistConfig) -> list[str]:
+        """What the experts of the model cost on the wire at every `ep` that there may be; empty without experts."""
+        axes = self._axes(config)
+        tokens = (settled(config.train_micro_batch_size_per_gpu) or self.workload.micro) * self.workload.seq
+        rows = choices(
+            self.model,
+            config,
+            shard=axes.size("shard"),
+            here=min(self.world_size, RANKS_PER_MACHINE),
+            tokens=tokens,
+            recomputed=self.workload.checkpointing or asks_for_checkpointing(config)[0],
+        )
+        return advice(rows, axes.size("ep"), tokens)
+
+    def _axes(self, config: DistConfig) -> Axes:
+        here = min(self.world_size, RANKS_PER_MACHINE)
+        return axes_of(config, self.world_size, here=here, experts=self._num_experts)
 
     def _activations(self, config: DistConfig) -> Activations | str:
         micro = settled(config.train_micro_batch_size_per_gpu) or self.workload.micro

@@ -12,6 +12,7 @@ from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.machine import free_nbytes
 from hf_dist.mesh import ParallelMesh
 from hf_dist.pipeline.meta import meta_twin
+from hf_dist.sharding.held import mark_cut
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -50,6 +51,8 @@ def planned_config(engine: Running, micro: int) -> DistConfig:
 def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Planner:
     """A planner for the engine's model as it is: `micro` samples of `seq` tokens, or (args, kwargs) of its own."""
     whole = meta_twin(engine.sharded.whole)
+    for twin, param in zip(whole.parameters(), engine.sharded.whole.parameters(), strict=True):
+        mark_cut(twin, param)
     checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
     return Planner(
         whole, engine.mesh.world.size, Workload(micro, seq, checkpointing, arguments or None), memory_of(engine)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_dist.config import DistConfig, settled
+from hf_dist.experts.spread import expert_slices
 from hf_dist.offload.nvme import disk_nbytes
 from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
@@ -195,12 +196,14 @@ class States:
         *,
         num_shards: int,
         rank: int = 0,
+        ep: int = 1,
         names: frozenset[str] | None = None,
         holders: Mapping[str, Any] | None = None,
     ) -> States:
         """Those of a model that may be on meta, with a resolved config, on `rank` of `num_shards`. Nothing is allocated.
 
-        `names`: parameters of this rank's pipeline stages (None: all); `holders`: of those, what other stages hold, too.
+        `ep`: ranks, of those, that hold different experts; `names`: parameters of this rank's pipeline stages (None: all);
+        `holders`: of those, what other stages hold, too.
         """
         zero = config.zero_optimization
         placements, precision = placements_for(config), precision_for(config, model)
@@ -208,16 +211,23 @@ class States:
         leaf = (zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes)
         units = []
         modules = find_unit_modules(model, leaf)
+        slices, spread = expert_slices(model, ep, rank % ep), object()
+
+        def row(name: str) -> object:
+            return spread if name in slices else (holders or {}).get(name)
+
         for path, members in unit_members(model, modules).items():
             named = [(n, p) for n, p in members if names is None or n in names]
             groups = []
-            for together in travel_together(named, precision, (holders or {}).get):
+            for together in travel_together(named, precision, row):
                 name, first = together[0]
                 dtype = precision.compute_dtype(name, first.dtype)
-                layout = FlatLayout.pack([(n, held_slice(p)) for n, p in together], num_shards)
+                apart = ep if name in slices else 1
+                held = [(n, slices.get(n) or held_slice(p)) for n, p in together]
+                layout = FlatLayout.pack(held, num_shards // apart)
                 at_rest = plan_at_rest(
                     layout,
-                    rank,
+                    rank // apart,
                     first.requires_grad,
                     dtype,
                     placements=placements,

@@ -122,6 +122,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         self._example_loader: Any = None
         self.timeout: timedelta = DEFAULT_TIMEOUT
         self._mesh: ParallelMesh | None = None
+        self._first_model: nn.Module | None = None  # that a loop of one's own has prepared
         self._may_reduce = True
         self._micro_batch: int | None = None
         """Rows per rank and batch of the loader that a loop of one's own trains with, once it is known."""
@@ -146,7 +147,8 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     def mesh(self) -> ParallelMesh:
         """Axes and groups; made at the first use, by all ranks."""
         if self._mesh is None:
-            self._mesh = mesh_for(self.dist_config, device=self.device, timeout=self.timeout)
+            model = self.own_model or self._first_model
+            self._mesh = mesh_for(self.dist_config, device=self.device, timeout=self.timeout, model=model)
         return self._mesh
 
     @property
@@ -212,6 +214,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             set_up_checkpointing(model, self.dist_config)  # a second `train()` has used HF's switch again
         else:
             trainable = not evaluation_mode or model is self.own_model
+            self._first_model = self._first_model or model
             config = self._config_for(model)
             refuse_prompt_learning(model)
             with inactive_adapters_trainable(model) if trainable else nullcontext():
@@ -231,7 +234,8 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             cover_trl(engine)
             self._give_no_sync(model)
             (self.engines if trainable else self.frozen).append(engine)
-            if engine.sharded.placements.params is Placement.SHARD and self.mesh.shard.size > 1:
+            shares = engine.sharded.placements.params is Placement.SHARD and self.mesh.shard.size > 1
+            if shares or self.mesh.axes.size("ep") > 1:
                 # HF's `generate` then keeps all ranks in step until the longest is done.
                 for module in containers(model, engine.sharded.units):
                     module.__dict__["_is_fsdp_managed_module"] = True

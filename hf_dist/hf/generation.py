@@ -37,8 +37,10 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
     engine = reference()
     if engine is None:
         return generate(model, *args, **kwargs)
+    # Tokens travel to experts in every forward: a rank that is done must go on for the others.
+    spread = engine.mesh.axes.size("ep") > 1
     if all(group.pins and group.fresh for group in engine.sharded.groups):  # in a block that gathered everything
-        return generate(model, *args, **{**kwargs, "synced_gpus": False})
+        return generate(model, *args, **{**kwargs, "synced_gpus": spread})
     needed = sum(g.layout.numel * g.full.element_size() for g in engine.sharded.groups if not g.resident)
     if not _fits(engine, needed):
         say_once(
@@ -48,7 +50,7 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
         return generate(model, *args, **{**kwargs, "synced_gpus": True})
     with gathered(engine.model):
         # No rank waits for another inside: one that is done need not go on for the others.
-        return generate(model, *args, **{**kwargs, "synced_gpus": False})
+        return generate(model, *args, **{**kwargs, "synced_gpus": spread})
 
 
 def _fits(engine: Engine, needed: int) -> bool:

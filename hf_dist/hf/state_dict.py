@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.engine import Engine
-from hf_dist.sharding.full_params import full_tensors, load_full_tensor, unsharded
+from hf_dist.sharding.full_params import load_full_tensor, unsharded, whole_tensors
 from hf_dist.sharding.runtime import ShardedModel
 
 _LOADING: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -60,7 +60,7 @@ def part_state_dict(engine: Engine, part: nn.Module, keep: bool = True) -> dict[
     for group in engine.sharded.groups:
         if not any(id(p) in names for p in group.params):
             continue
-        for param, (_, tensor) in zip(group.params, full_tensors(group), strict=True):
+        for param, (_, tensor) in zip(group.params, whole_tensors(group), strict=True):
             if keep and id(param) in names:
                 state.update(dict.fromkeys(names[id(param)], tensor.detach().to("cpu", copy=True)))
     return {name: value.detach().cpu() for name, value in state.items()} if keep else {}
@@ -71,11 +71,12 @@ def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     pp = engine.mesh.pp
     for stage in range(pp.size):
         groups = [g for g in engine.sharded.groups if g.axes.is_first_holder]
-        assert all(s.held.everything for g in groups for s in g.layout.slots), "slices must be joined over their ranks"
         rows = [
-            (s.name, s.shape, dtype) for g in groups for s, dtype in zip(g.layout.slots, g.loaded_dtypes, strict=True)
+            (s.name, s.held.whole, dtype)
+            for g in groups
+            for s, dtype in zip(g.layout.slots, g.loaded_dtypes, strict=True)
         ]
-        own = (tensor for group in groups for _, tensor in full_tensors(group))
+        own = (tensor for group in groups for _, tensor in whole_tensors(group))
         for name, shape, dtype in collectives.broadcast_object(pp, rows, stage):
             tensor = next(own) if stage == pp.rank else torch.empty(shape, dtype=dtype, device=engine.device)
             if pp.size > 1:
@@ -100,7 +101,10 @@ def loading(engine: Engine) -> Iterator[None]:
         for name, param in module.named_parameters(remove_duplicate=False):
             if name in state and id(param) in own:
                 group, index = own[id(param)]
-                load_full_tensor(group, group.layout.slots[index], state[name])
+                slot = group.layout.slots[index]
+                load_full_tensor(group, slot, state[name])
+                if not slot.held.everything and isinstance(state, dict):  # what the parameter in memory takes
+                    state[name] = slot.held.take(state[name])
 
     handle = engine.model.register_load_state_dict_pre_hook(keep)
     _LOADING.add(engine)

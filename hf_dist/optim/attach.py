@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.offload.host import threads
@@ -94,7 +93,7 @@ class FragmentedOptimizer:
             if fragment is not None:
                 own.append(fragment)
                 if state:
-                    self.optimizer.state[fragment.tensor] = {k: _cut(k, v, p, fragment) for k, v in state.items()}
+                    self.optimizer.state[fragment.tensor] = {k: _cut(k, v, fragment) for k, v in state.items()}
         group["params"] = [f.tensor for f in own]
         self.param_names.append(names)
         return own
@@ -268,14 +267,15 @@ class FragmentedOptimizer:
             group.update(options)
 
 
-def _cut(key: str, value: Any, param: nn.Parameter, fragment: Fragment) -> Any:
+def _cut(key: str, value: Any, fragment: Fragment) -> Any:
     """The fragment's part of a state tensor that is shaped like its parameter; anything else as it is."""
-    # torch's own step counter is 0-dimensional, and so may be a parameter: only the name tells them apart.
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == "step":
-        return value
     slot = fragment.group.layout.slots[fragment.index]
+    whole = torch.Size(slot.held.whole)
+    # torch's own step counter is 0-dimensional, and so may be a parameter: only the name tells them apart.
+    if not isinstance(value, torch.Tensor) or value.shape != whole or key == "step":
+        return value
     first = fragment.group.resting[0] + fragment.start - slot.offset
-    part = value.detach().reshape(-1)[first : first + fragment.stop - fragment.start]
+    part = slot.held.take(value.detach()).reshape(-1)[first : first + fragment.stop - fragment.start]
     return part.to(fragment.tensor.device, torch.float32, copy=True)
 
 

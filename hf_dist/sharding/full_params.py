@@ -17,7 +17,7 @@ from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.prepared import OWNER
 
-__all__ = ["full_gradient", "full_tensors", "gathered"]
+__all__ = ["full_gradient", "full_tensors", "gathered", "whole_tensors"]
 
 
 @contextmanager
@@ -84,7 +84,10 @@ def unsharded(
 def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
     """Make the full weights of one rank everyone's. Collective over dp, and over the stages that hold the group."""
     source = group.mesh.axes.coordinate("dp", modifier_rank)
-    collectives.broadcast(group.mesh.dp, group.full, source)
+    # Over the ranks that hold these very elements; of other slices the rank that stands there as the modifier does.
+    copies = [row.axis for row in group.axes.then if not row.at_end]
+    for axis in (group.axes.shard, *copies):
+        collectives.broadcast(axis, group.full, group.mesh.axes.coordinate(axis.name, modifier_rank))
     for holders in (row.axis for row in group.axes.then if row.at_end):
         # Copies on several stages stay equal: theirs who wrote, the first stage's if several did.
         wrote = torch.tensor([changed], dtype=torch.int32, device=group.mesh.device)
@@ -148,6 +151,21 @@ def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
         collectives.all_gather(group.axes.shard, full).wait()
     for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True):
         yield slot, full[slot.offset : slot.stop].view(slot.shape).to(dtype)
+
+
+def whole_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
+    """`full_tensors`, those that are cut joined to what files have. Collective over the group's shard axis and its parts."""
+    parts = group.axes.parts
+    for slot, tensor in full_tensors(group):
+        if parts is None or parts.size == 1:
+            yield slot, tensor
+            continue
+        whole = tensor.new_zeros(slot.held.whole)
+        for rank, held in enumerate(collectives.all_gather_object(parts, slot.held)):
+            part = tensor.contiguous() if rank == parts.rank else tensor.new_empty(held.shape)
+            collectives.broadcast(parts, part.view(-1).view(torch.uint8), rank)
+            held.put(part, whole)
+        yield slot, whole
 
 
 def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> None:

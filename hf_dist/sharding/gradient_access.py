@@ -48,9 +48,11 @@ class GroupAccess:
         slot = group.layout.slots[index]
         start, stop = group.fragment(slot)
         own = group.grad[start:stop]
-        if group.resting != (0, group.layout.numel) or group.mesh.model.size > 1:
+        axes, shares = group.axes, group.resting != (0, group.layout.numel)
+        if shares or axes.parts is not None or group.mesh.model.size > 1:
             # A loop over the parameters of a pipeline's rank sees those of its stages: its norms would be of a part.
-            axis = group.axes.shard if group.mesh.model.size == 1 else None
+            axis = (axes.whole or axes.shard) if shares else axes.parts
+            axis = axis if group.mesh.model.size == 1 else None
             return GradientShard.of(own, torch.Size(slot.shape), axis, slot.name)
         alone = group.mesh.world.size == 1
         return None if alone and not group.window.used[index] else own.view(slot.shape)

@@ -380,7 +380,7 @@ class FlatGroup:
         return self.window.begin_backward(reduces, self.dtype)
 
     def reduce(self) -> collectives.Handle:
-        """Start the mean of the window's gradient over `axes.shard`; it is added to `grad` when the handle completes.
+        """Start the mean of the window's gradient over the data ranks; it is added to `grad` when the handle completes.
 
         Collective over `axes.shard`, in the same order on every rank. A parameter without a gradient contributes zeros.
         """
@@ -392,7 +392,8 @@ class FlatGroup:
         else:
             out = in_huge_pages(torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device))
             handle = collectives.reduce_scatter(self.axes.shard, full, out)
-        return collectives.Handle([handle], lambda: self.gradient.add(out))
+        divisor = self.axes.divisor
+        return collectives.Handle([handle], lambda: self.gradient.add(out if divisor == 1 else out.mul_(1 / divisor)))
 
     def combine(self, row: Combination) -> collectives.Handle:
         """Start what one row of `axes.then` does to the window's gradient. Collective over its axis, once per window.

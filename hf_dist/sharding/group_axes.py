@@ -3,15 +3,17 @@
     weights                          sharded over    then, once per window
     dense                            shard           mean over dp_replicate (HSDP)
     held by several pipeline stages  shard           the same, then the sum over their holders
+    experts, cut along ep            edp             as dense
 
-A gradient is reduced to its shards by the mean over `shard` in every reduction; what follows in the row happens when the
-gradient of the window is there. An axis of one rank does nothing and is left out.
+A gradient is reduced to its shards by the mean over the group's shard axis in every reduction; what follows in the row happens
+when the gradient of the window is there. An axis of one rank does nothing and is left out. Experts have already added up what
+the tokens of all ranks of `ep` ask of them, so their mean over `edp` is divided by `ep` to be one over `shard`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hf_dist.mesh import MeshAxis, ParallelMesh
@@ -20,6 +22,22 @@ Operation = Literal["mean", "sum"]
 
 DENSE: tuple[tuple[str, Operation], ...] = (("dp_replicate", "mean"),)
 """Axes of the mesh for the weights of every layer that is whole on its ranks."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What it means for a group that its parameters are cut along an axis, whose ranks hold the other slices."""
+
+    shard: str
+    """The axis that each slice is sharded over."""
+    whole: str
+    """The view whose ranks hold all slices between them, each of its shards once."""
+    added_up: bool
+    """Whether a slice's gradient holds what every rank of the axis asks of it."""
+
+
+CUTS: Mapping[str, Cut] = {"ep": Cut("edp", whole="shard", added_up=True)}
+"""By the axis."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +59,12 @@ class GroupAxes:
     """Weights, gradients and states are sharded over it, as their placement says."""
     then: tuple[Combination, ...] = ()
     """One after the other, each with more than one rank; those `at_end` come last."""
+    parts: MeshAxis | None = None
+    """Whose ranks hold the other slices of the parameters; None where they are whole."""
+    whole: MeshAxis | None = None
+    """Whose ranks hold all slices of the parameters and their shards between them; None where that is `shard`."""
+    divisor: int = 1
+    """Of the mean over `shard`."""
 
     @property
     def owns(self) -> bool:
@@ -53,14 +77,19 @@ class GroupAxes:
         return all(row.axis.rank == 0 for row in self.then if row.at_end)
 
 
-def axes_by_name(mesh: ParallelMesh, holders: Mapping[str, MeshAxis] | None = None) -> Callable[[str], GroupAxes]:
+def axes_by_name(
+    mesh: ParallelMesh, holders: Mapping[str, MeshAxis] | None = None, cuts: Mapping[str, str] | None = None
+) -> Callable[[str], GroupAxes]:
     """The axes of every parameter, by its name: one object for those that may share a group.
 
-    `holders`: parameters that other pipeline stages hold, too, and over which ranks.
+    `holders`: parameters that other pipeline stages hold, too, and over which ranks; `cuts`: those that are cut, and along
+    which axis.
     """
     dense = _row(mesh)
-    rows = {id(axis): _row(mesh, axis) for axis in (holders or {}).values()}
-    own = {name: rows[id(axis)] for name, axis in (holders or {}).items()}
+    held = {id(axis): _row(mesh, axis) for axis in (holders or {}).values()}
+    own = {name: held[id(axis)] for name, axis in (holders or {}).items()}
+    cut = {along: _cut_row(mesh, along) for along in set((cuts or {}).values())}
+    own.update({name: cut[along] for name, along in (cuts or {}).items()})
     return lambda name: own.get(name, dense)
 
 
@@ -69,3 +98,9 @@ def _row(mesh: ParallelMesh, holders: MeshAxis | None = None) -> GroupAxes:
     if holders is not None:
         then.append(Combination(holders, "sum", at_end=True))
     return GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1))
+
+
+def _cut_row(mesh: ParallelMesh, along: str) -> GroupAxes:
+    cut, parts = CUTS[along], mesh.views[along]
+    divisor = parts.size if cut.added_up else 1
+    return replace(_row(mesh), shard=mesh.views[cut.shard], parts=parts, whole=mesh.views[cut.whole], divisor=divisor)

@@ -14,9 +14,10 @@ from torch import nn
 from hf_dist.boxes import TensorSlice
 from hf_dist.sharding.guard import LAZY
 
-__all__ = ["HELD", "held_slice", "keep_slice"]
+__all__ = ["HELD", "cut_along", "held_slice", "keep_slice", "mark_cut"]
 
 HELD = "_hf_dist_held"
+_ALONG = "_hf_dist_cut_along"
 
 
 def held_slice(tensor: torch.Tensor) -> TensorSlice:
@@ -25,8 +26,24 @@ def held_slice(tensor: torch.Tensor) -> TensorSlice:
     return TensorSlice.all(tensor.shape) if held is None else held
 
 
-def keep_slice(param: nn.Parameter, held: TensorSlice) -> None:
-    """Cut `param` to `held`, in place and before the model is sharded. Local; a lazy parameter stays in its file."""
+def cut_along(param: nn.Parameter) -> str:
+    """The axis whose ranks have the other slices of the stored parameter; empty for one that is whole on every rank."""
+    along: str = getattr(param, _ALONG, "")
+    return along
+
+
+def mark_cut(param: nn.Parameter, like: nn.Parameter) -> None:
+    """Note on `param`, of the same shape, that it is the slice that `like` is: a twin without memory, say. Local."""
+    for name in (HELD, _ALONG):
+        if hasattr(like, name):
+            setattr(param, name, getattr(like, name))
+
+
+def keep_slice(param: nn.Parameter, held: TensorSlice, along: str = "") -> None:
+    """Cut `param` to `held`, in place and before the model is sharded. Local; a lazy parameter stays in its file.
+
+    `along`: the axis (`axes.py`) whose ranks hold the other slices.
+    """
     assert tuple(param.shape) == held.whole, (param.shape, held)
     lazy: Any = getattr(param, LAZY, None)
     if lazy is not None:
@@ -34,3 +51,4 @@ def keep_slice(param: nn.Parameter, held: TensorSlice) -> None:
     else:
         param.data = held.take(param.data)
     setattr(param, HELD, held)
+    setattr(param, _ALONG, along)

@@ -17,6 +17,7 @@ from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import axes_by_name
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
+from hf_dist.sharding.held import cut_along
 from hf_dist.sharding.in_flight import InFlightLimits
 from hf_dist.sharding.passes import Passes
 from hf_dist.sharding.pipeline_share import PipelineShare
@@ -55,7 +56,8 @@ class ShardedModel:
         self.limits = limits or InFlightLimits()
         self.pipeline = pipeline
         self.storage = storage or Storage(mesh.device)
-        axes = axes_by_name(mesh, pipeline.holders if pipeline else None)
+        cuts = {name: along for name, p in model.named_parameters() if (along := cut_along(p))}
+        axes = axes_by_name(mesh, pipeline.holders if pipeline else None, cuts)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes)
         self.root = self.units[0]
         self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.limits.reduce)

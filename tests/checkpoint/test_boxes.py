@@ -57,6 +57,9 @@ def test_a_slice_is_what_indexing_gives_and_its_boxes_are_its_intervals(held: Te
         kept = kept.index_select(dim, torch.tensor([i for a, b in ranges for i in range(a, b)], dtype=torch.int64))
     assert kept.shape == held.shape
     assert torch.equal(held.take(whole), kept)
+    back = torch.zeros_like(whole)
+    held.put(torch.cat([torch.zeros(3, dtype=kept.dtype), kept.reshape(-1)])[3:].view(held.shape), back)  # a view
+    assert torch.equal(held.take(back), kept)
     assert [held.in_whole(i) for i in range(held.numel)] == kept.reshape(-1).tolist()
     start, stop = interval_of(held.numel, data)
     found = torch.full((stop - start,), -1)

@@ -11,6 +11,8 @@ VOCAB = 101
 ROWS = 36  # divides by 1, 2, 3 and 4 ranks, with 1 or 3 microbatches
 SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=56)
 FAMILIES = ("llama", "gpt2", "qwen3", "bert", "t5", "qwen3_moe", "vit")
+MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Experts in a loop; transposed stacks with biases; grouped products beside a shared expert, after a dense layer."""
 
 
 def make_model(family: str, tied: bool = False, lora: bool = False, checkpointing: bool = False) -> nn.Module:
@@ -30,6 +32,19 @@ def make_model(family: str, tied: bool = False, lora: bool = False, checkpointin
             decoder_sparse_step=1, experts_implementation="eager",
         )  # fmt: skip
         model = tf.Qwen3MoeForCausalLM(config)
+    elif family == "gpt_oss":
+        config = tf.GptOssConfig(
+            **causal, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
+            experts_implementation="eager",
+        )  # fmt: skip
+        model = tf.GptOssForCausalLM(config)
+    elif family == "deepseek_v3":
+        config = tf.DeepseekV3Config(
+            **causal, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+            v_head_dim=8, n_routed_experts=8, num_experts_per_tok=3, n_group=2, topk_group=2, first_k_dense_replace=1,
+            n_shared_experts=1, moe_intermediate_size=24, experts_implementation="grouped_mm",
+        )  # fmt: skip
+        model = tf.DeepseekV3ForCausalLM(config)
     elif family == "gpt2":
         no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         model = tf.GPT2LMHeadModel(

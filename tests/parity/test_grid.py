@@ -10,7 +10,7 @@ import pytest
 
 from tests.covering import FULL_GRID, cells
 from tests.harness import run_ranks
-from tests.parity.families import FAMILIES
+from tests.parity.families import FAMILIES, MIXTURES
 from tests.parity.train import Case, reference, relative, run_cases
 
 TOLERANCE = 1e-5
@@ -24,6 +24,24 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
     "families": (2, {"family": OTHERS, "stage": STAGES, "world": (2, 3), "accumulation": (3,), **SWITCHES}),
     "hsdp": (2, {"world": (4,), "shard_size": (2,), "stage": (0, 3), "accumulation": (1, 3)}),
     "once": (2, {"once": (True,), "world": (2, 3), "stage": (2, 3), "accumulation": (3,), **SWITCHES}),
+    "experts": (
+        2,
+        {"family": MIXTURES, "ep": (2,), "world": (2,), "stage": STAGES, "accumulation": (1, 3), **SWITCHES},
+    ),
+    "experts-shared": (
+        2,
+        {
+            "family": ("gpt_oss",),
+            "world": (4,),
+            "ep": (2, 4),
+            "stage": (1, 3) if not FULL_GRID else STAGES,
+            "accumulation": (3,),
+        },
+    ),
+    "experts-hsdp": (
+        2,
+        {"family": ("qwen3_moe",), "world": (4,), "ep": (2,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)},
+    ),
     "once-hsdp": (2, {"once": (True,), "world": (4,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)}),
 }
 """Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values)."""
@@ -61,7 +79,7 @@ def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: in
     ranks = [rank[index] for rank in row]
     for outcome in ranks:
         assert not isinstance(outcome, str), outcome
-    expected = reference(replace(case, stage=0, world=1, shard_size=None, once=False))
+    expected = reference(replace(case, stage=0, world=1, shard_size=None, once=False, ep=1))
     for outcome in ranks:
         assert outcome["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
         assert outcome["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)

@@ -62,7 +62,7 @@ def train(rank: int, world: int) -> tuple[list[Any], list[Any]]:
     Engine.apply_gradients = counted  # type: ignore[assignment, method-assign]
 
     def run(sizes: dict[str, int], train: Callable[..., dict[str, Any]], case: Any) -> Any:
-        build.axes_of = lambda config, ranks: Axes(sizes)  # type: ignore[assignment]
+        build.axes_of = lambda config, ranks, **_: Axes(sizes)  # type: ignore[assignment]
         try:
             return {**train(rank, world, case), "owned": owned[-1]}
         except Exception:

@@ -30,11 +30,16 @@ class Case:
     shard_size: int | None = None
     once: bool = False
     """`hf_dist.reduce_once_per_window`."""
+    ep: int = 1
+    """Ranks that hold different experts."""
 
     def __str__(self) -> str:
         flags = [name for name in ("tied", "checkpointing", "lora", "once") if getattr(self, name)]
         hsdp = [f"shard{self.shard_size}"] if self.shard_size else []
-        return "-".join([self.family, f"z{self.stage}", f"acc{self.accumulation}", *flags, *hsdp, f"w{self.world}"])
+        spread = [f"ep{self.ep}"] if self.ep > 1 else []
+        return "-".join(
+            [self.family, f"z{self.stage}", f"acc{self.accumulation}", *flags, *hsdp, *spread, f"w{self.world}"]
+        )
 
     @property
     def model(self) -> tuple[str, bool, bool, bool]:
@@ -69,6 +74,8 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
     """The same through `hf_dist.initialize`; weights come back on rank 0."""
     import hf_dist
     from hf_dist import collectives
+    from hf_dist.hf.state_dict import full_state_dict
+    from hf_dist.sharding.held import held_slice
 
     model = make_model(*case.model)
     shapes = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
@@ -78,6 +85,8 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": case.stage, **({"mics_shard_size": case.shard_size} if case.shard_size else {})},
     }
+    if case.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": case.ep}
     if case.once:
         config["hf_dist"] = {"reduce_once_per_window": True}
     optimizer = torch.optim.AdamW(param_groups(model), lr=LR, eps=EPS, foreach=True)
@@ -102,7 +111,11 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
         collectives.all_reduce(engine.mesh.dp, window, op="sum").wait()
         losses.append(window.item())
         norms.append(engine.get_global_grad_norm())
-    assert shapes == {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}, "object, name or shape changed"
+    now = {n: (held_slice(p).whole, id(p)) for n, p in model.named_parameters()}
+    assert shapes == now, "object, name or shape changed"
+    if case.ep > 1:
+        whole = full_state_dict(engine, keep=rank == 0)
+        return {"losses": losses, "norms": norms, "weights": {n: whole[n] for n in shapes if n in whole}}
     with hf_dist.gathered(model):
         weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if rank == 0 else {}
     return {"losses": losses, "norms": norms, "weights": weights}

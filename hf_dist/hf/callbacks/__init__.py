@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from hf_dist.hf.callbacks.communication import CommunicationCallback
 from hf_dist.hf.callbacks.csv_files import CsvCallback
 from hf_dist.hf.callbacks.disk_space import DiskSpaceCallback
+from hf_dist.hf.callbacks.expert_load import ExpertLoadCallback
 from hf_dist.hf.callbacks.flops_table import FlopsTableCallback
 from hf_dist.hf.callbacks.log_record import LogCallback
 from hf_dist.hf.callbacks.memory import MemoryCallback
@@ -17,6 +18,7 @@ from hf_dist.hf.callbacks.throughput import ThroughputCallback
 
 __all__ = [
     "DiskSpaceCallback",
+    "ExpertLoadCallback",
     "LogCallback",
     "MemoryCallback",
     "StartUpCallback",
@@ -30,6 +32,8 @@ def default_callbacks(trainer: Any) -> list[TrainerCallback]:
     # Memory first: its collective waits for the slowest rank, and after throughput's mark that would count as data.
     found: list[TrainerCallback] = [MemoryCallback(trainer), ThroughputCallback(trainer), StartUpCallback(trainer)]
     found.append(DiskSpaceCallback(trainer))
+    if trainer.dist.expert_parallel.enabled:
+        found.append(ExpertLoadCallback(trainer))
     if trainer.dist.csv_monitor.enabled:
         found.append(CsvCallback(trainer.dist.csv_monitor))
     if trainer.dist.flops_profiler.enabled:

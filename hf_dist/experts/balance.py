@@ -1,0 +1,43 @@
+"""How evenly tokens are spread over experts and over the ranks that have them. Imbalance is time and memory: a rank may get
+up to as many times its share as there are ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_dist import collectives
+from hf_dist.experts.spread import exchanges
+from hf_dist.mesh import ParallelMesh
+
+__all__ = ["loads", "most_over_mean"]
+
+
+def loads(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor | None:
+    """(layers, experts): rows of every expert since the last call, over all ranks, fp32; None where nothing was routed.
+
+    Collective over dp, one all-reduce; recomputed forwards count once.
+    """
+    axis = mesh.views["ep"]
+    spread = list(exchanges(model).values())
+    if not spread:
+        return None
+    most = max(exchange.num_local for exchange in spread)
+    counts = torch.zeros(len(spread), axis.size, most, device=mesh.device)
+    for layer, exchange in enumerate(spread):
+        own = exchange.take_load()
+        if own is not None:
+            counts[layer, axis.rank, : exchange.num_local] = own.float()
+    collectives.all_reduce(mesh.dp, counts.view(-1), "sum").wait()
+    counts = counts.flatten(1)
+    return counts if bool(counts.any()) else None
+
+
+def most_over_mean(counts: torch.Tensor, ranks: int) -> tuple[float, float]:
+    """(of an expert, of a rank): the most rows over the mean, in the layer where that is worst. 1 is even."""
+
+    def worst(parts: torch.Tensor) -> float:
+        busy = parts[parts.sum(1) > 0]
+        return float((busy.amax(1) / busy.mean(1)).max())
+
+    return worst(counts), worst(counts.view(len(counts), ranks, -1).sum(2))
