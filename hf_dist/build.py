@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,7 @@ from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.pipelined import CutModel, Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
+from hf_dist.sequence import as_split, split_sequence
 from hf_dist.sharding.compiled import compile_blocks
 from hf_dist.sharding.consistency import (
     agree_on_sources,
@@ -178,6 +180,8 @@ def build_engine(
     cut = None
     if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
         example = example or Example(lambda: example_of(model))
+        if mesh.cp.size > 1:
+            example = replace(example, batch=functools.partial(as_split, model, example.batch))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
     spread_experts(model, mesh)  # the stages were planned with the stock forward; nothing has been read yet
     keep_adapters_low_rank(model)
@@ -200,12 +204,20 @@ def build_engine(
         kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else model.modules()
         engine.tiled_loss = tiled_loss_for(model, set(kept), config)
         engine.router_loss = router_loss_for(model, mesh, batch.accumulation, config.hf_dist.router_loss)
+    # After both, which see the arguments of whole rows, and before whose outputs are whole.
+    split = engine.split_sequence = split_sequence(model, mesh, config.hf_dist.sequence_parallel)
+    if split is not None:
+        from hf_dist.sequence.verify import verify  # imports transformers
+
+        if engine.router_loss is not None:
+            engine.router_loss.split_over = split.axis_under_way
+        verify(split, model, engine.evaluate)
     # Last: a schedule reads and writes the param groups of the optimizer as it will be stepped.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     watchdog.watch(engine)
     if trainable:
         keep_by_budget(engine)
-        say(start_up_report(sharded, config, batch, pipeline))
+        say(start_up_report(sharded, config, batch, pipeline, split))
     return engine
 
 

@@ -289,6 +289,34 @@ def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list
     return Handle([work], lease=axis.lease)
 
 
+def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
+    """`sent` goes to the next coordinate of `axis`, round about; `received` comes from the one before, valid after `wait()`.
+
+    Collective over `axis`. Nobody may write into `sent` until then. Sends the tensor.
+    """
+    if axis.group is None or axis.size == 1:
+        received.copy_(sent)
+        return Handle([])
+    _count("shift", axis, sent.numel() * sent.element_size())
+    to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    if _is_gloo(axis.group) and sent.is_cuda:
+        host = torch.empty(received.shape, dtype=received.dtype)
+        works = [dist.isend(sent.cpu(), group=axis.group, group_dst=to)]
+        works.append(dist.irecv(host, group=axis.group, group_src=source))
+        for work in works:
+            _block_on(work)
+        received.copy_(host)
+        return Handle([])
+    if _is_gloo(axis.group):
+        work = dist.irecv(received, group=axis.group, group_src=source)
+        return Handle([work, dist.isend(sent, group=axis.group, group_dst=to)], lease=axis.lease)
+    both = [
+        dist.P2POp(dist.isend, sent, group=axis.group, group_peer=to),
+        dist.P2POp(dist.irecv, received, group=axis.group, group_peer=source),
+    ]
+    return Handle(dist.batch_isend_irecv(both), lease=axis.lease)
+
+
 def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
     """Give every rank of `axis` the `tensor` of the rank with coordinate `source`, in place. Collective, blocking."""
     group = axis.group

@@ -36,6 +36,7 @@ from hf_dist.optim.taken_over import load_schedule, saved_options
 from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
 from hf_dist.runner import Runner, Step, Whole
+from hf_dist.sequence import SplitSequence
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.window import Window
 
@@ -78,6 +79,8 @@ class Engine:
         """Head and loss without the full logits; None where the model has no such head, or the config says no."""
         self.router_loss: RouterLoss | None = None
         """The auxiliary loss of a mixture's routers; None where the model has none."""
+        self.split_sequence: SplitSequence | None = None
+        """Hooks of a model whose sequences are split over ranks."""
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.skipped_steps = 0

@@ -104,13 +104,17 @@ class ParallelMesh:
         """Ranks that dense weights are sharded over."""
         return self.views["shard"]
 
+    @property
+    def cp(self) -> MeshAxis:
+        """Ranks that compute on parts of the same sequences."""
+        return self.views["cp"]
+
     def holders(self, stages: Sequence[int]) -> MeshAxis:
         """The ranks of some pipeline coordinates that have this rank's data; for weights that several stages hold.
 
         Collective over world: every rank calls it, also those that are not among them (they get an axis of size 0).
         """
-        rows = [[line[stage] for stage in stages] for line in self.axes.lines("pp")]
-        return self.groups.axis("holders", rows)
+        return self.groups.axis("holders", [[line[stage] for stage in stages] for line in self.axes.lines("pp")])
 
     @property
     def groups(self) -> GroupMaker:

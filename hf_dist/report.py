@@ -13,6 +13,7 @@ from hf_dist.estimate.state_bytes import OptimizerStates, States
 from hf_dist.experts.spread import exchanges
 from hf_dist.network import describe
 from hf_dist.pipelined import Pipeline
+from hf_dist.sequence import SplitSequence
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated
 from hf_dist.sharding.runtime import ShardedModel
@@ -28,7 +29,11 @@ _RESTS = {
 
 
 def start_up_report(
-    sharded: ShardedModel, config: DistConfig, batch: BatchSizes, pipeline: Pipeline | None = None
+    sharded: ShardedModel,
+    config: DistConfig,
+    batch: BatchSizes,
+    pipeline: Pipeline | None = None,
+    split: SplitSequence | None = None,
 ) -> str:
     """Plain text, printed once by rank 0."""
     place = sharded.placements
@@ -42,6 +47,7 @@ def start_up_report(
         ],
         **({"network": network} if (network := _network(sharded)) else {}),
         **({"pipeline": pipeline.describe()} if pipeline else {}),
+        **({"sequence": [split.describe()]} if split else {}),
         "batch": [_batch(batch)],
         "precision": _precision(sharded),
         "units": _units(sharded),

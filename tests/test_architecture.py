@@ -20,7 +20,7 @@ SIBLINGS = {"sharding", "tensor_parallel", "pipeline"}
 """Each must be usable, testable and removable without the others."""
 CONFIG_MAY_IMPORT = {"axes", "config", "errors"}
 HUGGING_FACE = {"transformers", "accelerate", "peft", "datasets", "evaluate", "trl"}
-MAY_IMPORT_HUGGING_FACE = {"bench", "hf", "cli"}
+MAY_IMPORT_HUGGING_FACE = {"bench", "hf", "cli", "sequence"}
 MAY_COMMUNICATE = {
     "hf_dist/collectives.py", "hf_dist/groups.py", "hf_dist/mesh.py", "hf_dist/rendezvous.py", "hf_dist/pipeline/p2p.py",
     "hf_dist/bench/wire.py",

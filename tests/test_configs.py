@@ -22,8 +22,8 @@ LOSS_RTOL = 1e-5
 
 
 def ranks_for(data: dict[str, Any]) -> int:
-    """Two data ranks, times the pipeline stages."""
-    return RANKS * int(data.get("pipeline", {}).get("stages", 1))
+    """Two data ranks, times the pipeline stages and the ranks that share a sequence."""
+    return RANKS * int(data.get("pipeline", {}).get("stages", 1)) * int(data.get("sequence_parallel_size", 1))
 
 
 def recipe_for(data: dict[str, Any]) -> str:

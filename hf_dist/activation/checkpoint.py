@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hf_dist.activation.host_copies import HostCopies, HostCopy
 from hf_dist.activation.tape import Tape
+from hf_dist.activation.tiled_mlp import tile_mlps
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.log import warn_once
@@ -96,6 +97,8 @@ def set_up_checkpointing(model: nn.Module, config: DistConfig) -> None:
     Raises `ConfigError` where the two contradict, `ModelError` for a model without HF's flags.
     """
     section = config.activation_checkpointing
+    if section.mlp_tiles > 1:
+        tile_mlps(model, section.mlp_tiles)
     asked, every = asks_for_checkpointing(config)
     owners = _owners(model)
     if not asked and not any(getattr(m, _FLAG) for m in owners):

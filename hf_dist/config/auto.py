@@ -93,7 +93,7 @@ _DEFAULTED = (
 )
 """Keys that cannot change a result: "auto" without a source is the default."""
 
-_FOUND_LATER = frozenset({"hf_dist.memory_budget", "expert_parallel.autoep_size"})
+_FOUND_LATER = frozenset({"hf_dist.memory_budget", "hf_dist.sequence_parallel", "expert_parallel.autoep_size"})
 """Keys whose "auto" is measured where it is used."""
 
 _DEFAULTS = DistConfig()

@@ -19,6 +19,7 @@ from hf_dist.config.sections import (
     CheckpointConfig,
     CommsLoggerConfig,
     CompileConfig,
+    Count,
     CountOrAuto,
     CsvMonitorConfig,
     DataTypesConfig,
@@ -67,6 +68,8 @@ class DistConfig(Frozen):
     """`gradient_clipping`: largest global L2 norm of the gradient, 0 for no limit; None, absent, until resolved."""
     communication_data_type: Dtype | None = None
     """`communication_data_type`: dtype of gradient reductions; None is fp32."""
+    sequence_parallel_size: Count = 1
+    """`sequence_parallel_size`: neighbouring ranks that read the same rows, each computing on a part of every sequence."""
     optimizer: OptimizerConfig | None = None
     """`optimizer`: None when the Trainer or the script makes it."""
     scheduler: SchedulerConfig | None = None

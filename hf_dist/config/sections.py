@@ -31,6 +31,7 @@ Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(values.device)
 Share = Annotated[float, PlainValidator(values.real(most=1.0))]
 Stages = Annotated[int, PlainValidator(lambda value: 1 if values.is_auto(value) else values.whole(1)(value))]
 Partition = Annotated[str | tuple[int, ...], PlainValidator(values.partition)]
+SequenceExchange = Annotated[str | tuple[int, int], PlainValidator(values.sequence_exchange)]
 Schedule = Annotated[
     Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
     PlainValidator(values.choice("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")),
@@ -205,6 +206,8 @@ class ActivationCheckpointingConfig(Frozen):
     """`activation_checkpointing.every_n_layers`: only every n-th block is checkpointed; None leaves it to the model."""
     selective: Flag = False
     """`activation_checkpointing.selective`: whether outputs of matrix products and attention are kept, the rest recomputed."""
+    mlp_tiles: Count = 1
+    """`activation_checkpointing.mlp_tiles`: parts of the sequence in which the MLP of each block runs; 1 is all at once."""
 
 
 class PipelineConfig(Frozen):
@@ -304,6 +307,8 @@ class HfDistSection(Frozen):
     """`hf_dist.check_load`: whether weights are compared with their files before the first step."""
     tiled_loss: FlagOrAuto | None = None
     """`hf_dist.tiled_loss`: whether head and loss run in tiles; None is true in the Trainer, else the loss alone is chunked."""
+    sequence_parallel: SequenceExchange = "auto"
+    """`hf_dist.sequence_parallel`: "auto", "ulysses", "gather", "ring", or ranks of [Ulysses, ring]."""
     memory_budget: MemoryBudget | None = None
     """`hf_dist.memory_budget`: "auto", "20GB" or bytes of a rank's device; at stage 3 what is left of it saves gathers."""
     lazy_load: Flag = True

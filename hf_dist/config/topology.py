@@ -16,18 +16,19 @@ _HPZ = "zero_optimization.zero_hpz_partition_size"
 def axes_of(config: DistConfig, processes: int, *, here: int | None = None, experts: Sequence[int] = ()) -> Axes:
     """Who reads what and who holds what among `processes` ranks. Raises `ConfigError` for sizes that do not divide them.
 
-    One copy of the model has `pipeline.stages` ranks or more; cp and tp have no keys, they are 1. `here` (processes of one
+    One copy of the model has `pipeline.stages` ranks or more; tp has no key, it is 1. `here` (processes of one
     machine) and `experts` (their number, of each kind of layer) are what `expert_parallel.autoep_size` "auto" divides.
     """
     zero = config.zero_optimization
     paths = PATHS if zero.mics_shard_size > 0 else {**PATHS, "shard": _HPZ}
     try:
-        axes = Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, paths=paths)
+        cp = config.sequence_parallel_size
+        axes = Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp, paths=paths)
         spread = config.expert_parallel
         if not spread.enabled:
             return axes
         shard = axes.size("shard")
         size = spread.autoep_size if isinstance(spread.autoep_size, int) else math.gcd(shard, here or shard, *experts)
-        return Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, ep=size, paths=paths)
+        return Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp, ep=size, paths=paths)
     except ConfigError as error:
         raise ConfigError([replace(p, file=config.at_line(p.path)) for p in error.problems]) from None

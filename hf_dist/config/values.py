@@ -196,6 +196,16 @@ def partition(value: Any) -> str | tuple[int, ...]:
     return "cost" if name == "best" else str(name)
 
 
+def sequence_exchange(value: Any) -> str | tuple[int, int]:
+    """How attention sees the other parts of a sequence: a name, or [Ulysses ranks, ring ranks]."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != 2:
+            raise BadValue("is not two numbers", "Write [4, 2] for 4 Ulysses ranks in each of 2 places of a ring.")
+        ulysses, ring = (whole(1)(item) for item in value)
+        return ulysses, ring
+    return str(choice("auto", "ulysses", "gather", "ring")(value))
+
+
 def file_size(value: Any) -> str | int:
     """A size in bytes from 5000000 or "5GB" (decimal units, as huggingface_hub reads them), in its usual spelling."""
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip().upper())):

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
 from hf_dist.activation.host_copies import NUM_KEPT
+from hf_dist.activation.tiled_mlp import mlps_of
 from hf_dist.config import DistConfig, settled
 from hf_dist.loss.chunks import loss_nbytes
 from hf_dist.loss.tiles import TILE_BYTES, saves_memory
@@ -53,6 +54,8 @@ class Block:
     """The largest storage in `saved`."""
     costly: int = 0
     """Outputs of matrix products and attention, which selective checkpointing keeps."""
+    mlp: int = 0
+    """The part of `saved` that an MLP saves, without its input: what `mlp_tiles` computes again, a tile at a time."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,11 @@ class Activations:
             if paths is not None and block.path not in paths:
                 continue
             largest = max(largest, block.largest)
+            tiled = block.mlp if section.mlp_tiles > 1 else 0
+            tile = -(-tiled // section.mlp_tiles)
             if not on or (every is not None and i % every):
-                device += block.saved
+                device += block.saved - tiled
+                recomputed = max(recomputed, tile)
                 continue
             costly = block.costly if section.selective else 0
             device += costly
@@ -104,7 +110,7 @@ class Activations:
                 host += block.input
             if not section.cpu_checkpointing or num_inputs <= NUM_KEPT:
                 device += block.input
-            recomputed = max(recomputed, block.saved - block.saved_input - costly)
+            recomputed = max(recomputed, block.saved - block.saved_input - costly - tiled + tile)
         return Kept(device, max(recomputed, 0), host, 2 * largest)
 
     def logits(self, config: DistConfig) -> int:
@@ -203,6 +209,10 @@ class _Recorder(TorchDispatchMode):
             self.found.vocabulary, self.found.width = weight.shape
             self.found.learns = weight.requires_grad
             head.register_forward_hook(self._after_head)
+        self._mlp: int | None = None  # the number of the input of the MLP that runs
+        for module in mlps_of(model):
+            module.register_forward_pre_hook(self._enter_mlp)
+            module.register_forward_hook(self._leave_mlp)
         for path, module in model.named_modules():
             if is_block(module):
                 module.register_forward_pre_hook(self._enter(path), with_kwargs=True)
@@ -236,6 +246,12 @@ class _Recorder(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._block = self._input = None
 
+    def _enter_mlp(self, module: nn.Module, args: Any) -> None:
+        self._mlp = self._number(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+
+    def _leave_mlp(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._mlp = None
+
     def _after_head(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
             self.found.rows += output.numel() // output.shape[-1]
@@ -255,6 +271,8 @@ class _Recorder(TorchDispatchMode):
             return tensor
         self._block.saved += nbytes
         self._block.largest = max(self._block.largest, nbytes)
+        if self._mlp is not None and number != self._mlp:
+            self._block.mlp += nbytes
         if number == self._input:
             self._block.saved_input = nbytes
         return tensor

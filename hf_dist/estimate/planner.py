@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from hf_dist.activation.checkpoint import asks_for_checkpointing
 from hf_dist.axes import RANKS_PER_MACHINE, Axes
@@ -30,7 +31,7 @@ class Workload:
     micro: int
     """Samples per rank and microbatch."""
     seq: int
-    """Tokens per sample."""
+    """Tokens per sample, of which a rank has a part where sequences are split."""
     checkpointing: bool = False
     """Whether `gradient_checkpointing` of the TrainingArguments is on."""
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
@@ -56,7 +57,7 @@ class Planner:
         self.device = device
         self.beside = beside
         self._num_experts = expert_counts(model)
-        self._measured: dict[tuple[int, str], Activations | str] = {}
+        self._measured: dict[tuple[int, int, str], Activations | str] = {}
         self._splits: dict[tuple[int, Any], PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
@@ -122,10 +123,12 @@ class Planner:
 
     def _activations(self, config: DistConfig) -> Activations | str:
         micro = settled(config.train_micro_batch_size_per_gpu) or self.workload.micro
-        key = (micro, config.dtype)
+        seq = -(-self.workload.seq // config.sequence_parallel_size)
+        key = (micro, seq, config.dtype)
         if key not in self._measured:
             try:
-                args, batch = self.workload.arguments or ((), text_batch(self.model, micro, self.workload.seq))
+                args, batch = self.workload.arguments or ((), text_batch(self.model, micro, seq))
+                args, batch = tree_map(lambda x: _own_positions(x, self.workload.seq, seq), (args, batch))
                 self._measured[key] = measure_activations(self.model, config, batch, args)
             except HfDistError:
                 raise
@@ -146,3 +149,9 @@ class Planner:
         params = list(self.model.parameters())
         trained = sum(p.numel() for p in params if p.requires_grad)
         return sum(p.numel() * p.element_size() for p in params) + trained * (4 + sum(states.optimizer.elements))
+
+
+def _own_positions(value: Any, whole: int, own: int) -> Any:
+    """A tensor over `whole` positions, with as many as a rank has of them."""
+    is_split = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == whole > own
+    return value[:, :own] if is_split else value

@@ -74,6 +74,8 @@ class RouterLoss:
         self.parts: int | None = None
         """What a loss that counts items is one part of: microbatches of the window times the ranks that the caller multiplies
         by. None: all of both."""
+        self.split_over: Callable[[], MeshAxis | None] = lambda: None
+        """The ranks that have a part of each row of the forward under way, whose parts of the loss are added up."""
         self._divided = 1
         self._before: RouterLoss | None = None
 
@@ -114,8 +116,11 @@ class RouterLoss:
     ) -> torch.Tensor:
         # Without gradient each batch is by itself: nothing says that all ranks have one.
         joins = self.joined and torch.is_grad_enabled() and not is_meta
-        value = joined(axis=self.mesh.dp) if joins else own()
-        return value if self._divided == 1 else value / self._divided
+        parts = self.split_over()
+        axis = self.mesh.dp if joins else parts
+        value = own() if axis is None else joined(axis=axis)
+        divisor = self._divided * (1 if parts is None else parts.size)
+        return value if divisor == 1 else value / divisor
 
     def _enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         global _running

@@ -38,6 +38,7 @@ from hf_dist.hf.listed import listed_gradients
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer
+from hf_dist.hf.parallelism import given_parallelism, with_parallelism
 from hf_dist.hf.peft import inactive_adapters_trainable, let_adapters_work, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.router_loss import cover_trl
@@ -72,6 +73,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         if settings is not None:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
         read = load_config(loop_config.named(dist_config, settings), launcher=settings)
+        read = with_parallelism(read, given_parallelism(kwargs.pop("parallelism_config", None)))
         loop_config.take_accumulation(read.gradient_accumulation_steps, kwargs)
         prepare_start()
         super().__init__(*args, mixed_precision="no", **kwargs)
@@ -293,8 +295,8 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
                 Problem(
                     "dispatch_batches",
                     "True",
-                    "one process would deal batches to all others, of which several share a batch when pipeline.stages is "
-                    "above 1",
+                    "one process would deal batches to all others, of which several share a batch when a model or its "
+                    "sequences are split",
                     "Remove it; every process then reads the data itself.",
                 )
             )

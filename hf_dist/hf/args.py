@@ -26,13 +26,14 @@ from hf_dist.config import (
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
+from hf_dist.hf.parallelism import given_parallelism, with_parallelism
 from hf_dist.launch import detect_launch
 from hf_dist.log import say_once
 from hf_dist.mesh import prepare_start
 
 CONFIG_VARIABLE = "HF_DIST_CONFIG"
 _NOT_GIVEN: Any = None
-_FOREIGN_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+_FOREIGN_ENGINES = ("ACCELERATE_USE_FSDP",)
 
 
 def config_from_environment(launcher: LauncherSettings | None) -> Any:
@@ -94,6 +95,9 @@ class DistArgsMixin:
         if problems:
             raise ConfigError(problems + _more_problems(self, config, problems))
         config = _take_compile(self, config)
+        asked: Any = self
+        config = with_parallelism(config, given_parallelism(asked.parallelism_config))
+        asked.parallelism_config = None
         _choose_hardware(self)
         prepare_start()
         super().__post_init__()  # type: ignore[misc]
@@ -210,13 +214,13 @@ def _take_elastic_batch(args: Any, config: DistConfig) -> None:
 
 
 def _check_pipeline(args: Any, config: DistConfig) -> None:
-    axes_of(config, detect_launch().world_size)
-    if config.pipeline.stages > 1 and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
+    shares = axes_of(config, detect_launch().world_size).size("batch") > 1
+    if shares and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         raise ConfigError(
             Problem(
                 "train_sampling_strategy",
                 "batch_rebalance",
-                "deals batches to processes, of which several share a batch when pipeline.stages is above 1",
+                "deals batches to processes, of which several share a batch when a model or its sequences are split",
                 'Use "random" or "group_by_length".',
             )
         )

@@ -15,7 +15,7 @@ from hf_dist.log import warn_once
 _MICRO, _TRAIN, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
 
 
-_OTHER_ENGINES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+_OTHER_ENGINES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 
 
 def refuse_other_engines(arguments: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from hf_dist.errors import ModelError
 from hf_dist.loss.chunks import Cast, Computed
 from hf_dist.loss.tiles import Linear, saves_memory, tiled_cross_entropy
+from hf_dist.unread import METADATA, unread
 
 _FIX = 'Read them before backward, or set "hf_dist": {"tiled_loss": false}.'
 
@@ -85,26 +86,10 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, Hidden) else value
 
 
-class _Unread(torch.autograd.Function):
-    """Shape, dtype and graph of logits without their memory.
-
-    Its backward runs only when the tensor itself got into a graph, which happens in a custom autograd Function: such code
-    bypasses `__torch_function__`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *sources: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of one element, expanded. `sources`: what the logits are made of."""
-        device = next(t.device for t in sources if t is not None)
-        return torch.empty((), dtype=dtype, device=device).expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """There is none."""
-        raise ModelError(
-            "hf_dist.tiled_loss: the logits went into a custom autograd Function (a fused loss kernel?), which tiles cannot "
-            'follow. Set "hf_dist": {"tiled_loss": false}.'
-        )
+_INTO_A_FUNCTION = (
+    "hf_dist.tiled_loss: the logits went into a custom autograd Function (a fused loss kernel?), which tiles cannot "
+    'follow. Set "hf_dist": {"tiled_loss": false}.'
+)
 
 
 class LazyLogits(torch.Tensor):
@@ -120,9 +105,10 @@ class LazyLogits(torch.Tensor):
         plain: Any
         if isinstance(head, Linear):
             shape = (*head.hidden.shape[:-1], head.weight.shape[0])
-            plain = _Unread.apply(shape, dtype, head.hidden, head.weight, head.bias)
+            plain = unread(shape, dtype, _INTO_A_FUNCTION, head.hidden, head.weight, head.bias)
         else:
-            plain = _Unread.apply(head.logits.shape, dtype, head.logits) if head.after else head.logits
+            shape = tuple(head.logits.shape)
+            plain = unread(shape, dtype, _INTO_A_FUNCTION, head.logits) if head.after else head.logits
         lazy: Any = plain.as_subclass(LazyLogits)
         lazy._head, lazy._use, lazy._full = head, use, None
         return lazy
@@ -150,7 +136,7 @@ class LazyLogits(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         lazy = args[0] if args else None
@@ -254,14 +240,5 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _metadata() -> frozenset[Any]:
-    tensor: Any = torch.Tensor
-    attributes = "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta itemsize nbytes"
-    methods = "size dim numel nelement is_floating_point element_size get_device __len__ __hash__ register_hook"
-    found = {getattr(tensor, name).__get__ for name in attributes.split()}
-    return frozenset(found | {getattr(tensor, name) for name in methods.split()} | {torch.is_floating_point})
-
-
 _CASTS = frozenset(getattr(torch.Tensor, name) for name in ("float", "bfloat16", "half", "to"))
 _HANDLERS = _handlers()
-_METADATA = _metadata()

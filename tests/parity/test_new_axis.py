@@ -1,7 +1,7 @@
 """A new axis is a row of the table of axes and a row of what is done to a group's gradient; nothing else knows its name.
 
 `dp_outer` exists in this test only: copies of the copies, outside of `dp_replicate`. On 4 ranks it equals one process, alone
-with shards inside, and together with `dp_replicate`; so does `cp` where it is used as more ranks to shard over.
+with shards inside, and together with `dp_replicate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ STAGES = (0, 1, 2, 3)
 SIZES: dict[str, dict[str, int]] = {
     "outer-over-shards": {"dp_outer": 2, "dp_shard": 2},
     "outer-over-copies": {"dp_outer": 2, "dp_replicate": 2},
-    "parts-of-a-sequence": {"dp_shard": 2, "cp": 2},
 }
 CASES = [(name, Case("llama", stage, accumulation=3, tied=True)) for name in SIZES for stage in STAGES]
 STAGED: list[tuple[str, PipelineCase]] = [

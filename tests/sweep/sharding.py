@@ -114,7 +114,7 @@ def sharded(model: Any, batches: list[Any], rank: int, mesh: Any, config: Any) -
     from hf_dist.build import build_engine
     from hf_dist.config import solve_batch
 
-    engine = build_engine(model, config, mesh, solve_batch(None, 2, 1, mesh.dp.size), optimizer=adamw(model))
+    engine = build_engine(model, config, mesh, solve_batch(None, 2, 1, mesh.data.size), optimizer=adamw(model))
     record: Record = {"losses": [], "norms": []}
     for step in range(STEPS):
         loss = loss_of(model, batches, rank, step)
@@ -143,7 +143,7 @@ def compare(got: Record, expected: Record) -> Outcome:
 
 
 def examine(task: str, name: str, rank: int, mesh: Any, config: Any) -> tuple[Outcome, bool]:
-    """Outcome of one class on this rank, and whether the pool is still fit for the next."""
+    """Outcome of one class on this (data) rank, and whether the pool is still fit for the next."""
     import transformers
 
     from hf_dist.errors import HfDistError
@@ -175,8 +175,8 @@ def examine(task: str, name: str, rank: int, mesh: Any, config: Any) -> tuple[Ou
         return ("failed", short(error)), False
 
 
-def serve(rank: int, port: int, pipe: Connection) -> None:
-    """Answer (task, name) until the pipe closes."""
+def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any]) -> None:
+    """Answer (task, name) until the pipe closes. `layout`: more keys of the JSON."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo",
@@ -187,16 +187,16 @@ def serve(rank: int, port: int, pipe: Connection) -> None:
 
     read = load_config({
         "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": {"stage": 3},
-        "hf_dist": {"stall_report_seconds": 0},
+        "hf_dist": {"stall_report_seconds": 0}, **layout,
     })  # fmt: skip
     mesh = mesh_for(read, device="cpu", timeout=timedelta(seconds=SECONDS))
-    config = resolve_without_trainer(read, data_ranks=WORLD, hidden_size=32)
+    config = resolve_without_trainer(read, data_ranks=mesh.data.size, hidden_size=32)
     while True:
         try:
             task, name = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(examine(task, name, rank, mesh, config))
+        pipe.send(examine(task, name, mesh.data.rank, mesh, config))
         gc.collect()
 
 
@@ -206,7 +206,7 @@ def serve(rank: int, port: int, pipe: Connection) -> None:
 class Pool:
     """Two ranks that examine one class after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: dict[str, Any]) -> None:
         context = mp.get_context("fork")
         port = free_port()
         self.left = JOBS_PER_POOL
@@ -214,7 +214,7 @@ class Pool:
         self.children: list[Any] = []
         for rank in range(WORLD):
             here, there = context.Pipe()
-            child = context.Process(target=serve, args=(rank, port, there), daemon=True)
+            child = context.Process(target=serve, args=(rank, port, there, layout), daemon=True)
             child.start()
             there.close()
             self.pipes.append(here)
@@ -255,17 +255,24 @@ class Pool:
 ORDER = ("equal", "not built", "not trained by DDP", "refused", "failed", "WRONG")
 
 
-def sweep(pattern: str, seconds: float, rows: dict[str, list[str]], save: Callable[[], None]) -> None:
-    """Add the rows that are missing, until the time is over."""
+def sweep(
+    pattern: str,
+    seconds: float,
+    rows: dict[str, list[str]],
+    save: Callable[[], None],
+    layout: dict[str, Any],
+    tasks: tuple[str, ...] = (),
+) -> None:
+    """Add the rows that are missing, until the time is over. `tasks`: mappings to take, all if empty."""
     start = time.monotonic()
     pool: Pool | None = None
     for task, name in classes():
-        if not re.search(pattern, name) or name in rows:
+        if not re.search(pattern, name) or name in rows or (tasks and task not in tasks):
             continue
         if time.monotonic() - start > seconds:
             print("time is over: call again with the same --results")
             break
-        pool = pool or Pool()
+        pool = pool or Pool(layout)
         begun = time.monotonic()
         rows[name] = [task, *pool.examine(task, name)]
         save()
@@ -277,20 +284,17 @@ def sweep(pattern: str, seconds: float, rows: dict[str, list[str]], save: Callab
         pool.close()
 
 
-def table(rows: list[tuple[str, str, str, str]]) -> str:
-    """The Markdown page."""
+def table(rows: list[tuple[str, str, str, str]], title: str, command: str, setting: str) -> str:
+    """The Markdown page; `setting`: what was compared, in a sentence or two."""
     import transformers
 
     counts = Counter(outcome for _, _, outcome, _ in rows)
     built = len(rows) - counts["not built"] - counts["not trained by DDP"]
     share = counts["equal"] / max(built, 1)
     lines = [
-        "# Sharding sweep",
+        f"# {title}",
         "",
-        f"`python -m tests.sweep sharding --write`, torch {torch.__version__}, transformers {transformers.__version__}, CPU, "
-        "fp32, two ranks with rows of different lengths. Equal: losses, gradient norms and every weight after two steps of "
-        "AdamW at stage 3 within 1e-5 of DDP's with `find_unused_parameters`, relative (the number is the worst). DDP's norm "
-        "is summed in double.",
+        f"`{command}`, torch {torch.__version__}, transformers {transformers.__version__}, CPU, fp32, {setting}",
         "",
         f"{len(rows)} classes, {built} trained tiny by DDP: **{counts['equal']} equal ({share:.1%})**, "
         f"{counts['refused']} refused, {counts['failed']} failed, **{counts['WRONG']} wrong**.",
@@ -301,25 +305,40 @@ def table(rows: list[tuple[str, str, str, str]]) -> str:
     )
 
 
+SETTING = (
+    "two ranks with rows of different lengths. Equal: losses, gradient norms and every weight after two steps of AdamW at "
+    "stage 3 within 1e-5 of DDP's with `find_unused_parameters`, relative (the number is the worst). DDP's norm is summed in "
+    "double."
+)
+
+
 def main(arguments: list[str]) -> None:
     """Run the sweep and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sweep sharding", description=__doc__)
+    run(arguments, "sharding", TABLE, SETTING, {})
+
+
+def run(
+    arguments: list[str], name: str, page: Path, setting: str, layout: dict[str, Any], tasks: tuple[str, ...] = ()
+) -> None:
+    """The sweep of one layout, with its arguments of the command line."""
+    command = f"python -m tests.sweep {name}"
+    parser = argparse.ArgumentParser(prog=command, description=f"Which HF classes train alike: {setting}")
     parser.add_argument("--only", default="", help="regular expression on the class name")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no class after this many")
     parser.add_argument("--results", type=Path, help="JSON file with rows of earlier calls, which is added to")
-    parser.add_argument("--write", action="store_true", help=f"replace {TABLE.name}")
+    parser.add_argument("--write", action="store_true", help=f"replace {page.name}")
     options = parser.parse_args(arguments)
     import transformers
 
     transformers.logging.set_verbosity_error()
-    for name in (
+    for known in (
         "LlamaForCausalLM",
         "MixtralForCausalLM",
         "BertForMaskedLM",
         "BartForConditionalGeneration",
         "ViTModel",
     ):
-        getattr(transformers, name)  # a fork has imported what most models import
+        getattr(transformers, known)  # a fork has imported what most models import
     rows: dict[str, list[str]] = {}
     if options.results and options.results.exists():
         rows = json.loads(options.results.read_text(encoding="utf-8"))
@@ -328,9 +347,9 @@ def main(arguments: list[str]) -> None:
         if options.results:
             options.results.write_text(json.dumps(rows, indent=0), encoding="utf-8")
 
-    sweep(options.only, options.seconds, rows, save)
-    done = [(rows[name][0], name, rows[name][1], rows[name][2]) for _, name in classes() if name in rows]
-    page = table(done)
-    print(page.splitlines()[4])
+    sweep(options.only, options.seconds, rows, save, layout, tasks)
+    done = [(rows[known][0], known, rows[known][1], rows[known][2]) for _, known in classes() if known in rows]
+    text = table(done, f"{name.capitalize()} sweep", f"{command} --write", setting)
+    print(text.splitlines()[4])
     if options.write:
-        TABLE.write_text(page, encoding="utf-8")
+        page.write_text(text, encoding="utf-8")

@@ -1,0 +1,123 @@
+"""The MLP of each block, some positions at a time: what it holds of a long sequence is one tile.
+
+An MLP works on each position by itself and is the largest part of a block's activations. Forward keeps its input only;
+backward runs each tile again, and adds up the gradients of the weights in fp32, once per backward: hooks and reductions see
+what they see without tiles. Source: arXiv 2506.13996 (ALST), section 4.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ModelError
+
+_NAMES = ("mlp", "feed_forward", "ffn")
+_TILES = "_hf_dist_mlp_tiles"
+
+
+def tile_mlps(model: nn.Module, tiles: int) -> int:
+    """Have the MLPs of `model`'s blocks run in `tiles` parts of the sequence from now on; how many there are. Local.
+
+    Raises `ModelError` for a model without a module that is called so (mlp, feed_forward, ffn), but for those with experts.
+    """
+    found = mlps_of(model)
+    if not found:
+        raise ModelError(
+            f"activation_checkpointing.mlp_tiles: {type(model).__name__} has no module named {', '.join(_NAMES)} that could "
+            "run in parts. Remove the key."
+        )
+    for module in found:
+        if _TILES not in module.__dict__:
+            own: Any = type(module)
+            module.__class__ = _tiled_class(own)
+        module.__dict__[_TILES] = tiles
+    return len(found)
+
+
+def mlps_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that would run in tiles."""
+    return [m for name, m in model.named_modules() if name.rpartition(".")[2] in _NAMES and not _routes(m)]
+
+
+def _routes(module: nn.Module) -> bool:
+    return hasattr(module, "experts") or hasattr(module, "router") or not any(True for _ in module.parameters())
+
+
+@functools.cache
+def _tiled_class(cls: Any) -> type[nn.Module]:
+    # Of the same name: models look classes up by it.
+    def forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(cls.forward, self)
+        tiles = min(self.__dict__[_TILES], hidden.shape[1]) if hidden.dim() == 3 else 1
+        if tiles == 1 or args or kwargs or not torch.is_grad_enabled():
+            return run(hidden, *args, **kwargs)
+        params = [p for p in self.parameters() if p.requires_grad]
+        drops = self.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.modules())
+        return _Tiles.apply(run, tiles, drops, hidden, *params)
+
+    members = {
+        "forward": forward,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls.__name__, (cls,), members)
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., torch.Tensor], tiles: int, drops: bool, hidden: torch.Tensor, *params: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.run, ctx.tiles, ctx.params = run, tiles, params
+        ctx.random = _random_state(hidden.device) if drops else None
+        ctx.save_for_backward(hidden)
+        return torch.cat([run(tile) for tile in hidden.tensor_split(tiles, dim=1)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (hidden,) = ctx.saved_tensors
+        # The parameters as they are now: their memory may have gone and come back since.
+        params = [p for p, needed in zip(ctx.params, ctx.needs_input_grad[4:], strict=True) if needed]
+        sums: list[torch.Tensor | None] = [None] * len(params)
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
+        before = _random_state(hidden.device) if ctx.random is not None else None
+        if ctx.random is not None:
+            _set_random_state(ctx.random, hidden.device)
+        at = 0
+        for tile, g in zip(hidden.tensor_split(ctx.tiles, dim=1), grad.tensor_split(ctx.tiles, dim=1), strict=True):
+            with torch.enable_grad():
+                own = tile.detach().requires_grad_(d_hidden is not None)
+                out = ctx.run(own)
+            wanted = ([own] if d_hidden is not None else []) + params
+            found = list(torch.autograd.grad(out, wanted, g, allow_unused=True))
+            if d_hidden is not None:
+                d_hidden[:, at : at + tile.shape[1]] = found.pop(0)
+            at += tile.shape[1]
+            for i, part in enumerate(found):
+                if part is not None:
+                    sums[i] = _added(sums[i], part)
+        if before is not None:
+            _set_random_state(before, hidden.device)
+        totals = iter([None if s is None else s.to(p.dtype) for s, p in zip(sums, params, strict=True)])
+        return (None, None, None, d_hidden, *(next(totals) if needed else None for needed in ctx.needs_input_grad[4:]))
+
+
+def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    """In fp32 or wider."""
+    return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,255 @@
+"""HF's attention on a split sequence: a mask function and an attention function under a name of our own.
+
+HF makes masks and calls attention by the name in the model's config. Under `hf_dist_sdpa` (or eager, ...) it hands our mask
+function the rule of the mask, and we make the mask of the whole sequence with HF's own function of the kernel `sdpa`. Windows,
+chunks, sinks, soft-capping, padding and packing come out as the model means them. Outside of a split forward (generation)
+both are HF's own. Interfaces: transformers 5, `AttentionInterface`, `AttentionMaskInterface`. The model's code is untouched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers import masking_utils as hf_masks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_dist.errors import ModelError
+from hf_dist.sequence.exchange import gather_keys, to_heads, to_positions
+from hf_dist.sequence.forward import SequenceMask, SplitForward, current
+from hf_dist.sequence.ring import ring_attention
+
+PREFIX = "hf_dist_"
+_silent = False
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Inside, attention of whole rows answers zeros: what then still depends on other positions is not attention."""
+    global _silent
+    _silent = True
+    try:
+        yield
+    finally:
+        _silent = False
+
+
+_packing: tuple[int, list[bool]] | None = None
+
+
+@contextmanager
+def packing_seen(start: int) -> Iterator[list[bool]]:
+    """Inside, each mask of whole rows says whether it keeps position `start` from the one before: another document."""
+    global _packing
+    found: list[bool] = []
+    _packing = (start, found)
+    try:
+        yield found
+    finally:
+        _packing = None
+
+
+def register(kernel: str) -> str:
+    """Register both functions around HF's `kernel` ("sdpa", "eager", "flash_attention_2", ...); the name to be set."""
+    name = PREFIX + kernel
+    AttentionInterface.register(name, partial(_attend, kernel))
+    hf_masks.AttentionMaskInterface.register(name, partial(_mask, kernel))
+    return name
+
+
+def documents_of(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """(B, S) numbers of packed documents, as HF finds them in the positions; None where each row is one."""
+    return hf_masks.find_packed_sequence_indices(position_ids)
+
+
+# ---- masks
+
+
+def _mask(
+    kernel: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] = hf_masks.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Any:
+    make = hf_masks.ALL_MASK_ATTENTION_FUNCTIONS[kernel]
+    forward = current()
+    if forward is None:
+        if _packing is not None:
+            start, zero = _packing[0], torch.zeros((1, 1, 1, 1), dtype=torch.long)
+            _packing[1].append(not bool(mask_function(zero, zero, zero + start, zero + start - 1).any()))
+        return make(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            **kwargs,
+        )
+    if use_vmap:
+        raise ModelError(
+            "sequence_parallel_size: the model adds a mask function of its own to HF's (images, blocks of tokens?), which "
+            "knows the part of the sequence only. Remove the key."
+        )
+    kwargs.pop("q_offset", None)
+    device = forward.position_ids.device
+    rule, whole = mask_function, forward.attention_mask
+    if forward.documents is not None:
+        ids = forward.position_ids.expand(batch_size, -1)
+        rule = hf_masks.packed_sequence_compatibility_function(rule, ids, forward.documents)
+        kwargs["allow_is_causal_skip"] = False
+    if whole is None and _reaches_padding(rule, forward, device):
+        whole = (torch.arange(forward.length, device=device) < forward.real_length).expand(batch_size, -1)
+    seen = rule if whole is None else hf_masks.and_masks(rule, hf_masks.padding_mask_function(whole))
+    made = partial(
+        make, batch_size=batch_size, kv_length=forward.length, mask_function=rule, attention_mask=whole, **kwargs
+    )
+    return SequenceMask(forward, seen, made)
+
+
+def _reaches_padding(rule: Callable[..., Any], forward: SplitForward, device: torch.device) -> bool:
+    """Whether a token may attend to those that were added to make the length divide."""
+    if forward.length == forward.real_length:
+        return False
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
+    query = torch.arange(forward.real_length, device=device)[None, None, :, None]
+    key = torch.arange(forward.real_length, forward.length, device=device)[None, None, None, :]
+    return bool(rule(zero, zero, query, key).any())
+
+
+# ---- attention
+
+
+def _attend(
+    kernel: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """HF's attention function. (B, H, s, D) each -> ((B, s, H, D'), None)."""
+    function = _kernel_function(kernel, module)
+    if not isinstance(attention_mask, SequenceMask):
+        if current() is not None:
+            raise ModelError(
+                f"sequence_parallel_size: {type(module).__name__} attends without a mask of HF's making, so what its tokens "
+                "may see of the other ranks' is not known. Remove the key."
+            )
+        if _silent:
+            return value.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
+        view = _AsSeen(module, kernel, getattr(module, "num_key_value_groups", 1), slice(None))
+        return function(view, query, key, value, attention_mask, **kwargs)
+    forward = attention_mask.forward
+    forward.num_calls += 1
+    axes = forward.axes
+    n, heads = axes.ulysses.size, query.shape[1]
+    if heads % n:
+        raise ModelError(
+            f"sequence_parallel_size: {type(module).__name__} has {heads} heads, which {n} ranks cannot share. Use a divisor "
+            f'of {heads}, or "hf_dist": {{"sequence_parallel": "gather"}}.'
+        )
+    key, value = (_copied(x, heads, n) for x in (key, value))
+    query, key, value = to_heads(axes.ulysses, query, key, value)
+    mine = slice(axes.ulysses.rank * query.shape[1], (axes.ulysses.rank + 1) * query.shape[1])
+    if axes.layout.is_ring:
+        out = _round(module, query, key, value, attention_mask, kwargs)
+    else:
+        mask = attention_mask.whole()
+        if axes.outer.size > 1:
+            key, value = gather_keys(axes.outer, key), gather_keys(axes.outer, value)
+            mask = attention_mask.rows(axes.outer.rank * query.shape[2], query.shape[2])
+        view = _AsSeen(module, kernel, query.shape[1] // key.shape[1], mine)
+        out, _ = function(view, query, key, value, mask, **_of_the_whole(forward, kwargs, mine))
+        out = out.transpose(1, 2)
+    return to_positions(axes.ulysses, out).transpose(1, 2).contiguous(), None
+
+
+def _copied(x: torch.Tensor, heads: int, ranks: int) -> torch.Tensor:
+    """Keys or values with as many copies of each head as `ranks` can share. Autograd adds up their gradients."""
+    own = x.shape[1]
+    if own % ranks == 0:
+        return x
+    return x.repeat_interleave(ranks // own if ranks % own == 0 else heads // own, dim=1)
+
+
+def _of_the_whole(forward: SplitForward, kwargs: Mapping[str, Any], heads: slice) -> dict[str, Any]:
+    """Keyword arguments of HF's function, for these heads of the whole sequence."""
+    changed = dict(kwargs)
+    if changed.get("position_ids") is not None:
+        changed["position_ids"] = forward.position_ids
+    if changed.get("s_aux") is not None:
+        changed["s_aux"] = changed["s_aux"][heads]
+    return changed
+
+
+def _round(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    kwargs: Mapping[str, Any],
+) -> torch.Tensor:
+    for name in ("softcap", "s_aux", "cu_seq_lens_q", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ModelError(
+                f"hf_dist.sequence_parallel: {type(module).__name__} attends with {name}, which a ring cannot. "
+                'Use "auto" instead.'
+            )
+    if kwargs.get("dropout"):
+        raise ModelError(
+            "hf_dist.sequence_parallel: a ring has no dropout of attention. Set attention_dropout of the model's config to 0, "
+            'or use "auto" instead.'
+        )
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return ring_attention(query, key, value, mask, scale)
+
+
+def _kernel_function(kernel: str, module: nn.Module) -> Callable[..., Any]:
+    if kernel == "eager":  # that of the model's own file
+        found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if found is None:
+            raise ModelError(
+                f"sequence_parallel_size: {type(module).__module__} has no eager_attention_forward. Load the model with "
+                'attn_implementation="sdpa".'
+            )
+        return found
+    return ALL_ATTENTION_FUNCTIONS[kernel]
+
+
+class _AsSeen:
+    """An attention module as HF's kernels look at it: with this rank's heads, and the kernel's own name in the config."""
+
+    def __init__(self, module: nn.Module, kernel: str, groups: int, heads: slice) -> None:
+        own: dict[str, Any] = {"_module": module, "num_key_value_groups": groups}
+        if hasattr(module, "config"):
+            own["config"] = _Named(module.config, kernel)
+        if isinstance(getattr(module, "sinks", None), torch.Tensor):
+            own["sinks"] = module.sinks[heads]  # type: ignore[index]
+        self.__dict__.update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
+class _Named:
+    """A config that says another attention implementation."""
+
+    def __init__(self, config: Any, kernel: str) -> None:
+        self.__dict__.update(_config=config, _attn_implementation=kernel)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)

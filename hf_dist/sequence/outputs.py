@@ -1,0 +1,119 @@
+"""A model's outputs, whole: the loss of all ranks, and other tensors if anybody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from hf_dist.sequence.exchange import total_loss, whole
+from hf_dist.sequence.inputs import Cut
+from hf_dist.unread import METADATA, unread
+
+
+class WholeTensor(torch.Tensor):
+    """A tensor over all positions of which this rank has a part; the others' come when somebody reads it.
+
+    All ranks that share the sequence must read it, or none.
+    """
+
+    _gather: Callable[[], torch.Tensor]
+    _full: torch.Tensor | None
+
+    @staticmethod
+    def of(part: torch.Tensor, shape: tuple[int, ...], gather: Callable[[], torch.Tensor]) -> WholeTensor:
+        """`gather()`: the tensor of `shape`, with its graph."""
+        lazy: Any = unread(shape, part.dtype, _REFUSAL, part).as_subclass(WholeTensor)
+        lazy._gather, lazy._full = gather, None
+        return lazy
+
+    def full(self) -> torch.Tensor:
+        """The plain tensor. Collective over the ranks that share the sequence, the first time."""
+        if self._full is None:
+            with torch.set_grad_enabled(self.requires_grad):
+                self._full = self._gather()
+        return self._full
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(_read, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_LOSSES = ("loss", "aux_loss")
+"""Of which each rank has a part."""
+_REFUSAL = (
+    "sequence_parallel_size: logits went into a custom autograd Function (a fused loss kernel?) before they were whole. Call "
+    ".contiguous() on them first."
+)
+
+
+def _read(value: Any) -> Any:
+    return value.full() if isinstance(value, WholeTensor) else value
+
+
+def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool) -> Any:
+    """`output` of a split forward, as one process would have it; a ModelOutput is changed in place.
+
+    `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are read for sure.
+    """
+    if isinstance(output, dict):
+        for key, value in list(output.items()):
+            output[key] = _whole_value(
+                value, cut, key in _LOSSES, is_mean and key == "loss", at_once, logits=key == "logits"
+            )
+        return output
+    if isinstance(output, tuple):
+        has_loss = cut.share is not None
+        return tuple(
+            _whole_value(v, cut, has_loss and i == 0, is_mean, at_once, logits=i == int(has_loss))
+            for i, v in enumerate(output)
+        )
+    return _whole_value(output, cut, False, is_mean, at_once, logits=False)
+
+
+def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bool, *, logits: bool) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_whole_value(v, cut, False, is_mean, at_once, logits=False) for v in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_loss:
+        return _whole_loss(value, cut, is_mean)
+    forward = cut.forward
+    if value.dim() < 2 or value.shape[1] != len(forward.own):
+        return value
+    axes, length, kept = forward.axes, forward.real_length, cut.kept if logits else None
+
+    def gather() -> torch.Tensor:
+        full = whole(axes.cp, value, axes.layout.undo(forward.length), length)
+        return full if kept is None else full[:, _kept_positions(kept), :]
+
+    if at_once or value.dim() == 2:
+        return gather()
+    count = length if kept is None else _num_kept(kept, length)
+    return WholeTensor.of(value, (value.shape[0], count, *value.shape[2:]), gather)
+
+
+def _whole_loss(loss: torch.Tensor, cut: Cut, is_mean: bool) -> torch.Tensor:
+    if is_mean and cut.share is not None:
+        # A part without labels has no mean: its nan must not reach the sum.
+        loss = torch.where(cut.share > 0, loss, torch.zeros_like(loss)) * cut.share.to(loss.dtype)
+    return total_loss(cut.forward.axes.cp, loss)
+
+
+def _kept_positions(kept: Any) -> Any:
+    return kept if isinstance(kept, torch.Tensor) else slice(-kept if kept else None, None)
+
+
+def _num_kept(kept: Any, length: int) -> int:
+    if isinstance(kept, torch.Tensor):
+        return kept.numel()
+    return min(int(kept), length) if kept else length

@@ -1,0 +1,309 @@
+"""A model whose forward runs on a part of each sequence: hooks at its entry and exit. The model is not replaced.
+
+The hook before the forward gets whole rows, the same on every rank that shares them, and passes this rank's positions on; the
+hook after it makes the outputs whole. So the code outside (Trainer, TRL, metrics, a loss of one's own) sees one process's
+model, and all ranks compute the same loss. Weights, gradients and optimizer know nothing of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.sequence.forward import SequenceAxes, current, enter
+from hf_dist.sequence.inputs import Arguments, Cut, bound, cut_inputs
+from hf_dist.sequence.layout import layout_for
+from hf_dist.sequence.outputs import whole_outputs
+
+_KEY = "sequence_parallel_size"
+
+
+class SplitSequence:
+    """Hooks of one model, all of which runs on parts, or its backbone, or that without what pools its tokens."""
+
+    def __init__(self, model: nn.Module, axes: SequenceAxes) -> None:
+        """Install them. Raises `ModelError` for a model that cannot be split, by what its config says."""
+        from hf_dist.sequence import attention  # imports transformers, which a model of another kind does not need
+
+        self.axes = axes
+        self.model = _inner(model)
+        refuse_by_config(self.model)
+        self.is_mean = False
+        """Whether the model's loss ignores `num_items_in_batch`."""
+        self.knows_packing = True
+        """Whether the model tells packed documents apart by their positions; some of HF's do not."""
+        self.enabled = True
+        self.num_calls = 0
+        """Calls of attention on parts of a sequence."""
+        region = _region(model, self.model)
+        self.at_once = region is not model
+        self.arguments = Arguments.of(region, self.model if region is model else region)
+        self._documents_of = attention.documents_of
+        self._cut: Cut | None = None
+        self._random: Any = None
+        self.kernel = _set_attention(self.model, attention.register)
+        self._drops = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+        self._drops |= any(float(getattr(m, "attention_dropout", 0) or 0) > 0 for m in _values(self.model))
+        for module in self.model.modules():
+            if _looks_at_longest(module):
+                module.register_forward_pre_hook(_weakly(self._with_whole_positions), with_kwargs=True)
+                module.register_forward_hook(_weakly(self._own_frequencies))
+        region.register_forward_pre_hook(_weakly(self._before), with_kwargs=True)
+        _last_of(region, model).register_forward_hook(_weakly(self._make_whole))
+        region.register_forward_hook(_weakly(self._leave), always_call=True)
+
+    def describe(self) -> str:
+        """For the start-up report."""
+        layout = self.axes.layout
+        return f"each row on {layout.size} ranks ({layout.describe()}), attention by {self.kernel}"
+
+    def axis_under_way(self) -> MeshAxis | None:
+        """The ranks that share the rows of the forward that this thread is in; None outside of a split one."""
+        return None if current() is None else self.axes.cp
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, forwards run on whole rows."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = bound(self.arguments, args, kwargs)
+        if not self.enabled or current() is not None or given.get("past_key_values") is not None:
+            return None
+        config = self.model.config
+        caches = given.get("use_cache")
+        caches = bool(getattr(config, "use_cache", False) if caches is None else caches)
+        if module.training and any(getattr(m, "gradient_checkpointing", False) for m in module.modules()):
+            caches = False  # as HF decides
+        documents_of = self._documents_of if self.knows_packing and not caches else None
+        cut = cut_inputs(self.arguments, given, self.axes, documents_of)
+        self._cut = cut
+        enter(cut.forward)
+        self._draw_apart(module)
+        return (), cut.kwargs
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Runs where the forward has raised, too."""
+        if self._cut is not None:
+            self._cut = None
+            enter(None)
+            self._draw_together()
+
+    def _make_whole(self, module: nn.Module, args: Any, output: Any) -> Any:
+        cut = self._cut
+        if cut is None:
+            return None
+        self._leave(module, args, output)
+        self.num_calls += cut.forward.num_calls
+        return whole_outputs(output, cut, is_mean=self.is_mean, at_once=self.at_once)
+
+    def _draw_apart(self, module: nn.Module) -> None:
+        """Ranks that share a sequence draw other random numbers for their tokens, and go on alike."""
+        if not (module.training and self._drops):
+            return
+        seed = int(torch.randint(2**62, ()))
+        self._random = _random_state()
+        torch.manual_seed((seed + self.axes.cp.rank) % 2**63)
+
+    def _draw_together(self) -> None:
+        state, self._random = self._random, None
+        if state is not None:
+            _set_random_state(state)
+
+    def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Frequencies that depend on the longest position of the batch are those of the whole."""
+        forward = current()
+        if forward is None:
+            return None
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": forward.position_ids}
+        return (args[0], forward.position_ids, *args[2:]), kwargs
+
+    def _own_frequencies(self, module: nn.Module, args: Any, output: Any) -> Any:
+        forward = current()
+        return None if forward is None else tuple(t[:, forward.own] for t in output)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that ends with its object, and that a copy of the model shares instead of copying process groups."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*args, **kwargs)
+
+    return hook
+
+
+def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
+def sequence_axes(mesh: ParallelMesh, model: nn.Module, wanted: str | tuple[int, int]) -> SequenceAxes:
+    """How the ranks of `cp` share a sequence of this model. Collective over world: makes groups for two kinds of exchange.
+
+    Raises `ConfigError` when `wanted` does not fit the model's heads.
+    """
+    heads = heads_of(_inner(model))
+    layout = layout_for(mesh.cp.size, heads, wanted)
+    if layout is None:
+        raise _misfit(mesh.cp.size, heads, wanted)
+    lines = mesh.axes.lines("cp")
+    n = layout.ulysses
+    neighbours = [line[i * n : (i + 1) * n] for line in lines for i in range(layout.outer)]
+    across = [line[i::n] for line in lines for i in range(n)]
+    if layout.outer == 1:
+        return SequenceAxes(mesh.cp, mesh.cp, MeshAxis("cp", 1, 0, None), layout)
+    if n == 1:
+        return SequenceAxes(mesh.cp, MeshAxis("cp", 1, 0, None), mesh.cp, layout)
+    return SequenceAxes(mesh.cp, mesh.groups.axis("cp", neighbours), mesh.groups.axis("cp", across), layout)
+
+
+def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int, int]) -> SplitSequence | None:
+    """Split the sequences of `model` over the ranks of `cp`; None where there is one. Every rank calls it, after sharding.
+
+    `wanted`: `hf_dist.sequence_parallel`. Raises `ModelError` or `ConfigError` for what cannot be split.
+    """
+    if mesh.cp.size == 1:
+        return None
+    return SplitSequence(model, sequence_axes(mesh, model, wanted))
+
+
+def as_split(model: nn.Module, batch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`batch()` with the arguments that a forward on parts has besides, on whole rows: what a pipeline is planned with."""
+    given = batch()
+    arguments = Arguments.of(model, _inner(model))
+    ids = given.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        return given
+    extra: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(ids.shape[1])[None],
+    }
+    if "labels" in given and arguments.shifts:
+        extra["shift_labels"] = given["labels"]
+    if "labels" in given:
+        extra["num_items_in_batch"] = torch.tensor(ids.numel())
+    return {**{name: value for name, value in extra.items() if arguments.takes(name)}, **given}
+
+
+def _misfit(size: int, heads: int, wanted: str | tuple[int, int]) -> ConfigError:
+    path, fits = "hf_dist.sequence_parallel", [n for n in range(1, size + 1) if size % n == 0 and heads % n == 0]
+    if isinstance(wanted, tuple):
+        found = f'{{"ulysses": {wanted[0]}, "ring": {wanted[1]}}}'
+        expected = f'is not {size} ranks ({_KEY}) with a divisor of the model\'s {heads} heads for "ulysses"'
+    else:
+        found, expected = wanted, f"cannot share {heads} heads among the {size} ranks of {_KEY}"
+    best = max(fits)
+    remedy = (
+        f'Use "auto" (ulysses {best} x gather {size // best} here), "gather" or "ring", or a divisor of {heads} ranks.'
+    )
+    return ConfigError(Problem(path, found, expected, remedy))
+
+
+def heads_of(model: nn.Module) -> int:
+    """Query heads of a model's attention; 1 where its config does not say."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = [getattr(text, name, None) for name in ("num_attention_heads", "n_head", "n_heads", "num_heads")]
+    counts = [n for n in found if isinstance(n, int)]
+    return math.gcd(*counts) if counts else 1
+
+
+def refuse_by_config(model: nn.Module) -> None:
+    """Raise `ModelError` for what a model's config says it does with a sequence that cannot be split."""
+    config: Any = getattr(model, "config", None)
+    name = type(model).__name__
+    if config is None or not hasattr(config, "_attn_implementation"):
+        raise ModelError(
+            f"{_KEY}: {name} is not a transformers model, and its attention cannot be reached. Remove the key."
+        )
+    text = config.get_text_config()
+    reasons = {
+        "it has an encoder and a decoder, of two lengths": bool(getattr(config, "is_encoder_decoder", False)),
+        "its queries are scaled by positions that it counts in each layer (attn_temperature_tuning)": bool(
+            getattr(text, "attn_temperature_tuning", False)
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ModelError(f"{_KEY}: {name} cannot be split over ranks: {reason}. Remove the key.")
+
+
+def _last_of(region: nn.Module, model: nn.Module) -> nn.Module:
+    """What makes the outputs of `region` that become whole: its layers alone where it goes on to pool their tokens."""
+    layers = getattr(region, "encoder", None)
+    pools = region is not model and getattr(region, "pooler", None) is not None
+    return layers if pools and isinstance(layers, nn.Module) else region
+
+
+def _values(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if "attention_dropout" in vars(m)]
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The HF model below an adapter."""
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _has_vocabulary_head(model: nn.Module) -> bool:
+    find = getattr(model, "get_output_embeddings", None)
+    return find is not None and isinstance(find(), nn.Module)
+
+
+def _backbone(model: nn.Module) -> nn.Module:
+    return getattr(model, "base_model", model)
+
+
+def _region(model: nn.Module, inner: nn.Module) -> nn.Module:
+    """All of a model whose loss is one per token; of others the backbone, whose hidden states a head reads whole."""
+    return model if _has_vocabulary_head(inner) else _backbone(inner)
+
+
+def _looks_at_longest(module: nn.Module) -> bool:
+    types = getattr(module, "rope_type", None)
+    if types is None or "position_ids" not in inspect.signature(module.forward).parameters:
+        return False
+    names = types.values() if isinstance(types, dict) else [types]
+    return any("dynamic" in str(name) or name == "longrope" for name in names)
+
+
+def _set_attention(model: nn.Module, register: Any) -> str | None:
+    """Our name in every config of the model, for the kernel that was there."""
+    config: Any = model.config
+    kernel: str = config._attn_implementation
+    configs = {id(config): config}
+    for module in model.modules():
+        found = getattr(module, "config", None)
+        if found is not None and getattr(found, "_attn_implementation", None) == kernel:
+            configs[id(found)] = found
+    prefix = "hf_dist_"
+    if kernel.startswith(prefix):
+        return kernel.removeprefix(prefix)
+    name = register(kernel)
+    for each in configs.values():
+        each._attn_implementation_internal = name
+    return kernel
+
+
+__all__ = ["SplitSequence", "as_split", "heads_of", "sequence_axes", "split_sequence"]

@@ -1,0 +1,186 @@
+"""Is a split model the model? It is asked, with a few tokens, before it trains.
+
+Two forwards of the same tokens, whole and split, must give the same outputs and loss; whatever mixes the sequence outside of
+attention (recurrences, convolutions, positions that are counted locally) shows at the borders of the parts. Then the first
+module is named whose output depends on other positions while attention is silent. What begins beyond these few tokens is not
+seen; such models are known by their config (`split.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.sequence.attention import packing_seen, silenced
+from hf_dist.sequence.inputs import IGNORED
+from hf_dist.sequence.split import SplitSequence
+
+Evaluate = Callable[[Any, Callable[[nn.Module, Any], Any]], Any]
+"""`evaluate(batch, function)`: `function(model, batch)` without gradient, its result on every rank."""
+
+_TOKENS_PER_RANK = 16
+_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-6}
+_HALF = 5e-2
+"""In half precision sums in another order differ, and a router may choose another expert."""
+_TINY = 1e-12
+_SAME = 1e-6
+"""The same rows in the same kernels: what is not mixed is equal to the bit, in any precision."""
+
+
+def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate) -> None:
+    """Compare, and find out whether the model's loss is a mean over the labels it is given. Collective over world.
+
+    Raises `ModelError` on every rank when the outputs differ.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        batch = _tokens(split, model)
+        mixing = _mixing(split, evaluate, batch)
+        if mixing is not None:
+            where = _first_mixing(split, model, evaluate, mixing)
+            raise _refusal(split, f"positions depend on each other outside of attention{where}")
+        expected = _whole(split, evaluate, batch)
+        split.knows_packing = _knows_packing(split, evaluate, batch)
+        if "labels" in batch:
+            count = (batch["labels"] != IGNORED).sum()
+            once, half = (evaluate({**batch, "num_items_in_batch": n * count}, _read)["loss"] for n in (1, 2))
+            split.is_mean = bool(torch.isclose(once, half, rtol=1e-3))
+        problem = _difference(expected, evaluate(batch, _read))
+        if problem is not None:
+            raise _refusal(split, problem)
+    finally:
+        model.train(was_training)
+
+
+def _refusal(split: SplitSequence, problem: str) -> ModelError:
+    attends = "" if split.num_calls else "; none of its layers attends through HF's interface"
+    return ModelError(
+        f"sequence_parallel_size: {type(split.model).__name__} is another model on parts of a sequence: {problem}{attends}. It "
+        "cannot be split over ranks; remove the key."
+    )
+
+
+def _tokens(split: SplitSequence, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Two rows of tokens; in the first few none has a label, so that ranks have other counts of them."""
+    config: Any = split.model.config
+    text = config.get_text_config()
+    multiple = split.axes.layout.multiple
+    most = int(getattr(text, "max_position_embeddings", None) or _TOKENS_PER_RANK * multiple)
+    length = min(_TOKENS_PER_RANK, max(1, (most - 2) // multiple)) * multiple  # RoBERTa's positions begin at 2
+    draw = torch.Generator().manual_seed(0)
+    low = min(1 + int(getattr(text, "pad_token_id", None) or 0), text.vocab_size // 2)
+    ids = torch.randint(low, text.vocab_size, (2, length), generator=draw)
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    batch = {"input_ids": ids.to(device)}
+    if "labels" in split.arguments.names and not split.at_once:
+        labels = batch["input_ids"].clone()
+        labels[:, : length // 3] = IGNORED
+        batch["labels"] = labels
+    return batch
+
+
+def _knows_packing(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> bool:
+    """Whether HF's masks of this model keep documents apart that begin at position 0."""
+    if not split.arguments.takes("position_ids"):
+        return False
+    ids = batch["input_ids"]
+    start = ids.shape[1] // 2 - 1  # not at the border of a chunk
+    positions = torch.cat([torch.arange(start), torch.arange(ids.shape[1] - start)])
+    packed = {"input_ids": ids, "position_ids": positions.expand(ids.shape[0], -1).to(ids.device)}
+    if split.arguments.caches:
+        packed["use_cache"] = False  # type: ignore[assignment]
+    with packing_seen(start) as seen:
+        _whole(split, evaluate, packed)
+    if any(seen) and not all(seen):
+        raise ModelError(
+            f"sequence_parallel_size: {type(split.model).__name__} keeps packed documents apart in some of its masks only, "
+            "which cannot be followed on parts of a sequence. Remove the key."
+        )
+    return bool(seen) and all(seen)
+
+
+def _whole(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A forward that is not split; with each row twice, as the stages of a pipeline tell batches by their shapes."""
+    rows = batch["input_ids"].shape[0]
+    twice = {key: x.repeat(2, *[1] * (x.dim() - 1)) if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
+    with split.off():
+        found = evaluate(twice, _read)
+    return {**found, "values": found["values"][:rows]}
+
+
+def _read(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    output = model(**batch)
+    values = output.get("logits") if isinstance(output, dict) else output[-1]
+    if values is None:
+        values = next(v for v in output.values() if isinstance(v, torch.Tensor) and v.dim() > 1)
+    loss = output.get("loss") if isinstance(output, dict) else None
+    kept = values.detach().to(values.dtype, copy=True)
+    return {"values": kept, "loss": torch.zeros((), device=kept.device) if loss is None else loss.detach()}
+
+
+def _difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str | None:
+    """In words, what is not the same; None if all is."""
+    tolerance = _TOLERANCE.get(expected["values"].dtype, _HALF)
+    for name, title in (("values", "its outputs differ"), ("loss", "its loss differs")):
+        a, b = found[name].double(), expected[name].double()
+        if a.shape != b.shape:
+            return f"{title} in shape ({tuple(a.shape)}, not {tuple(b.shape)})"
+        error = float((a - b).norm() / b.norm().clamp(min=_TINY))
+        if not error < tolerance:
+            return f"{title} by {error:.1e} of their size"
+    return None
+
+
+def _mixing(
+    split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], ...] | None:
+    """Two batches that differ in one token, if that is seen at other positions while attention is silent; else None."""
+    first = {"input_ids": batch["input_ids"]}
+    ids = first["input_ids"].clone()
+    at = ids.shape[1] // 2
+    ids[:, at] = torch.where(ids[:, at] > ids.min(), ids[:, at] - 1, ids[:, at] + 1)
+    second = {"input_ids": ids}
+    with silenced():
+        a, b = (_whole(split, evaluate, each)["values"] for each in (first, second))
+    if a.dim() < 3 or a.shape[1] != ids.shape[1]:  # a head over whole rows
+        return None
+    return (first, second) if _differs(a, b, torch.arange(ids.shape[1], device=a.device) != at) else None
+
+
+def _first_mixing(split: SplitSequence, model: nn.Module, evaluate: Evaluate, batches: Any) -> str:
+    """The name of the first module whose output differs there; empty where this rank has none."""
+    length = batches[0]["input_ids"].shape[1]
+    seen: list[dict[str, torch.Tensor]] = []
+    for tokens in batches:
+        outputs: dict[str, torch.Tensor] = {}
+        hooks = [m.register_forward_hook(_keeping(outputs, n, length)) for n, m in model.named_modules() if n]
+        try:
+            with silenced():
+                _whole(split, evaluate, tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        seen.append(outputs)
+    others = (batches[0]["input_ids"] == batches[1]["input_ids"])[0]
+    mixing = [name for name in seen[0] if name in seen[1] and _differs(seen[0][name], seen[1][name], others)]
+    leaves = [name for name in mixing if not any(other.startswith(f"{name}.") for other in mixing)]
+    return f" ({leaves[0]})" if leaves else ""
+
+
+def _keeping(outputs: dict[str, torch.Tensor], name: str, length: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.dim() == 3 and first.shape[1] == length:
+            outputs[name] = first.detach().clone()
+
+    return hook
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor, others: torch.Tensor) -> bool:
+    a, b = a[:, others].float(), b[:, others].float()
+    return float((a - b).norm()) > _SAME * float(b.norm().clamp(min=_TINY))

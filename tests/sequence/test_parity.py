@@ -1,0 +1,89 @@
+"""Training with split sequences equals one process: losses, norms, every weight, at relative 1e-5."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.covering import FULL_GRID
+from tests.parity.train import relative
+from tests.sequence.train import Case, ranks_of, reference
+
+TWO = (
+    *(Case(stage=stage) for stage in (0, 1, 2, 3)),
+    Case(exchange="gather", stage=2),
+    Case(exchange="ring", stage=3),
+    Case("llama-tied", "gather", 1),
+    Case("llama-mqa", stage=3, checkpointing=True),
+    Case("qwen3", "ring", 3, checkpointing=True),
+    Case("mistral", "ulysses", 3, checkpointing=True),
+    Case("mistral", "gather", 0),
+    Case("mistral", "ring", 1),
+    Case("gemma2", stage=3),
+    Case("gemma2", "gather", stage=2),
+    Case("gemma3", stage=3),
+    Case("phi3-longrope", stage=3, kinds=("plain", "ragged", "masked")),
+    Case("gptoss", stage=3),
+    Case("deepseek3", stage=3),
+    Case("deepseek3", "ring", stage=3),
+    Case("qwen3moe", stage=3),
+    Case("gpt2", stage=3),
+    Case("opt", stage=3, kinds=("plain", "ragged", "masked")),
+    Case("bert", stage=3, kinds=("plain", "ragged")),
+    Case("bert", "gather", stage=3, kinds=("plain", "ragged")),
+    Case("roberta", stage=3, kinds=("plain", "ragged")),
+    Case("modernbert", stage=3, kinds=("plain", "ragged")),
+    Case("llama-classifier", stage=3, kinds=("plain", "ragged")),
+    Case("llama-classifier", "ring", stage=0, kinds=("plain", "ragged")),
+    Case(stage=3, lora=True, checkpointing=True),
+    Case(stage=2, offload=True),
+    Case(stage=3, tiled=True),
+    Case(stage=3, tiles=5, on_host=True),
+    Case(stage=2, tiles=3),
+    Case(stage=3, length=2, kinds=("plain",)),
+    Case(stage=3, length=7, kinds=("plain", "masked")),
+)
+FOUR = (
+    Case(stage=3),
+    Case(stage=3, shard=2),
+    Case("mistral", (2, 2), 3, cp=4, checkpointing=True),
+    Case("llama-odd", "auto", 2, cp=4),
+    Case("llama-mqa", stage=3, cp=4),
+    Case(stage=1, cp=4, length=3, kinds=("plain",)),
+    Case(stage=1, pp=2, accumulation=4),
+    Case("mistral", "ring", stage=3, pp=2, accumulation=4, checkpointing=True),
+    Case("bert", stage=2, pp=2, accumulation=4, kinds=("plain", "ragged")),
+)
+THREE = (Case("llama-odd", stage=3, cp=3), Case(exchange="auto", cp=3, stage=2), Case(exchange="ring", cp=3, stage=1))
+
+
+def check(cases: tuple[Case, ...], index: int, world: int) -> None:
+    everyone = ranks_of(cases, world)
+    assert not isinstance(everyone, str), everyone
+    for ranks in everyone:
+        assert not isinstance(ranks[index], str), ranks[index]
+    expected = reference(cases[index], world // cases[index].cp // cases[index].pp)
+    for ranks in everyone:
+        assert ranks[index]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert ranks[index]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    seen = set()
+    for ranks in everyone:
+        for name, weight in ranks[index]["weights"].items():
+            assert relative(weight, expected["weights"][name]) < 1e-5, name
+            seen.add(name)
+    assert seen == expected["weights"].keys()
+
+
+@pytest.mark.parametrize("index", range(len(TWO)), ids=[str(case) for case in TWO])
+def test_two_ranks_that_share_sequences_equal_one_process(index: int) -> None:
+    check(TWO, index, 2)
+
+
+@pytest.mark.parametrize("index", range(len(FOUR)), ids=[str(case) for case in FOUR])
+def test_four_ranks_of_which_some_share_sequences_equal_one_process(index: int) -> None:
+    check(FOUR, index, 4)
+
+
+@pytest.mark.skipif(not FULL_GRID, reason="a world of three ranks: HF_DIST_FULL_GRID=1")
+@pytest.mark.parametrize("index", range(len(THREE)), ids=[str(case) for case in THREE])
+def test_three_ranks_that_share_sequences_equal_one_process(index: int) -> None:
+    check(THREE, index, 3)

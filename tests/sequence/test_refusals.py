@@ -1,0 +1,144 @@
+"""What cannot be right on parts of a sequence is refused by name, on every rank, before it trains or at the first batch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.sequence.families import VOCABULARY, _base, make_model
+
+
+def _bart(t: Any) -> Any:
+    return t.BartForConditionalGeneration(
+        t.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+        )
+    )
+
+
+def _bart_decoder(t: Any) -> Any:
+    return t.BartForCausalLM(
+        t.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=48,
+            is_encoder_decoder=False,
+        )
+    )
+
+
+def _bloom(t: Any) -> Any:
+    return t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
+
+
+def _mamba(t: Any) -> Any:
+    return t.MambaForCausalLM(
+        t.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8, use_mambapy=False)
+    )
+
+
+def _conv(t: Any) -> Any:
+    return t.Lfm2ForCausalLM(
+        t.Lfm2Config(**_base(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False))
+    )
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "encoder and decoder": (_bart, {}, "an encoder and a decoder"),
+    "positions of its own": (_bart_decoder, {}, "cannot be split over ranks"),
+    "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
+    "recurrence": (_mamba, {}, "backbone.layers.0.mixer"),
+    "convolution": (_conv, {}, "model.layers.0.conv"),
+    "heads": (
+        lambda t: make_model("llama-odd"),
+        {"sequence_parallel": "ulysses", "ranks": 4},
+        '"auto" (ulysses 2 x gather 2',
+    ),
+    "soft-capping in a ring": (
+        lambda t: make_model("gemma2"),
+        {"sequence_parallel": "ring"},
+        "with softcap, which a ring",
+    ),
+    "sinks in a ring": (
+        lambda t: make_model("gptoss"),
+        {"sequence_parallel": "ring"},
+        "with s_aux, which a ring cannot",
+    ),
+}
+IDS = torch.arange(24).view(2, 12) + 3
+LEFT = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.arange(3), 0)
+CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a mask of one's own": ("llama", {"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask is (2, 1, 12, 12)"),
+    "attention weights": ("llama", {"output_attentions": True}, "output_attentions"),
+    "images": ("llama", {"pixel_values": torch.ones(2, 3, 8, 8)}, "pixel_values was given"),
+    "positions in planes": (
+        "llama",
+        {"position_ids": torch.ones(3, 2, 12, dtype=torch.long)},
+        "position_ids is (3, 2, 12)",
+    ),
+    "labels of rows": ("llama", {"labels": torch.ones(2, dtype=torch.long)}, "labels is (2,)"),
+    "padding on the left": ("opt", {"attention_mask": LEFT}, "padded on the left"),
+}
+
+
+def attempt(rank: int, world: int) -> dict[str, str]:
+    """What each model or call says."""
+    import transformers
+
+    import hf_dist
+
+    said: dict[str, str] = {}
+
+    def config(**ours: Any) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3},
+            "sequence_parallel_size": world,
+            "hf_dist": {"stall_report_seconds": 0, **ours},
+        }
+
+    for name, (build, ours, _) in MODELS.items():
+        ours = dict(ours)
+        if ours.pop("ranks", 2) != world:
+            continue
+        try:
+            torch.manual_seed(0)
+            hf_dist.initialize(build(transformers), config=config(**ours))
+            said[name] = "accepted"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    for name, (family, changes, _) in CALLS.items() if world == 2 else ():
+        try:
+            engine = hf_dist.initialize(make_model(family), config=config())
+            engine(**{"input_ids": IDS, "labels": IDS, **changes})
+            said[name] = "accepted"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+@functools.cache
+def ranks(world: int) -> list[dict[str, str]]:
+    return run_ranks(attempt, world)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *CALLS])
+def test_is_refused_by_name_on_every_rank(name: str) -> None:
+    case = MODELS.get(name) or CALLS[name]
+    world = case[1].get("ranks", 2) if name in MODELS else 2
+    for said in ranks(world):
+        assert case[2] in said[name]
+        assert said[name].startswith(("ModelError", "ConfigError"))

@@ -1,0 +1,184 @@
+"""Three optimizer steps in one process with plain torch, and on ranks of which some share their sequences."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.sequence.families import make_batch, make_model
+
+STEPS, LR, EPS, CLIP = 3, 1e-2, 1e-3, 0.5
+KINDS = ("plain", "ragged", "masked", "packed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell."""
+
+    family: str = "llama"
+    exchange: str | tuple[int, int] = "auto"
+    stage: int = 3
+    cp: int = 2
+    kinds: tuple[str, ...] = KINDS
+    """Of the microbatches, in turn."""
+    accumulation: int = 2
+    checkpointing: bool = False
+    lora: bool = False
+    shard: int | None = None
+    offload: bool = False
+    tiled: bool | None = None
+    length: int | None = None
+    pp: int = 1
+    tiles: int = 1
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        exchange = (
+            self.exchange if isinstance(self.exchange, str) else f"ulysses{self.exchange[0]}ring{self.exchange[1]}"
+        )
+        flags = [name for name in ("checkpointing", "lora", "offload", "tiled", "on_host") if getattr(self, name)]
+        more = [f"shard{self.shard}"] if self.shard else []
+        more += [f"length{self.length}"] if self.length else []
+        more += [f"{name}{getattr(self, name)}" for name in ("pp", "tiles") if getattr(self, name) > 1]
+        return "-".join([self.family, exchange, f"z{self.stage}", f"cp{self.cp}", *more, *flags])
+
+
+def build(case: Case) -> nn.Module:
+    """The model of a case, trained as it says."""
+    model = make_model(case.family)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(5)
+        model = get_peft_model(
+            model,
+            LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"),
+        )
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def batches(case: Case, data_ranks: int) -> list[list[dict[str, torch.Tensor]]]:
+    """[microbatch][data rank]; each data rank has rows of another kind."""
+    found = []
+    for micro in range(STEPS * case.accumulation):
+        kinds = [case.kinds[(micro + rank) % len(case.kinds)] for rank in range(data_ranks)]
+        found.append([make_batch(case.family, kind, 10 * micro + rank, case.length) for rank, kind in enumerate(kinds)])
+    return found
+
+
+def _key(case: Case, data_ranks: int) -> tuple[Any, ...]:
+    return case.family, case.kinds, case.accumulation, case.lora, case.length, data_ranks
+
+
+_known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def reference(case: Case, data_ranks: int) -> dict[str, Any]:
+    """Losses, norms and weights of one process."""
+    key = _key(case, data_ranks)
+    if key not in _known:
+        _known[key] = _reference(case, data_ranks)
+    return _known[key]
+
+
+def _reference(case: Case, data_ranks: int) -> dict[str, Any]:
+    model = build(case).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS)
+    losses, norms = [], []
+    todo = batches(case, data_ranks)
+    for step in range(STEPS):
+        total = 0.0
+        for rows in todo[step * case.accumulation :][: case.accumulation]:
+            for batch in rows:
+                loss = model(**batch, use_cache=False).loss / (data_ranks * case.accumulation)
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """The JSON of a case."""
+    zero: dict[str, Any] = {"stage": case.stage}
+    if case.shard:
+        zero["mics_shard_size"] = case.shard
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    exchange = list(case.exchange) if isinstance(case.exchange, tuple) else case.exchange
+    ours: dict[str, Any] = {"stall_report_seconds": 0, "sequence_parallel": exchange}
+    if case.tiled is not None:
+        ours["tiled_loss"] = case.tiled
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": CLIP,
+        "sequence_parallel_size": case.cp,
+        "pipeline": {"stages": case.pp},
+        "activation_checkpointing": {"mlp_tiles": case.tiles, "cpu_checkpointing": case.on_host},
+        "zero_optimization": zero,
+        "hf_dist": ours,
+    }
+
+
+def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
+    """The same through `hf_dist.initialize`; weights come back on the first data rank of each stage."""
+    import hf_dist
+    from hf_dist import collectives
+
+    model = build(case)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=EPS, foreach=True)
+    engine = hf_dist.initialize(model, config=config_of(case), optimizer=optimizer)
+    engine.train()
+    data = engine.mesh.data
+    losses, norms = [], []
+    todo = batches(case, data.size)
+    for step in range(STEPS):
+        own = [rows[data.rank] for rows in todo[step * case.accumulation :][: case.accumulation]]
+        if case.pp > 1:
+            total = engine.train_batch(iter([{**batch, "use_cache": False} for batch in own]))
+        else:
+            total = torch.zeros(())
+            for batch in own:
+                loss = engine(**batch, use_cache=False).loss
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach() / case.accumulation
+            collectives.all_reduce(engine.mesh.dp, total).wait()
+        losses.append(total.item())
+        norms.append(engine.get_global_grad_norm())
+    with hf_dist.gathered(model):
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()} if engine.mesh.dp.rank == 0 else {}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def run_cases(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    """Every case; one that raises gives its traceback."""
+    results: list[Any] = []
+    for case in cases:
+        try:
+            results.append(train_on_rank(rank, world, case))
+        except Exception:
+            results.append(traceback.format_exc())
+    return results
+
+
+@functools.cache
+def ranks_of(cases: tuple[Case, ...], world: int) -> Any:
+    """One spawn for all cases."""
+    from tests.harness import run_ranks
+
+    try:
+        return run_ranks(run_cases, world, args=(list(cases),), timeout=120)
+    except RuntimeError as error:
+        return str(error)
