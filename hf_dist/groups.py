@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import os
 import time
 import weakref
 from collections import Counter
@@ -36,6 +37,10 @@ FAKE = "fake"
 """torch's backend without other processes: what one rank of a job of any size does and holds."""
 Kind = Literal["plain", "urgent", "channel"]
 """Of a group: for weights and gradients, which others wait for; between two stages of a pipeline; or neither."""
+LATE_ABOVE = 64
+"""Ranks of a gloo group above which two of them connect when they first have something to tell each other. By itself each one
+connects to every other: at 4096 ranks that is as many sockets in each process, and some 100 MB that each reads from the store.
+"""
 _CHANNEL_CTAS = 4
 """Blocks of a GPU that a transfer between pipeline stages takes at most, while it waits, too; NCCL's own limit is 16 to 32."""
 
@@ -211,7 +216,8 @@ class GroupMaker:
         elif mine is None:
             return None
         else:
-            with _named(self._name(label, mine)) as name:
+            late = self.backend == "gloo" and len(mine) > LATE_ABOVE
+            with _named(self._name(label, mine)) as name, _connects_late() if late else contextlib.nullcontext():
                 own = dist.new_group(mine, use_local_synchronization=True, **options)
             assert own is None or own.group_name == name
         if own is not None:
@@ -260,3 +266,16 @@ def _named(name: str) -> Iterator[str]:
         yield name
     finally:
         c10d._process_group_name = theirs
+
+
+@contextlib.contextmanager
+def _connects_late() -> Iterator[None]:
+    """gloo's groups that are made inside connect two ranks at their first transfer."""
+    variable = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(variable)
+    os.environ[variable] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]

@@ -63,7 +63,7 @@ class ParallelMesh:
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
     lease: GroupLease = field(default_factory=lambda: GroupLease("none"), repr=False)
     """Process groups that end with the mesh."""
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = field(default=(), repr=False)
     """The machine of every rank."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
