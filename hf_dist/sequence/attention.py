@@ -154,6 +154,7 @@ def _attend(
     forward = attention_mask.forward
     forward.num_calls += 1
     axes = forward.axes
+    query = _retuned(module, query, forward)
     n, heads = axes.ulysses.size, query.shape[1]
     if heads % n:
         raise ModelError(
@@ -174,6 +175,20 @@ def _attend(
         out, _ = function(view, query, key, value, mask, **_of_the_whole(forward, kwargs, mine))
         out = out.transpose(1, 2)
     return to_positions(axes.ulysses, out).transpose(1, 2).contiguous(), None
+
+
+def _retuned(module: Any, query: torch.Tensor, forward: SplitForward) -> torch.Tensor:
+    """Llama 4 scales the queries of layers without positions by the logarithm of a position that it counts from the first
+    token it sees: by that of the whole row instead. Source: arXiv 2501.19399, transformers `Llama4TextAttention`."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def scale(positions: torch.Tensor) -> torch.Tensor:
+        steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    seen = torch.arange(query.shape[2], device=query.device)
+    return (query * (scale(forward.own) / scale(seen)).view(1, 1, -1, 1)).to(query.dtype)
 
 
 def _copied(x: torch.Tensor, heads: int, ranks: int) -> torch.Tensor:

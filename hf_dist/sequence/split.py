@@ -237,12 +237,8 @@ def refuse_by_config(model: nn.Module) -> None:
         raise ModelError(
             f"{_KEY}: {name} is not a transformers model, and its attention cannot be reached. Remove the key."
         )
-    text = config.get_text_config()
     reasons = {
         "it has an encoder and a decoder, of two lengths": bool(getattr(config, "is_encoder_decoder", False)),
-        "its queries are scaled by positions that it counts in each layer (attn_temperature_tuning)": bool(
-            getattr(text, "attn_temperature_tuning", False)
-        ),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -93,6 +93,15 @@ def test_causal_lm_trains_samples_and_saves(tmp_path: Path, config: str) -> None
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_long_packed_rows_are_shared_by_two_processes(tmp_path: Path) -> None:
+    small = ("--max_characters", "60000", "--block_size", "256", "--vocab_size", "512")
+    batch = ("--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1")
+    said = train("long_text.py", "long_context.json", tmp_path, *small, *batch)
+    assert "each row on 2 ranks (ulysses 2)" in said
+    assert "rows of 256 tokens; loss before:" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 @needs_trl
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_sft_with_trl_trains_and_saves(tmp_path: Path) -> None:

@@ -71,6 +71,19 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
     "qwen3moe": lambda t: t.Qwen3MoeConfig(
         **_base(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, output_router_logits=True)
     ),
+    "llama4": lambda t: t.Llama4TextConfig(
+        **_base(
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            attention_chunk_size=16,
+            interleave_moe_layer_step=2,
+            no_rope_layers=[1, 0],
+            floor_scale=8,
+            attn_scale=0.3,
+        )
+    ),
     "gpt2": lambda t: t.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=HIDDEN,

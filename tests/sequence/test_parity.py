@@ -26,6 +26,8 @@ TWO = (
     Case("deepseek3", stage=3),
     Case("deepseek3", "ring", stage=3),
     Case("qwen3moe", stage=3),
+    Case("llama4", stage=3, kinds=("plain", "ragged", "masked")),
+    Case("llama4", "ring", stage=2, kinds=("plain", "ragged", "masked")),
     Case("gpt2", stage=3),
     Case("opt", stage=3, kinds=("plain", "ragged", "masked")),
     Case("bert", stage=3, kinds=("plain", "ragged")),
