@@ -57,7 +57,9 @@ class FlatGroup:
         self.loaded_dtypes = [p.dtype for p in self.params]
         self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size)
         wire = precision.wire(axes.shard.size)
-        self.window = WindowGradient(self.params, self.layout, mesh.device, accumulated=precision.grads, wire=wire)
+        self.window = WindowGradient(
+            self.params, self.layout, mesh.device, accumulated=precision.grads, wire=wire, divisor=axes.divisor
+        )
         self.fresh = True  # `full` holds (or is being filled with) the current weights
         self.pins = 0  # `gathered()` blocks that want the full weights to stay
         self._guarded = False
@@ -392,8 +394,7 @@ class FlatGroup:
         else:
             out = in_huge_pages(torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device))
             handle = collectives.reduce_scatter(self.axes.shard, full, out)
-        divisor = self.axes.divisor
-        return collectives.Handle([handle], lambda: self.gradient.add(out if divisor == 1 else out.mul_(1 / divisor)))
+        return collectives.Handle([handle], lambda: self.gradient.add(out))
 
     def combine(self, row: Combination) -> collectives.Handle:
         """Start what one row of `axes.then` does to the window's gradient. Collective over its axis, once per window.

@@ -23,14 +23,17 @@ class WindowGradient:
         *,
         accumulated: torch.dtype,
         wire: torch.dtype,
+        divisor: int = 1,
     ) -> None:
-        """`accumulated`: dtype in which microbatches are added up. `wire`: dtype of what `take` returns."""
+        """`accumulated`: dtype in which microbatches are added up. `wire`: dtype of what `take` returns. `divisor`: of every
+        gradient on its way into the flat buffer."""
         self.used = [False] * len(params)
         """Which parameters had a gradient in this window; on this rank until the group asks the others."""
         self.values: torch.Tensor | None = None
         """1-D, the whole layout; None before a gradient was moved into it."""
         self._params, self._layout, self._device = params, layout, device
         self._accumulated, self._wire = accumulated, wire
+        self._factor = 1.0 / divisor
         self._filled = [False] * len(params)  # slots of `values` that hold a gradient
         self._in_place = False
         """Gradients of earlier microbatches may wait in `.grad`, in the dtype of accumulation."""
@@ -68,11 +71,17 @@ class WindowGradient:
         if grad.is_sparse:
             grad = grad.to_dense()
         if self._filled[index]:
-            into.add_(grad)
+            into.add_(grad, alpha=self._factor)
         else:
-            into.copy_(grad)
+            self._put(into, grad)
         self._filled[index] = True
         set_raw_grad(p, None)
+
+    def _put(self, into: torch.Tensor, grad: torch.Tensor) -> None:
+        if self._factor == 1.0:
+            into.copy_(grad)
+        else:  # the product costs nothing beside the copy
+            torch.mul(grad, self._factor, out=into)
 
     def of(self, index: int) -> torch.Tensor | None:
         """What has been moved into the flat buffer for parameter `index`, in its shape; None if there is nothing. Local."""
@@ -117,7 +126,7 @@ class WindowGradient:
             into = values[slot.offset : slot.stop].view(slot.shape)
             waiting = raw_grad(p) if self._in_place else None
             if waiting is not None:  # of earlier microbatches, this one did not use it
-                into.copy_(waiting.to_dense() if waiting.is_sparse else waiting)
+                self._put(into, waiting.to_dense() if waiting.is_sparse else waiting)
                 set_raw_grad(p, None)
                 self.used[i] = True
             else:

@@ -57,7 +57,7 @@ def engine(name: str, width: int) -> Step:
             loss = ours(input_ids=ids, labels=ids).loss
             ours.backward(loss)
             ours.step()
-            return float(loss)
+            return loss.item()
 
         return own
     wrapped: Any = model
@@ -78,7 +78,7 @@ def engine(name: str, width: int) -> Step:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return loss.item()
 
     return step
 

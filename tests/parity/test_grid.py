@@ -26,7 +26,15 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
     "once": (2, {"once": (True,), "world": (2, 3), "stage": (2, 3), "accumulation": (3,), **SWITCHES}),
     "experts": (
         2,
-        {"family": MIXTURES, "ep": (2,), "world": (2,), "stage": STAGES, "accumulation": (1, 3), **SWITCHES},
+        {
+            "family": MIXTURES,
+            "ep": (2,),
+            "world": (2,),
+            "stage": STAGES,
+            "accumulation": (1, 3),
+            "tied": BOTH,
+            **SWITCHES,
+        },
     ),
     "experts-shared": (
         2,

@@ -1,0 +1,112 @@
+"""An expert-parallel model in the Trainer, on disk and in generation: as in one process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts import life_jobs
+from tests.harness import run_ranks
+from tests.hf.on_ranks import run_jobs
+from tests.hf.recipes import RECIPES, make_model
+from tests.hf.test_lifecycle import equal
+from tests.hf.test_trainer import check_equal
+
+HERE = "tests.experts.life_jobs:"
+HALF: dict[str, Any] = {"max_steps": 4}
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"trained-z{stage}": (HERE + "trained", {"stage": stage}) for stage in (1, 3)},
+    **{
+        f"{dtype}{'' if spread else '-gathered'}": (
+            HERE + "trained",
+            {"stage": 3, "spread": spread, "sections": {dtype: {"enabled": True}}, **HALF},
+        )
+        for dtype in ("bf16", "fp16")
+        for spread in (True, False)
+    },
+    "saved": (HERE + "saved", {"stage": 3}),
+    "resumed": ("tests.hf.lifecycle:resumed", {"recipe": "moe", "stage": 2, "at": (3,), "config": life_jobs.SPREAD}),
+    "streamed": (HERE + "streamed", {}),
+    **{f"generated-z{stage}": (HERE + "generated", {"stage": stage}) for stage in (1, 3)},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`outcomes(name)` of every rank; one spawn."""
+    root = tmp_path_factory.mktemp("life")
+    make_model("moe").save_pretrained(root / "source")
+
+    @functools.cache
+    def run() -> list[list[Any]]:
+        jobs = [
+            (f, {**given, "source": str(root / "source")} if f.endswith("streamed") else given)
+            for f, given in JOBS.values()
+        ]
+        return run_ranks(run_jobs, 2, (jobs, str(root)), timeout=600)
+
+    def of(name: str) -> list[Any]:
+        found = [rank[list(JOBS).index(name)] for rank in run()]
+        assert not any(isinstance(outcome, str) for outcome in found), found[0]
+        return found
+
+    return of
+
+
+@functools.cache
+def stock(folder: Path) -> dict[str, Any]:
+    """The stock Trainer in one process."""
+    trainer = RECIPES["moe"].in_one_process(folder, 2)
+    trainer.train()
+    return {**life_jobs.record_of(trainer), "evaluated": life_jobs.evaluated(trainer)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_trainer_gives_the_numbers_of_one_process(
+    stage: int, outcomes: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    found, expected = outcomes(f"trained-z{stage}")[0], stock(tmp_path_factory.getbasetemp())
+    check_equal(found, expected)
+    assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+    assert found["ep"] == 2  # "auto": both ranks are of one machine, and 2 divides 4 experts
+    for expert, rank in found["loads"]:
+        assert 1 <= rank <= 2 and rank <= expert <= 4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_as_close_as_gathering(dtype: str, outcomes: Any) -> None:
+    spread, gathered = outcomes(dtype)[0], outcomes(f"{dtype}-gathered")[0]
+    assert spread["losses"] == pytest.approx(gathered["losses"], rel=3e-3)
+    assert spread["norms"] == pytest.approx(gathered["norms"], rel=3e-2)
+
+
+def test_the_folder_is_the_one_of_save_pretrained_byte_for_byte(outcomes: Any) -> None:
+    folders = outcomes("saved")[0]
+    ours, theirs = (Path(folders[key], "model.safetensors").read_bytes() for key in ("ours", "stock"))
+    assert ours == theirs
+
+
+def test_a_resumed_run_is_the_one_without_a_break_bit_for_bit(outcomes: Any) -> None:
+    for rank in outcomes("resumed"):
+        whole, run = rank["whole"], rank["runs"][3]
+        assert run["logs"] == whole["logs"]
+        assert equal(run["state"], whole["state"])
+
+
+def test_a_rank_reads_its_experts_only(outcomes: Any) -> None:
+    for rank in outcomes("streamed"):
+        assert rank["wrong"] == []
+        # At stage 0 each rank reads its shard of what is replicated, and all of its own experts.
+        assert rank["read"] <= rank["experts"] // 2 + rank["rest"] // 2 + 4096
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_prepared_model_generates_with_prompts_of_any_length(stage: int, outcomes: Any) -> None:
+    model = make_model("moe").eval()
+    for prompt, tokens in outcomes(f"generated-z{stage}")[0]:
+        rows = torch.tensor(prompt)
+        assert life_jobs.generate(model, rows, len(tokens[0]) - rows.shape[1]) == tokens
