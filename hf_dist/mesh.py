@@ -109,6 +109,20 @@ class ParallelMesh:
         """Ranks that compute on parts of the same sequences."""
         return self.views["cp"]
 
+    def neighbours(self, size: int) -> MeshAxis | None:
+        """The `size` ranks beside each other on `shard` that this rank is one of; None where that is one rank, or all of them.
+
+        Collective over world.
+        """
+        lines = self.axes.lines("shard")
+        if not 1 < size < len(lines[0]):
+            return None
+        rows = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
+        axis = self.groups.axis("neighbours", rows)
+        if self.backend == "nccl":
+            self.groups.connect()
+        return axis
+
     def holders(self, stages: Sequence[int]) -> MeshAxis:
         """The ranks of some pipeline coordinates that have this rank's data; for weights that several stages hold.
 

@@ -42,7 +42,7 @@ def start_up_report(
         "layout": [
             sharded.mesh.describe(),
             f"weights {weights}, gradients {grads}, optimizer state {optim}",
-            *_small_groups(sharded, config),
+            *_second_copy(sharded),
             *_experts(sharded),
         ],
         **({"network": network} if (network := _network(sharded)) else {}),
@@ -77,19 +77,14 @@ def _network(sharded: ShardedModel) -> list[str]:
     return lines
 
 
-def _small_groups(sharded: ShardedModel, config: DistConfig) -> list[str]:
-    """DeepSpeed's key of that name makes groups for weights alone: from the same JSON more memory is used here."""
-    zero, mesh = config.zero_optimization, sharded.mesh
-    size = zero.shard_group_size
-    if size is None or zero.mics_shard_size > 0 or mesh.shard.size == mesh.dp.size:
+def _second_copy(sharded: ShardedModel) -> list[str]:
+    """Ranks that share a second copy of the weights, and what it takes."""
+    nbytes = sum(g.second.nbytes for g in sharded.groups if g.second is not None)
+    if not nbytes:
         return []
-    learning = sum(g.layout.numel for g in sharded.trainable_groups)
-    nbytes = learning * (4 + sum(OptimizerStates.of_config(config).elements))  # with the fp32 masters
+    size = sharded.placements.second
     return [
-        f"zero_hpz_partition_size {size}: master weights, optimizer state and gradients are sharded over {size} ranks too, in "
-        f"DeepSpeed over all {mesh.dp.size}:",
-        f"masters and optimizer state take {size_text(nbytes / size)} per rank instead of {size_text(nbytes / mesh.dp.size)}; "
-        "remove the key to shard all over all ranks",
+        f"second copy of the weights among {size} neighbours: {size_text(nbytes)} per rank; gathers but the first use it"
     ]
 
 

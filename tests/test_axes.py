@@ -120,6 +120,12 @@ def test_a_config_that_does_not_divide_is_told_its_line(section: dict[str, Any],
     assert problem.path == path and problem.file.startswith(f"{file}:")
 
 
+def test_as_many_neighbours_as_ranks_or_more_need_no_second_copy() -> None:
+    for size in (1, 2, 4, 16):
+        section = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+        assert axes_of(load_config(section), 4).size("shard") == 4
+
+
 def test_a_name_that_is_no_axis_is_refused() -> None:
     with pytest.raises(KeyError, match="there are pp, dp_replicate"):
         Axes.of(4).size("rows")

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hf_dist.cli import bench, check, checkpoint, config, doctor, env, plan, schedule
+from hf_dist.cli import bench, check, checkpoint, config, doctor, env, plan, schedule, tune
 from hf_dist.errors import HfDistError
 
 __all__ = ["app", "main"]
@@ -29,6 +29,7 @@ app.command()(checkpoint.export)
 app.command()(checkpoint.inspect)
 app.command()(schedule.schedule)
 app.command()(plan.plan)
+app.command()(tune.tune)
 app.add_typer(config.app, name="config")
 
 

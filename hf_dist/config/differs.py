@@ -32,7 +32,7 @@ class Difference:
 
 def differences(config: DistConfig) -> tuple[Difference, ...]:
     """Of a config as it was read, or resolved: then also what the job's own numbers say."""
-    finders = (_clipping, _wire, _accumulation, _recompute, _replicas, _overlap)
+    finders = (_clipping, _wire, _accumulation, _recompute, _overlap)
     return tuple(found for finder in finders for found in finder(config))
 
 
@@ -91,14 +91,6 @@ def _recompute(config: DistConfig) -> Iterator[Difference]:
                 "turns checkpointing on; DeepSpeed under HF ignores it unless the script calls checkpointing.configure"
             )
             yield Difference(path, text, f"set it to {off}")
-
-
-def _replicas(config: DistConfig) -> Iterator[Difference]:
-    zero = config.zero_optimization
-    size = zero.zero_hpz_partition_size
-    if zero.stage == 3 and size > 1 and zero.mics_shard_size < 1:
-        text = f"weights, gradients and optimizer state are sharded over {size} ranks; only a second copy of the weights there"
-        yield Difference(f"{_ZERO}.zero_hpz_partition_size", text, "remove it to shard all over all ranks")
 
 
 def _overlap(config: DistConfig) -> Iterator[Difference]:

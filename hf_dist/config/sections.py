@@ -173,16 +173,14 @@ class ZeroConfig(Frozen):
     mics_shard_size: ShardSize = -1
     """`zero_optimization.mics_shard_size`: ranks that share one copy of all states, at stage 3; -1 is all data ranks."""
     zero_hpz_partition_size: Count = 1
-    """`zero_optimization.zero_hpz_partition_size`: as `mics_shard_size` (gradients and optimizer state, too); 1 is off."""
+    """`zero_optimization.zero_hpz_partition_size`: ranks with a second copy of the weights, for later gathers (3); 1 is off."""
 
     @property
     def shard_group_size(self) -> int | None:
         """Ranks that share one copy of the model, None when all data ranks do."""
         if self.stage != 3:
-            return None  # as in DeepSpeed, which reads both at stage 3 only
-        if self.mics_shard_size > 0:
-            return self.mics_shard_size
-        return self.zero_hpz_partition_size if self.zero_hpz_partition_size > 1 else None
+            return None  # as in DeepSpeed, which reads it at stage 3 only
+        return self.mics_shard_size if self.mics_shard_size > 0 else None
 
 
 class AioConfig(Frozen):

@@ -182,8 +182,11 @@ def _check_shard_groups(config: DistConfig, findings: Findings) -> None:
     zero = config.zero_optimization
     mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
     if mics > 0 and hpz > 1 and mics != hpz:
-        expected = f'contradicts "mics_shard_size" {mics}: both set the size of a shard group'
+        expected = f'contradicts "mics_shard_size" {mics}, which keeps all states within its groups'
         findings.problem(f"{_ZERO}.zero_hpz_partition_size", expected, "Keep one of the two.", found=hpz)
+    if hpz > 1 and zero.stage == 3 and config.expert_parallel.enabled:
+        expected = 'is not available together with "expert_parallel"'
+        findings.problem(f"{_ZERO}.zero_hpz_partition_size", expected, "Remove the key.", found=hpz)
     if mics == 0:
         findings.problem(f"{_ZERO}.mics_shard_size", "is not -1 (off) or at least 1", "Remove the key.", found=0)
 

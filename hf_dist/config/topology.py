@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_dist.axes import PATHS, Axes
+from hf_dist.axes import Axes
 from hf_dist.config.schema import DistConfig
-from hf_dist.errors import ConfigError
+from hf_dist.config.sections import ZeroConfig
+from hf_dist.errors import ConfigError, Problem
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 
@@ -20,15 +21,23 @@ def axes_of(config: DistConfig, processes: int, *, here: int | None = None, expe
     machine) and `experts` (their number, of each kind of layer) are what `expert_parallel.autoep_size` "auto" divides.
     """
     zero = config.zero_optimization
-    paths = PATHS if zero.mics_shard_size > 0 else {**PATHS, "shard": _HPZ}
     try:
         cp = config.sequence_parallel_size
-        axes = Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp, paths=paths)
+        axes = Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp)
+        shard = axes.size("shard")
+        _check_second_copy(zero, shard)
         spread = config.expert_parallel
         if not spread.enabled:
             return axes
-        shard = axes.size("shard")
         size = spread.autoep_size if isinstance(spread.autoep_size, int) else math.gcd(shard, here or shard, *experts)
-        return Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp, ep=size, paths=paths)
+        return Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp, ep=size)
     except ConfigError as error:
         raise ConfigError([replace(p, file=config.at_line(p.path)) for p in error.problems]) from None
+
+
+def _check_second_copy(zero: ZeroConfig, shards: int) -> None:
+    """Neighbours that share a second copy are a part of the ranks of `shard`; as many or more need none, as in DeepSpeed."""
+    size = zero.zero_hpz_partition_size
+    if zero.stage == 3 and size < shards and shards % size:
+        expected = f"is not a divisor of the {shards} ranks that share the weights"
+        raise ConfigError(Problem(_HPZ, str(size), expected, f"Use a divisor of {shards}, or remove the key."))

@@ -254,6 +254,8 @@ class States:
             at_rest, whole = group.at_rest, self.placements.params is not Placement.SHARD
             if whole:
                 found.weights[Tier.DEVICE] += group.nbytes
+            if at_rest.second is not None:
+                found.weights[at_rest.second.tier] += at_rest.second.nbytes
             if at_rest.shard is not None:  # the only copy of trained weights is their masters
                 is_master = group.trainable and at_rest.master is None
                 (found.masters if is_master else found.weights)[at_rest.shard.tier] += at_rest.shard.nbytes

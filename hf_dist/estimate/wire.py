@@ -6,7 +6,9 @@
 
 of every group of every unit, in a step of k microbatches, and one all-reduce for the norm of the gradient. A gather and a
 reduce-scatter among n ranks send (n - 1) / n of the group, padding included, an all-reduce twice that. Groups of parameters
-that are not trained are gathered only, at stage 3. Every unit is taken to be used and reached by backward.
+that are not trained are gathered only, at stage 3. With a second copy of the weights (`zero_hpz_partition_size`) all gathers
+of a group but the first are among the ranks that share it; of what is not trained, all. Every unit is taken to be used and
+reached by backward.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) ->
         for group in unit.groups:
             shards = group.layout.num_shards
             if shards_params:
-                add("all_gather", shards, group.nbytes, uses)
+                second = group.at_rest.second
+                far = uses if second is None else min(uses, int(group.trainable))
+                add("all_gather", shards, group.nbytes, far)
+                add("all_gather", placements.second, group.nbytes, uses - far)
             if not group.trainable:
                 continue
             num_trained += len(group.layout.slots)

@@ -45,6 +45,8 @@ class GroupAtRest:
     """A tensor of its own to step; None where that is what is gathered from."""
     gradient: TensorAtRest
     """The reduced gradient: on the device it comes and goes, on the host its memory is kept."""
+    second: TensorAtRest | None = None
+    """This rank's part of a second copy of the weights."""
 
 
 def plan_at_rest(
@@ -80,4 +82,7 @@ def plan_at_rest(
         same = tier is params_tier is Tier.HOST and dtype == wide
         shard = None if same else TensorAtRest(params_tier, numel, dtype)
     gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, grads)
-    return GroupAtRest(interval, separate, shard, master, gradient)
+    second = None
+    if rests_sharded and 1 < placements.second < layout.num_shards:
+        second = TensorAtRest(Tier.DEVICE, layout.numel // placements.second, dtype)
+    return GroupAtRest(interval, separate, shard, master, gradient, second)

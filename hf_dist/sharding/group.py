@@ -30,6 +30,7 @@ from hf_dist.sharding.lazy import WeightSource, lazy_source
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare, raw_data
+from hf_dist.sharding.second_copy import SecondCopy
 from hf_dist.sharding.window_gradient import WindowGradient
 
 
@@ -69,6 +70,7 @@ class FlatGroup:
         self._data_was_read = False  # `p.data` of a parameter, through which it may have been written without a trace
         self.access: GradientAccess | None = None
         """What `p.grad` of the parameters answers; of groups that train."""
+        self._keepable = False  # `full` was gathered since the weights changed, so a second copy may be taken of it
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
@@ -138,6 +140,10 @@ class FlatGroup:
             self.shard = Resident(self.full[start:stop], Tier.DEVICE)
         self.master: Resting = self.shard if wide is None else wide
         self.gradient = self.storage.gradient(at_rest.gradient.tier, numel, self.precision.grads)
+        self.second: SecondCopy | None = None
+        if at_rest.second is not None and self.axes.second is not None:
+            part = torch.empty(at_rest.second.numel, dtype=at_rest.second.dtype, device=self.mesh.device)
+            self.second = SecondCopy(self.axes.second, part)
 
     def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
         """Fill the masters from the parameters as they were loaded (fp32 weights keep their low bits), and make views."""
@@ -209,8 +215,11 @@ class FlatGroup:
             if not self.resident:
                 storage.resize_(self.layout.numel * self.full.element_size())
                 in_huge_pages(self.full)
-            self._gather = self._fill_full() if self.separate else self._gather_full()
-        self.fresh = True
+            if self.second is not None and self.second.holds:
+                self._gather = self.second.gather(self.full)
+            else:
+                self._gather = self._fill_full() if self.separate else self._gather_full()
+        self.fresh = self._keepable = True
 
     def _fill_full(self) -> collectives.Handle:
         start, stop = self.resting
@@ -252,7 +261,9 @@ class FlatGroup:
             self._gather.wait()
             self._gather = None
         self.take_writes()
-        self.fresh = False
+        if self.second is not None and self._keepable:
+            self.second.keep(self.full)
+        self.fresh = self._keepable = False
         self._guard()
         with torch.autograd._unsafe_preserve_version_counter(self.full):
             self.full.untyped_storage().resize_(0)
@@ -312,16 +323,23 @@ class FlatGroup:
             # Only what changed: the rest of the master weights keeps the bits that the compute dtype has no room for.
             torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
         self.masters_changed()
+        self._keepable = self.fresh
         return True
 
     def fetch(self) -> None:
         """Begin to bring what a gather will read into memory. Local; nothing to do for what is there."""
-        if not self.fresh:
+        if not self.fresh and not (self.second is not None and self.second.holds):
             self.shard.fetch()
 
     def masters_changed(self) -> None:
         """`master` was written: what is gathered from must follow, by `write_back` or `weights_changed`. Local."""
         self._stale_shard = self.shard is not self.master
+        self._forget_second()
+
+    def _forget_second(self) -> None:
+        self._keepable = False
+        if self.second is not None:
+            self.second.holds = False
 
     def write_back(self) -> None:
         """Give what is gathered from the values of the masters, if those were written. Local.
@@ -348,6 +366,7 @@ class FlatGroup:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if self.placements.params is Placement.SHARD:
             self._version = None  # written before the step, they were taken then
+            self._forget_second()  # on all ranks alike, also where no element of theirs was stepped
             self.reshard()
             return
         if self._gather is not None:  # of the weights before: its transfers must not be dropped half-way
@@ -423,6 +442,7 @@ class FlatGroup:
         for state in {id(s): s for s in (self.master, self.shard)}.values():
             if self.separate or state is not self.shard:  # else it is a part of `full`
                 held[state.tier] += state.nbytes
+        held[Tier.DEVICE] += self.second.nbytes if self.second is not None else 0
         held[Tier.HOST] += self.gradient.host_nbytes
         return held
 

@@ -65,6 +65,8 @@ class GroupAxes:
     """Whose ranks hold all slices of the parameters and their shards between them; None where that is `shard`."""
     divisor: int = 1
     """Of the mean over `shard`."""
+    second: MeshAxis | None = None
+    """Neighbours on `shard` that keep a second copy of the weights between them; None where there is none."""
 
     @property
     def owns(self) -> bool:
@@ -78,29 +80,33 @@ class GroupAxes:
 
 
 def axes_by_name(
-    mesh: ParallelMesh, holders: Mapping[str, MeshAxis] | None = None, cuts: Mapping[str, str] | None = None
+    mesh: ParallelMesh,
+    holders: Mapping[str, MeshAxis] | None = None,
+    cuts: Mapping[str, str] | None = None,
+    second: MeshAxis | None = None,
 ) -> Callable[[str], GroupAxes]:
     """The axes of every parameter, by its name: one object for those that may share a group.
 
     `holders`: parameters that other pipeline stages hold, too, and over which ranks; `cuts`: those that are cut, and along
-    which axis.
+    which axis; `second`: ranks that keep a second copy of what is whole.
     """
-    dense = _row(mesh)
-    held = {id(axis): _row(mesh, axis) for axis in (holders or {}).values()}
+    dense = _row(mesh, second)
+    held = {id(axis): _row(mesh, second, axis) for axis in (holders or {}).values()}
     own = {name: held[id(axis)] for name, axis in (holders or {}).items()}
     cut = {along: _cut_row(mesh, along) for along in set((cuts or {}).values())}
     own.update({name: cut[along] for name, along in (cuts or {}).items()})
     return lambda name: own.get(name, dense)
 
 
-def _row(mesh: ParallelMesh, holders: MeshAxis | None = None) -> GroupAxes:
+def _row(mesh: ParallelMesh, second: MeshAxis | None, holders: MeshAxis | None = None) -> GroupAxes:
     then = [Combination(mesh.views[name], operation) for name, operation in DENSE]
     if holders is not None:
         then.append(Combination(holders, "sum", at_end=True))
-    return GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1))
+    return GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1), second=second)
 
 
 def _cut_row(mesh: ParallelMesh, along: str) -> GroupAxes:
     cut, parts = CUTS[along], mesh.views[along]
     divisor = parts.size if cut.added_up else 1
-    return replace(_row(mesh), shard=mesh.views[cut.shard], parts=parts, whole=mesh.views[cut.whole], divisor=divisor)
+    row = _row(mesh, None)
+    return replace(row, shard=mesh.views[cut.shard], parts=parts, whole=mesh.views[cut.whole], divisor=divisor)

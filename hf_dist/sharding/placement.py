@@ -51,6 +51,8 @@ class StatePlacements:
     """Master weights, optimizer state, and the gradients that the optimizer reads."""
     stay: Stay = Stay.USE
     """How long gathered weights are kept, of units for which no memory budget has chosen."""
+    second: int = 1
+    """Neighbouring ranks that keep a second copy of weights that rest sharded between them; 1 for none."""
 
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
@@ -69,7 +71,10 @@ def placements_for(config: DistConfig) -> StatePlacements:
     A pipeline that did both every microbatch would send M times as much inside the schedule's critical path;
     `reshard_per_microbatch` says that memory is worth more. `reduce_once_per_window` says the opposite of the gradients.
     """
-    placements = ZERO_STAGES[config.zero_optimization.stage]
+    zero = config.zero_optimization
+    placements = ZERO_STAGES[zero.stage]
+    if placements.params is Placement.SHARD:
+        placements = replace(placements, second=zero.zero_hpz_partition_size)
     if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
         return replace(placements, grads=Placement.PARTIAL, stay=Stay.WINDOW)
     if config.hf_dist.reduce_once_per_window:

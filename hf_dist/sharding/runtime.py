@@ -57,7 +57,8 @@ class ShardedModel:
         self.pipeline = pipeline
         self.storage = storage or Storage(mesh.device)
         cuts = {name: along for name, p in model.named_parameters() if (along := cut_along(p))}
-        axes = axes_by_name(mesh, pipeline.holders if pipeline else None, cuts)
+        second = mesh.neighbours(placements.second)
+        axes = axes_by_name(mesh, pipeline.holders if pipeline else None, cuts, second)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes)
         self.root = self.units[0]
         self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.limits.reduce)

@@ -101,7 +101,7 @@ def test_check_names_slips_of_the_file_sizes_and_disagreements_in_one_round(tmp_
     data = {
         "gradient_clipping": 0.5,
         "grad_accum_step": 2,
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 16, "overlap_com": True},
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3, "overlap_com": True},
     }
     arguments = ("--json", "--world-size", "8", "--", "--gradient_accumulation_steps", "4")
     problems = json.loads(run("check", write(tmp_path, data), *arguments).stdout)["problems"]

@@ -109,10 +109,3 @@ def test_half_precision_that_nobody_has_filled_is_not_called_by_name() -> None:
     (line,) = lines(data)
     assert "with half precision gradients travel in fp32" in line
     assert not differences(resolve(load_config(data), TRAINER))
-
-
-def test_small_groups_of_shards_are_a_difference() -> None:
-    zero = {"zero_optimization.stage": 3, "zero_optimization.zero_hpz_partition_size": 8}
-    (line,) = lines(changed(zero))
-    assert line.startswith("zero_optimization.zero_hpz_partition_size: ")
-    assert lines(changed({"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 8})) == []

@@ -86,7 +86,7 @@ def test_values_are_coerced_and_names_get_their_usual_case() -> None:
         (zero(prefetch_bucket_size=7), "zero_optimization.stage3_prefetch_bucket_size", 7),
         (zero(prefetch_bucket_size="auto"), "zero_optimization.stage3_prefetch_bucket_size", "auto"),
         (zero(stage=3, mics_shard_size=4), "zero_optimization.shard_group_size", 4),
-        (zero(stage=3, zero_hpz_partition_size=8), "zero_optimization.shard_group_size", 8),
+        (zero(stage=3, zero_hpz_partition_size=8), "zero_optimization.shard_group_size", None),
         ({"fp16": None, "zero_optimization": {"stage": None}}, "zero_optimization.stage", 0),
         (zero(leaf_module={"classes": ["Moe"]}), "zero_optimization.leaf_module.classes", ("Moe",)),
     ],
@@ -200,8 +200,8 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         ),
         (
             zero(stage=3, mics_shard_size=2, zero_hpz_partition_size=4),
-            'zero_optimization.zero_hpz_partition_size: 4 contradicts "mics_shard_size" 2: both set the size of a '
-            "shard group. Keep one of the two.",
+            'zero_optimization.zero_hpz_partition_size: 4 contradicts "mics_shard_size" 2, which keeps all states '
+            "within its groups. Keep one of the two.",
         ),
         (
             zero(prefetch_bucket_size=1, stage3_prefetch_bucket_size=2),

@@ -143,7 +143,7 @@ def small_groups(rank: int, world: int) -> dict[str, Any]:
             engine.step()
             notes = [note.path for note in engine.config.notes]
             told = [
-                line.strip() for text in heard for line in text.splitlines() if "zero_hpz" in line and "over" in line
+                line.strip() for text in heard for line in text.splitlines() if "second copy of the weights" in line
             ]
             found[f"z{stage} {key}"] = (engine.mesh.axes.size("dp_replicate"), engine.resident_nbytes(), notes, told)
     return found

@@ -1,0 +1,162 @@
+"""`hf-dist tune`: which stage and microbatch are fastest on this machine? Candidates of a config, each run for a few steps."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_dist.config import read_config
+from hf_dist.config.load import examine
+from hf_dist.config.unknown import at
+from hf_dist.errors import ConfigError, HfDistError, Problem
+
+if TYPE_CHECKING:
+    from hf_dist.bench.rounds import Row
+
+__all__ = ["tune"]
+
+_STAGE = "zero_optimization.stage"
+_MICRO = "train_micro_batch_size_per_gpu"
+_BATCH = ("train_batch_size", _MICRO, "gradient_accumulation_steps")
+_TUNING = "autotuning"
+MAX_MICRO_BATCHES = 3
+"""Sizes that are tried where neither the command nor the file says how many."""
+
+Model = Annotated[str, typer.Option(help="A model folder, or an ID of the hub.")]
+Config = Annotated[Path, typer.Option(help="A DeepSpeed-style JSON file; stages may be a list, micro batches too.")]
+Micro = Annotated[str, typer.Option("--micro-batch", help="Sizes to try, by commas; else from the file.")]
+Seq = Annotated[int, typer.Option(help="Tokens per row.", min=2)]
+Ranks = Annotated[
+    int | None, typer.Option(help="Processes; else one per GPU, or 2 without.", min=1, show_default=False)
+]
+Steps = Annotated[int, typer.Option(help="Timed steps of a run.", min=1)]
+Rounds = Annotated[int, typer.Option(help="Runs of each candidate, interleaved.", min=1)]
+Dtype = Annotated[str, typer.Option(help="bf16 (with fp32 master weights) or fp32.")]
+Output = Annotated[Path, typer.Option(help="Where the best config is written.")]
+
+
+def tune(
+    model: Model,
+    config: Config,
+    micro_batch: Micro = "",
+    seq: Seq = 512,
+    ranks: Ranks = None,
+    steps: Steps = 10,
+    rounds: Rounds = 2,
+    dtype: Dtype = "bf16",
+    output: Output = Path("best.json"),
+) -> None:
+    """Run the candidates of a config on this machine and write the one with most tokens per second.
+
+    Stages: those that the file lists, else all that go with its other settings. What does not fit is left out. Of memory on
+    paper, and of other settings, `hf-dist plan` tells.
+    """
+    data = read_config(config).data
+    asked = data.get(_TUNING) if isinstance(data.get(_TUNING), Mapping) else {}
+    sizes = _sizes(micro_batch, data, asked or {})
+    speeds: dict[tuple[int, Path], Row] = {}
+    with tempfile.TemporaryDirectory(prefix="hf_dist_tune_") as folder:
+        files = list(_candidates(data, Path(folder)))
+        if not files:
+            raise ConfigError(Problem(_STAGE, str(at(data, _STAGE)), "names no stage that the file can have", ""))
+        for size in sizes:
+            options = {"seq": seq, "ranks": ranks, "steps": steps, "rounds": rounds, "dtype": dtype}
+            rows = _measured(model, files, micro_batch=size, **options)
+            speeds |= {(size, file): row for file, row in zip(files, rows, strict=True)}
+            if all(row.error for row in rows):
+                break  # larger ones will not fit either
+        best = _best(speeds)
+        written = json.loads(best[1].read_text(encoding="utf-8"))
+    print(_table(speeds, best))
+    _write(written, best[0], data, output)
+
+
+def _sizes(given: str, data: Mapping[str, Any], asked: Mapping[str, Any]) -> list[int]:
+    """Micro batches to try, the smallest first: of the command, of the file's list, or powers of two within its bounds."""
+    listed = given.split(",") if given else data.get(_MICRO) if isinstance(data.get(_MICRO), list) else None
+    if listed is None and isinstance(data.get(_MICRO), int):
+        listed = [data[_MICRO]]
+    if listed is not None:
+        if not all(str(size).strip().isdigit() and int(size) for size in listed):
+            raise ConfigError(Problem("--micro-batch", str(given or listed), "is not a list of sizes", "Write 1,2,4."))
+        return sorted({int(size) for size in listed})
+    low, high = (asked.get(f"{end}_{_MICRO}") for end in ("min", "max"))
+    count = asked.get("num_tuning_micro_batch_sizes") or MAX_MICRO_BATCHES
+    first = low if isinstance(low, int) and low > 0 else 1
+    powers = [first << n for n in range(int(count))]
+    return [size for size in powers if not isinstance(high, int) or size <= high] or [first]
+
+
+def _candidates(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
+    """A file for each stage that is listed, or that goes with the rest; the config's other problems are raised."""
+    listed = at(data, _STAGE)
+    stages = listed if isinstance(listed, list) else [0, 1, 2, 3]
+    for stage in stages:
+        made = copy.deepcopy(dict(data))
+        for key in (_TUNING, "$schema", *_BATCH):
+            made.pop(key, None)
+        zero = made.setdefault("zero_optimization", {})
+        zero["stage"] = stage
+        _, problems = examine(made)
+        if problems and (isinstance(listed, list) or stage == stages[-1]):
+            raise ConfigError(problems)
+        if not problems:
+            file = folder / f"stage{stage}.json"
+            file.write_text(json.dumps(made, indent=2), encoding="utf-8")
+            yield file
+
+
+def _measured(model: str, files: list[Path], **options: Any) -> list[Row]:
+    """A row for each file, run in turns."""
+    from hf_dist.bench.asked import Asked
+    from hf_dist.bench.prepare import prepare
+    from hf_dist.bench.rounds import run_rounds, summarize
+    from hf_dist.hf.proof import quiet
+
+    rounds = options["rounds"]
+    asked = Asked(model=model, config=files, engines="hf_dist", **options)
+    with tempfile.TemporaryDirectory(prefix="hf_dist_bench_") as folder:
+        with quiet():
+            prepared = prepare(asked, Path(folder))
+        runs = run_rounds(prepared, rounds, lambda line: print(line, file=sys.stderr, flush=True))
+        return summarize(prepared.work, prepared.contenders, runs)
+
+
+def _best(speeds: Mapping[tuple[int, Path], Row]) -> tuple[int, Path]:
+    good = {key: row.speed[1] for key, row in speeds.items() if not row.error}
+    if not good:
+        (_, file), row = next(iter(speeds.items()))
+        raise HfDistError(f"no candidate could be run; the first, {file.stem}, failed: {row.error.splitlines()[-1]}")
+    return max(good, key=lambda key: good[key])
+
+
+def _table(speeds: Mapping[tuple[int, Path], Row], best: tuple[int, Path]) -> str:
+    from hf_dist.sizes import size_text
+
+    lines = []
+    for (size, file), row in speeds.items():
+        what = f"{file.stem}, microbatch {size}"
+        if row.error:
+            lines.append(f"  {what:<28}  failed: {row.error.splitlines()[-1]}")
+        else:
+            mark = "  <- best" if (size, file) == best else ""
+            lines.append(f"  {what:<28}  {row.speed[1]:>12,.0f} /s  {size_text(row.peak_nbytes):>9}{mark}")
+    return "\n".join(["per second of all ranks, and peak memory of a rank:", *lines])
+
+
+def _write(best: dict[str, Any], size: int, data: Mapping[str, Any], output: Path) -> None:
+    """The user's file with the best stage and microbatch; sizes of the whole batch stay as they were."""
+    kept = {key: data[key] for key in _BATCH if key in data and not isinstance(data[key], list)}
+    own = kept.get(_MICRO)
+    result = {**kept, **best, _MICRO: size}
+    if own != size and isinstance(kept.get("gradient_accumulation_steps"), int) and "train_batch_size" in kept:
+        result["gradient_accumulation_steps"] = "auto"
+    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {output}; pass --per_device_train_batch_size {size} to the script")

@@ -1,0 +1,52 @@
+"""A second copy of weights that rest sharded, between neighbouring ranks: every gather but the first stays among them.
+
+    gathered from the shards    over all ranks of `shard`, once after the weights have changed
+    kept                        when the full weights are given back: each neighbour its part of them
+    gathered from the copy      over the neighbours, until the weights change
+
+With as many neighbours as a machine has ranks, weights cross the network once per step instead of twice per microbatch.
+Gradients, masters and optimizer state know nothing of it.
+
+Source: hpZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), section 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.mesh import MeshAxis
+
+
+class SecondCopy:
+    """This rank's part of one group's copy."""
+
+    def __init__(self, axis: MeshAxis, part: torch.Tensor) -> None:
+        """`axis`: the neighbours; `part`: memory for one of as many equal parts of the full weights."""
+        self.axis = axis
+        self._part = part
+        self.holds = False
+        """Whether it is a copy of the current weights: at the same moments on all ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self._part.numel() * self._part.element_size()
+
+    def _own(self, full: torch.Tensor) -> torch.Tensor:
+        numel = self._part.numel()
+        return full[self.axis.rank * numel : (self.axis.rank + 1) * numel]
+
+    @torch.no_grad()
+    def keep(self, full: torch.Tensor) -> None:
+        """Take this rank's part of the current weights. Local."""
+        if not self.holds:
+            self._part.copy_(self._own(full))
+            self.holds = True
+
+    @torch.no_grad()
+    def gather(self, full: torch.Tensor) -> collectives.Handle:
+        """Start to fill `full` from the parts. Collective over the neighbours."""
+        assert self.holds
+        self._own(full).copy_(self._part)
+        return collectives.all_gather(self.axis, full)

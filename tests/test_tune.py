@@ -1,0 +1,95 @@
+"""`hf-dist tune`: candidates of a file, the fastest is written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dist.bench.rounds import Row
+from hf_dist.cli import tune as command
+from hf_dist.config import load_config
+from hf_dist.errors import ConfigError, HfDistError
+from tests import forked
+from tests.harness import ROOT
+from tests.test_bench import tiny
+
+AUTOTUNED = {
+    "train_batch_size": "auto",
+    "zero_optimization": {"stage": [1, 3], "overlap_comm": True},
+    "autotuning": {
+        "enabled": True,
+        "min_train_micro_batch_size_per_gpu": 2,
+        "max_train_micro_batch_size_per_gpu": 4,
+        "num_tuning_micro_batch_sizes": 4,
+    },
+}
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any], speed: Any, **options: Any) -> Any:
+    """What is written, and (micro batch, stages) of every measurement; `speed(micro, stage)` stands for the machine."""
+    asked: list[tuple[int, list[int]]] = []
+
+    def measured(model: str, files: list[Path], *, micro_batch: int, **rest: Any) -> list[Row]:
+        stages = [load_config(file).zero_optimization.stage for file in files]
+        asked.append((micro_batch, list(stages)))
+        rows = []
+        for stage in stages:
+            value = speed(micro_batch, stage)
+            rows.append(Row("x", "hf_dist", "out of memory") if value is None else Row("x", "y", speed=(0, value, 0)))
+        return rows
+
+    monkeypatch.setattr(command, "_measured", measured)
+    source, output = folder / "ds.json", folder / "best.json"
+    source.write_text(json.dumps(data))
+    command.tune("model", source, output=output, **options)
+    return json.loads(output.read_text()), asked
+
+
+def test_the_files_own_lists_are_tried_and_the_fastest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, asked = run(tmp_path, monkeypatch, AUTOTUNED, lambda micro, stage: 100.0 * micro - stage)
+    assert asked == [(2, [1, 3]), (4, [1, 3])]
+    assert best["zero_optimization"] == {"stage": 1, "overlap_comm": True} and "autotuning" not in best
+    assert best["train_micro_batch_size_per_gpu"] == 4 and best["train_batch_size"] == "auto"
+    load_config(best)
+    assert "stage1, microbatch 4" in capsys.readouterr().out
+
+
+def test_stages_that_do_not_go_with_the_file_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    best, asked = run(tmp_path, monkeypatch, data, lambda micro, stage: float(stage), micro_batch="8,2")
+    assert asked == [(2, [1, 2, 3]), (8, [1, 2, 3])] and best["zero_optimization"]["stage"] == 3
+
+
+def test_what_runs_out_of_memory_loses_and_larger_microbatches_are_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = lambda micro, stage: 10.0 * micro if micro < 2 or (micro < 4 and stage == 3) else None  # noqa: E731
+    best, asked = run(tmp_path, monkeypatch, {}, fits, micro_batch="1,2,4,8")
+    assert [micro for micro, _ in asked] == [1, 2, 4]
+    assert (best["train_micro_batch_size_per_gpu"], best["zero_optimization"]["stage"]) == (2, 3)
+    with pytest.raises(HfDistError, match="no candidate could be run; the first, stage0, failed: out of memory"):
+        run(tmp_path, monkeypatch, {}, lambda micro, stage: None)
+
+
+def test_other_mistakes_of_the_file_are_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="overlap_com"):
+        run(tmp_path, monkeypatch, {"zero_optimization": {"stage": [2], "overlap_com": 1}}, lambda *_: 1.0)
+    with pytest.raises(ConfigError, match="is not a list of sizes"):
+        run(tmp_path, monkeypatch, {}, lambda *_: 1.0, micro_batch="1;2")
+
+
+def test_it_runs_as_a_command(tmp_path: Path) -> None:
+    source = tmp_path / "ds.json"
+    source.write_text(json.dumps({**AUTOTUNED, "zero_optimization": {"stage": [0]}}))
+    few = ("--steps", "1", "--rounds", "1", "--seq", "16", "--ranks", "1", "--micro-batch", "1", "--dtype", "fp32")
+    command = [sys.executable, "-m", "hf_dist.cli", "tune", "--model", str(tiny(tmp_path)), "--config", str(source)]
+    result = forked.run([*command, *few, "--output", str(tmp_path / "b.json")], cwd=ROOT, apart=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "stage0, microbatch 1" in result.stdout and "<- best" in result.stdout
+    assert json.loads((tmp_path / "b.json").read_text())["train_micro_batch_size_per_gpu"] == 1
