@@ -77,7 +77,8 @@ class Delayed:
     """Takes the place of torch's collectives for one rank of several."""
 
     def __init__(self, device: torch.device, recorded: Recorded) -> None:
-        self.recorded = recorded
+        # On the device from the start: a copy from ordinary host memory in a collective would make the host wait.
+        self.recorded = [{name: values.to(device) for name, values in weights.items()} for weights in recorded]
         self.stream: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.engine: Any = None
         """Of this rank; set it before the first step."""
@@ -88,10 +89,10 @@ class Delayed:
     def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         """The other parts come from the weights of the recorded step."""
         flat = next(g for g in self.engine.sharded.groups if g.full is full)
-        weights = torch.zeros(flat.layout.numel, dtype=torch.float32)
+        weights = torch.zeros(flat.layout.numel, dtype=torch.float32, device=full.device)
         for slot in flat.layout.slots:
             weights[slot.offset : slot.stop] = self.recorded[self.step][slot.name].reshape(-1)
-        data = weights.to(full.device, full.dtype)
+        data = weights.to(full.dtype)
         start = dist.get_rank(group) * own.numel()
         others = [slice(0, start), slice(start + own.numel(), None)]
         return self._begin("all_gather", [(full[s], data[s]) for s in others], async_op, own)

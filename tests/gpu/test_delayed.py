@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from tests.gpu.delayed import Delayed, LateWork, Recorded, delayed_rank
 from tests.gpu.place import DEVICE
 from tests.parity.families import make_batches, make_model
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
 WORLD, RANK = 4, 1
 STEPS, ROWS = 4, 6
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
@@ -75,6 +77,19 @@ SETTINGS = [
     Setting("kept-gathered", more=(("hf_dist", {"memory_budget": "1TB"}),), microbatches=2),
     Setting("optimizer-in-backward", more=own("optimizer_in_backward")),
 ]
+
+
+@pytest.fixture(autouse=True)
+def same_bits_each_time() -> Iterator[None]:
+    """Kernels that add in one order; new memory is NaN until it is written."""
+    backends = [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_flash_sdp(backends[0])
+    torch.backends.cuda.enable_mem_efficient_sdp(backends[1])
 
 
 def trained(setting: Setting, stage: int, late: Delayed | None) -> Iterator[tuple[list[torch.Tensor], Any]]:
