@@ -130,8 +130,8 @@ def delayed_rank(world: int, rank: int, device: torch.device, recorded: Recorded
     with fake_world(world, rank):
         theirs = collectives._all_gather, collectives._reduce_scatter, dist.all_reduce
         collectives._all_gather, collectives._reduce_scatter = late.all_gather, late.reduce_scatter
-        dist.all_reduce = late.all_reduce  # type: ignore[assignment]
+        dist.all_reduce = late.all_reduce
         try:
             yield late
         finally:
-            collectives._all_gather, collectives._reduce_scatter, dist.all_reduce = theirs  # type: ignore[assignment]
+            collectives._all_gather, collectives._reduce_scatter, dist.all_reduce = theirs

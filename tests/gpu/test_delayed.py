@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,3 +176,42 @@ def without_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wait_that_is_left_out_is_seen(name: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     without_waits(name, monkeypatch)
     assert differences(Setting("plain", stage))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there are real ones")
+def test_on_a_gpu_a_collective_waits_for_what_was_started_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Event) -> None:
+            said.append(f"{self.name} waits for the event on {event.where}")
+
+    class Event:
+        where = ""
+
+        def record(self, stream: Stream) -> None:
+            self.where = stream.name
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("compute"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(said.append(f"on {stream.name}")))
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: said.append(f"NaN until {cycles} cycles are over: {written}")
+    )
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    written = torch.zeros(1)
+    work = LateWork("all_reduce", Stream("side"), [(written, torch.ones(1))])
+    work.wait()
+    work.wait()
+    assert said == [
+        "side waits for compute",
+        "on side",
+        "NaN until 20000000 cycles are over: tensor([nan])",
+        "compute waits for the event on side",
+    ]
+    assert written.item() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_the_benchmark_runs_and_its_figures_are_written_down(tmp_path: Path, mon
         "| z3 | 2.00 | 1.00 | 2.000 |", "| 2 | 1.50 |", "| seconds per step |",
     ):  # fmt: skip
         assert part in text, text
+
+
+@pytest.mark.skipif(GPUS > 0, reason="there are real ones")
+def test_what_runs_on_gpus_is_found_there_and_skipped_by_how_many_there_are(tmp_path: Path) -> None:
+    script = tmp_path / "collect.py"
+    script.write_text(
+        "import sys, pytest, torch\n"
+        "torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)\n"
+        "sys.exit(pytest.main(['-q', '-rs', '-p', 'no:cacheprovider', 'tests/gpu/test_parity.py', 'tests/gpu/test_pipeline.py',"
+        " 'tests/gpu/test_ranks.py', '-k', 'w1 and 4- or pp4 or two_gpus or one_queue or groups_of_two']))\n"
+    )
+    done = forked.run([sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": ROOT}, timeout=200)
+    assert done.returncode == 0, done.stdout
+    for count in (2, 4, 8):
+        assert f"needs {count} GPUs, there are 1" in done.stdout, done.stdout
+    assert " skipped" in done.stdout and "passed" not in done.stdout
 
 
 def test_the_newest_run_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
