@@ -92,9 +92,11 @@ def advice(rows: Sequence[ExpertTraffic], ep: int, tokens: int) -> list[str]:
     if len(rows) < 2:
         return []
     best = min(rows, key=lambda row: (row.nbytes, -row.ep))
-    lines = [f"bytes that a rank sends for experts in a microbatch of {scaled(tokens)} tokens:"]
+    lines = [f"bytes that a rank sends for experts in a microbatch of {scaled(tokens).strip()} tokens:"]
     for row in rows:
-        below = f", fewer than ep 1 below {scaled(round(crossover(rows[0], row, tokens)))} tokens" if row.ep > 1 else ""
+        below = (
+            f", fewer than ep 1 below {scaled(crossover(rows[0], row, tokens)).strip()} tokens" if row.ep > 1 else ""
+        )
         mark = " (in use)" if row.ep == ep else ""
         lines.append(f"ep {row.ep:<3} weights {size_text(row.weights)}, tokens {size_text(row.tokens)}{below}{mark}")
     if best.ep != ep:

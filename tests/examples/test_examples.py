@@ -93,6 +93,14 @@ def test_causal_lm_trains_samples_and_saves(tmp_path: Path, config: str) -> None
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_mixture_has_its_experts_on_two_processes(tmp_path: Path) -> None:
+    small = ("--max_characters", "60000", "--block_size", "32", "--vocab_size", "512", "--logging_steps", "1")
+    said = train("mixture.py", "experts.json", tmp_path, *small)
+    assert "8 of 16 experts of 4 layers (Qwen3MoeExperts) on each of 2 ranks" in said
+    assert "rows of the busiest expert over the mean:" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_long_packed_rows_are_shared_by_two_processes(tmp_path: Path) -> None:
     small = ("--max_characters", "60000", "--block_size", "256", "--vocab_size", "512")
     batch = ("--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1")

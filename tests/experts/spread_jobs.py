@@ -193,7 +193,10 @@ def train_all(rank: int, world: int, settings: list[Setting]) -> list[Any]:
 def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
     """Bytes of one step as they were counted, and by hand from the routing; bytes at rest."""
     from hf_dist import collectives
+    from hf_dist.estimate.state_bytes import States
+    from hf_dist.estimate.wire import step_traffic
     from hf_dist.experts.spread import exchanges
+    from hf_dist.offload.resting import Tier
 
     setting = Setting("traffic", stage=stage, ep=world)
     engine = start(setting, world)
@@ -220,6 +223,8 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
         backward = out * 4 * width + back * (4 * width + 4 * k)
         by_hand += forward + backward
     groups = engine.sharded.groups
+    states = States.of_model(build(setting), engine.config, num_shards=world, rank=rank, ep=world)
+    planned = step_traffic(states)
     spread = [g for g in groups if g.axes.parts is not None]
     return {
         "counted": log.nbytes("all_to_all"),
@@ -230,6 +235,10 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
         "held": sum(g.layout.num_params for g in spread),
         "whole": sum(slot.held.whole_numel for g in spread for slot in g.layout.slots),
         "resident": sum(sum(g.resident_nbytes().values()) for g in spread),
+        "engine_resident": engine.resident_nbytes()["device"],
+        "planned_resident": states.nbytes.resident(Tier.DEVICE),
+        "sent": {op: (log.count(op), log.nbytes(op)) for op in ("all_gather", "reduce_scatter", "all_reduce")},
+        "planned_sent": {op: planned.get(op, (0, 0)) for op in ("all_gather", "reduce_scatter", "all_reduce")},
     }
 
 

@@ -102,6 +102,14 @@ def test_tokens_take_the_bytes_that_the_routing_says_and_experts_none(stage: int
         assert 4 * found["held"] <= found["resident"] <= 4 * found["held"] * 1.05  # fp32, once; slots are aligned
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_plan_is_the_run(stage: int, outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        found = rank[f"traffic {stage}"]
+        assert found["planned_resident"] == found["engine_resident"]
+        assert found["planned_sent"] == found["sent"]
+
+
 def test_a_checkpoint_goes_to_any_layout_and_back(outcomes: list[Any]) -> None:
     for rank in outcomes:
         for key, value in rank["life"].items():
