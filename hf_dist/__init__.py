@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hf_dist.hf.loading import from_pretrained
     from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
     from hf_dist.hf.trainer import DistTrainer, DistTrainerMixin
-    from hf_dist.sharding.full_params import full_gradient, gathered
+    from hf_dist.sharding.full_params import full_gradient, full_shape, gathered
 
 from hf_dist.version import __version__ as __version__
 
@@ -27,6 +27,7 @@ __all__ = [
     "Engine",
     "from_pretrained",
     "full_gradient",
+    "full_shape",
     "gathered",
     "initialize",
 ]
@@ -44,6 +45,7 @@ _WHERE = {
     "Engine": "hf_dist.engine",
     "from_pretrained": "hf_dist.hf.loading",
     "full_gradient": "hf_dist.sharding.full_params",
+    "full_shape": "hf_dist.sharding.full_params",
     "gathered": "hf_dist.sharding.full_params",
     "initialize": "hf_dist.build",
 }

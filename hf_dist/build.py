@@ -57,6 +57,7 @@ from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.quantised import prepare_quantised
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.tensor_split import TensorSplit, plan_tensors, split_tensors
 
 LrScheduler = Any
 """An object with `step()`, or a function that makes one from the optimizer."""
@@ -106,9 +107,14 @@ def mesh_for(
 ) -> ParallelMesh:
     """The mesh that `config` asks for, for `model` where it is known. Every rank calls it; ranks whose configs differ are told
     so."""
-    if config.compile.enabled and config.pipeline.stages > 1:
-        reason = "is not available together with pipeline.stages above 1"
-        raise ConfigError(Problem("compile.enabled", "true", reason, "Remove one of the two."))
+    cuts = {
+        "pipeline.stages": config.pipeline.stages,
+        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size,
+    }
+    for path, parts in cuts.items():
+        if config.compile.enabled and parts > 1:
+            reason = f"is not available together with {path} above 1"
+            raise ConfigError(Problem("compile.enabled", "true", reason, "Remove one of the two."))
     mesh = build_mesh(
         axes=functools.partial(axes_of, config, here=ranks_here(), experts=expert_counts(model) if model else ()),
         device=device,
@@ -178,6 +184,8 @@ def build_engine(
     tell_full_build(model, mesh)
     precision = precision_for(config, model)
     cut = None
+    # Of the whole model, before stages are cut from it.
+    plan = plan_tensors(model, config, mesh) if mesh.tp.size > 1 else None
     if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
         example = example or Example(lambda: example_of(model))
         if mesh.cp.size > 1:
@@ -185,7 +193,8 @@ def build_engine(
         cut = cut_model(model, config.pipeline, mesh, precision, example)
     spread_experts(model, mesh)  # the stages were planned with the stock forward; nothing has been read yet
     keep_adapters_low_rank(model)
-    sharded = _shard(model, config, mesh, precision, cut, _storage_for(model, config, mesh, optimizer))
+    tensors = split_tensors(model, plan, mesh) if plan is not None else None  # of a stage what it keeps
+    sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
     # After sharding: the optimizer's state is made for fragments, never for whole parameters.
@@ -202,7 +211,7 @@ def build_engine(
     )
     if trainable and (pipeline is None or mesh.pp.rank == pipeline.last):
         kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else model.modules()
-        engine.tiled_loss = tiled_loss_for(model, set(kept), config)
+        engine.tiled_loss = tiled_loss_for(model, set(kept), config, tensors.model.vocabulary if tensors else None)
         engine.router_loss = router_loss_for(model, mesh, batch.accumulation, config.hf_dist.router_loss)
     # After both, which see the arguments of whole rows, and before whose outputs are whole.
     split = engine.split_sequence = split_sequence(model, mesh, config.hf_dist.sequence_parallel)
@@ -217,7 +226,7 @@ def build_engine(
     watchdog.watch(engine)
     if trainable:
         keep_by_budget(engine)
-        say(start_up_report(sharded, config, batch, pipeline, split))
+        say(start_up_report(sharded, config, batch, pipeline, split, tensors))
     return engine
 
 
@@ -226,11 +235,12 @@ def _shard(
     config: DistConfig,
     mesh: ParallelMesh,
     precision: Precision,
-    cut: CutModel | None,
+    parts: tuple[CutModel | None, TensorSplit | None],
     storage: Storage,
 ) -> ShardedModel:
     """The units and hooks of `model`, its blocks compiled if the config says so."""
     leaf = config.zero_optimization.leaf_module
+    cut, tensors = parts
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
     sharded = ShardedModel(
@@ -241,6 +251,7 @@ def _shard(
         limits=in_flight_limits(config),
         leaf_modules=(leaf.classes, leaf.names, leaf.name_suffixes),
         pipeline=cut.share if cut else None,
+        sliced=tensors.share if tensors else None,
         storage=storage,
     )
     # After sharding, whose hooks stay outside; before the tiled loss, which calls the blocks as anybody does.

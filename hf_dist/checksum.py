@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-__all__ = ["checksum"]
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["batch_digest", "checksum"]
 
 _WORDS = 1 << 16
 """Words of 8 bytes at a time: what is computed on the way stays in the cache."""
 _MIX, _NEXT = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D  # odd; products wrap around at 2^64
+_AFTER = 1_000_003
 
 
 @torch.no_grad()
@@ -32,6 +36,15 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         # The upper half once more by itself: round floats differ in so high bits that a product may lose them.
         total = total * _NEXT + _dot(words, own) + _dot(words >> 32, own) * _MIX
     return total
+
+
+def batch_digest(batch: Any) -> torch.Tensor:
+    """A whole number in float64 that differs when any element of the tensors in `batch` does; where the tensors are."""
+    total = torch.zeros((), dtype=torch.int64)
+    for tensor in (t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)):
+        own = checksum(tensor)
+        total = total.to(own.device) * _AFTER + own
+    return (total & (1 << 52) - 1).double()  # as many bits as travel unrounded
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -169,8 +169,8 @@ def _exchange_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
     return Handle(works, lease=axis.lease)
 
 
-def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Handle:
-    """Mean over `axis` of every rank's `full`; each rank gets its own part in `out`, valid after `wait()`.
+def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str = "mean") -> Handle:
+    """Mean (`op`: or sum) over `axis` of every rank's `full`; each rank gets its own part in `out`, valid after `wait()`.
 
     Collective over `axis`. `full`: 1-D, `axis.size` equal parts, in the dtype that travels; it must stay untouched until
     `wait()`, and is not the caller's after that: fp16 is divided in place before NCCL sums it. `out`: 1-D, one part; its
@@ -182,20 +182,20 @@ def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Han
     part = out.numel()
     _count("reduce_scatter", axis, (axis.size - 1) * part * full.element_size())
     if not _is_gloo(axis.reduce_group):
-        return _scatter_mean(axis, full, out)
+        return _scatter_sum(axis, full, out, op)
     if full.is_cuda:
         host = torch.empty(part, dtype=out.dtype)
-        _exchange_sum(axis, full.cpu(), host).wait()
+        _exchange_sum(axis, full.cpu(), host, op).wait()
         out.copy_(host)
         return Handle([])
-    return _exchange_sum(axis, full, out)
+    return _exchange_sum(axis, full, out, op)
 
 
-def _scatter_mean(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Handle:
+def _scatter_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str) -> Handle:
     if axis.size == 1:  # NCCL 2.27 and 2.28 leave out the last elements of a mean over one rank
         out.copy_(full)
         return Handle([])
-    code, before, after = _mean_of(full.dtype, axis.size)
+    code, before, after = _mean_of(full.dtype, axis.size) if op == "mean" else (dist.ReduceOp.SUM, 1, 1.0)
     if before != 1:
         full.mul_(1.0 / before)
     same = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
@@ -226,7 +226,7 @@ def _divide(out: torch.Tensor, values: torch.Tensor, divisor: float) -> None:
         out.mul_(1.0 / divisor)
 
 
-def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Handle:
+def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str) -> Handle:
     part = out.numel()
     received = in_huge_pages(torch.empty((axis.size - 1) * part, dtype=full.dtype))
     works: list[Any] = []
@@ -240,7 +240,7 @@ def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor) -> Hand
         out.copy_(full.narrow(0, axis.rank * part, part))
         for step in range(axis.size - 1):
             out.add_(received.narrow(0, step * part, part))
-        if axis.size > 1:
+        if axis.size > 1 and op == "mean":
             out.mul_(1.0 / axis.size)
 
     return Handle(works, finish, axis.lease)

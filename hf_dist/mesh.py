@@ -95,6 +95,11 @@ class ParallelMesh:
         return self.views["data"]
 
     @property
+    def tp(self) -> MeshAxis:
+        """Ranks between which the weights of a layer are cut."""
+        return self.views["tp"]
+
+    @property
     def model(self) -> MeshAxis:
         """Ranks that hold one copy of the model between them."""
         return self.views["model"]
@@ -109,16 +114,16 @@ class ParallelMesh:
         """Ranks that compute on parts of the same sequences."""
         return self.views["cp"]
 
-    def neighbours(self, size: int) -> MeshAxis | None:
-        """The `size` ranks beside each other on `shard` that this rank is one of; None where that is one rank, or all of them.
+    def neighbours(self, size: int, along: str = "shard") -> MeshAxis | None:
+        """The `size` ranks beside each other `along` a view that this rank is one of; None where that is one, or all of them.
 
         Collective over world.
         """
-        lines = self.axes.lines("shard")
+        lines = self.axes.lines(along)
         if not 1 < size < len(lines[0]):
             return None
         rows = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
-        axis = self.groups.axis("neighbours", rows)
+        axis = self.groups.axis("neighbours" if along == "shard" else f"{size} neighbours on {along}", rows)
         if self.backend == "nccl":
             self.groups.connect()
         return axis

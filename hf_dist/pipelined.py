@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_dist import collectives
-from hf_dist.checksum import checksum
+from hf_dist.checksum import batch_digest
 from hf_dist.config.sections import PipelineConfig
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
@@ -255,7 +255,7 @@ class Pipeline:
         message = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.pp.rank == self.last:
             message[0] = torch.stack([v.detach().double().reshape(()) for v in values]).sum()
-        own = _digest(microbatches).to(message) if checks else message[1]
+        own = batch_digest(microbatches).to(message) if checks else message[1]
         message[1] = own
         collectives.broadcast(self.mesh.pp, message, self.last)
         if checks and not torch.equal(own, message[1]):
@@ -301,22 +301,10 @@ class Pipeline:
         return [f"{name} on {self.mesh.pp.size} ranks{often}", *self.split.describe().splitlines()]
 
 
-_NEXT = 1_000_003
-
-
 @dataclass(frozen=True)
 class _Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def _digest(microbatches: Sequence[Any]) -> torch.Tensor:
-    """An integer in float64 that differs when any element of the microbatches does; on the device where the tensors are."""
-    total = torch.zeros((), dtype=torch.int64)
-    for tensor in (t for t in tree_leaves(microbatches) if isinstance(t, torch.Tensor)):
-        own = checksum(tensor)
-        total = total.to(own.device) * _NEXT + own
-    return (total & (1 << 52) - 1).double()  # as many bits as travel unrounded
 
 
 class _ZeroHooks(Hooks):

@@ -18,6 +18,7 @@ from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sizes import scaled, size_text
+from hf_dist.tensor_split import TensorSplit
 
 MAX_UNIT_KINDS = 6
 """Kinds of units that are listed, largest first; the rest is counted. The report is to fit a screen."""
@@ -34,6 +35,7 @@ def start_up_report(
     batch: BatchSizes,
     pipeline: Pipeline | None = None,
     split: SplitSequence | None = None,
+    tensors: TensorSplit | None = None,
 ) -> str:
     """Plain text, printed once by rank 0."""
     place = sharded.placements
@@ -48,6 +50,7 @@ def start_up_report(
         **({"network": network} if (network := _network(sharded)) else {}),
         **({"pipeline": pipeline.describe()} if pipeline else {}),
         **({"sequence": [split.describe()]} if split else {}),
+        **({"tensor": tensors.describe()} if tensors else {}),
         "batch": [_batch(batch)],
         "precision": _precision(sharded),
         "units": _units(sharded),

@@ -22,8 +22,11 @@ LOSS_RTOL = 1e-5
 
 
 def ranks_for(data: dict[str, Any]) -> int:
-    """Two data ranks, times the pipeline stages and the ranks that share a sequence."""
-    return RANKS * int(data.get("pipeline", {}).get("stages", 1)) * int(data.get("sequence_parallel_size", 1))
+    """Two data ranks, times the pipeline stages, the ranks that share a sequence and the parts of a layer."""
+    cut = data.get("tensor_parallel", {}).get("autotp_size", 1)
+    return (
+        RANKS * int(data.get("pipeline", {}).get("stages", 1)) * int(data.get("sequence_parallel_size", 1)) * int(cut)
+    )
 
 
 def recipe_for(data: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ AUTO_TABLE: tuple[AutoRule, ...] = (
 """Every key that has a source. `train_batch_size` is the product of the batch keys and the data ranks."""
 
 _DEFAULTED = (
-    "hf_dist.tiled_loss",
+    *("hf_dist.tiled_loss", "hf_dist.sequence_regions"),
     *(
         f"{_ZERO}.{key}"
         for key in (
@@ -93,7 +93,7 @@ _DEFAULTED = (
 )
 """Keys that cannot change a result: "auto" without a source is the default."""
 
-_FOUND_LATER = frozenset({"hf_dist.memory_budget", "hf_dist.sequence_parallel", "expert_parallel.autoep_size"})
+_FOUND_LATER = frozenset({"hf_dist.memory_budget", "hf_dist.sequence_regions", "expert_parallel.autoep_size"})
 """Keys whose "auto" is measured where it is used."""
 
 _DEFAULTS = DistConfig()
@@ -298,9 +298,12 @@ def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
 
 
 def _ranks_hint(config: DistConfig, data_ranks: int) -> str:
-    """Why there are fewer data ranks than processes; empty without a pipeline."""
-    stages = config.pipeline.stages
-    return f"; {stages * data_ranks} processes in {stages} stages are {data_ranks} data ranks" if stages > 1 else ""
+    """Why there are fewer data ranks than processes; empty where every rank reads rows of its own."""
+    stages, cut = config.pipeline.stages, config.tensor_parallel.autotp_size
+    if cut == 1:
+        return f"; {stages * data_ranks} processes in {stages} stages are {data_ranks} data ranks" if stages > 1 else ""
+    each = f"{stages} stages of {cut} ranks" if stages > 1 else f"groups of {cut} (tensor_parallel.autotp_size)"
+    return f"; {stages * cut * data_ranks} processes in {each} are {data_ranks} data ranks"
 
 
 def _write_batch(work: _Resolution, sizes: BatchSizes, given: Mapping[str, int | None]) -> None:

@@ -113,7 +113,10 @@ def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> 
     if name in home:
         if home[name] != value:
             findings.problem(
-                alias, f'contradicts "{target}", the newer name of the same key', f'Remove "{alias}".', written
+                alias,
+                f'contradicts "{target}", the newer name of the same key',
+                f'Remove "{findings.spelled(alias)}".',
+                written,
             )
         return
     home[name] = value

@@ -33,6 +33,7 @@ from hf_dist.config.sections import (
     RealOrAuto,
     SchedulerConfig,
     TensorboardConfig,
+    TensorParallelConfig,
     WandbConfig,
     ZeroConfig,
 )
@@ -88,6 +89,8 @@ class DistConfig(Frozen):
     """`activation_checkpointing`: what becomes of saved activations."""
     pipeline: PipelineConfig = PipelineConfig()
     """`pipeline`: layers shared out between groups of ranks."""
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    """`tensor_parallel`: matrices cut between neighbouring ranks."""
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     """`expert_parallel`: experts spread over ranks."""
     tensorboard: TensorboardConfig = TensorboardConfig()

@@ -30,6 +30,7 @@ MemoryBudget = Annotated[str | int, PlainValidator(values.memory_budget)]
 Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(values.device)]
 Share = Annotated[float, PlainValidator(values.real(most=1.0))]
 Stages = Annotated[int, PlainValidator(lambda value: 1 if values.is_auto(value) else values.whole(1)(value))]
+Degree = Annotated[int, PlainValidator(lambda value: max(1, 1 if values.is_off(value) else values.whole()(value)))]
 Partition = Annotated[str | tuple[int, ...], PlainValidator(values.partition)]
 SequenceExchange = Annotated[str | tuple[int, int], PlainValidator(values.sequence_exchange)]
 Schedule = Annotated[
@@ -225,6 +226,15 @@ class PipelineConfig(Frozen):
     """`pipeline.reshard_per_microbatch`: whether weights (stage 3) are freed and gradients (2, 3) reduced every microbatch."""
 
 
+class TensorParallelConfig(Frozen):
+    """The `tensor_parallel` section: the matrices of each layer cut between neighbouring ranks."""
+
+    autotp_size: Degree = 1
+    """`tensor_parallel.autotp_size`: ranks between which each layer is cut; 0, 1, or "auto", is no cut."""
+    partition_config: dict[str, Any] | None = None
+    """`tensor_parallel.partition_config`: which weights are cut by rows or columns, in place of the model's own plan."""
+
+
 class ExpertParallelConfig(Frozen):
     """The `expert_parallel` section: the experts of a mixture spread over neighbouring ranks of those that ZeRO shards over."""
 
@@ -307,6 +317,8 @@ class HfDistSection(Frozen):
     """`hf_dist.tiled_loss`: whether head and loss run in tiles; None is true in the Trainer, else the loss alone is chunked."""
     sequence_parallel: SequenceExchange = "auto"
     """`hf_dist.sequence_parallel`: "auto", "ulysses", "gather", "ring", or ranks of [Ulysses, ring]."""
+    sequence_regions: FlagOrAuto | None = None
+    """`hf_dist.sequence_regions`: whether ranks that cut layers keep parts of the sequence between; None: where that works."""
     memory_budget: MemoryBudget | None = None
     """`hf_dist.memory_budget`: "auto", "20GB" or bytes of a rank's device; at stage 3 what is left of it saves gathers."""
     lazy_load: Flag = True

@@ -170,7 +170,6 @@ _ZERO = {
     ),
 }
 
-_TP_SIZE = later("Remove the key or set it to 1.", at_most_one)
 _ONE_RANK_PER_EXPERT = later("Remove the key or set it to 1.", at_most_one)
 _ROUTER = refused(
     "is decided by the model's own router", "Remove the key, or change the model's config.", is_any_of("auto", "none")
@@ -180,13 +179,15 @@ _ROUTER_BIAS = refused(
     "Remove the key or set it to null; output_router_logits of the model turns its auxiliary loss on.",
     is_off,
 )
-_NO_TP = idle("there is no tensor parallelism")
 _PARALLEL = {
     **rows("pipeline", "partition", moved("pipeline.partition_method")),
     **rows("pipeline", "seed_layers pipe_partitioned grad_partitioned use_reentrant", _PERFORMANCE),
-    **rows("tensor_parallel", "autotp_size tensor_parallel.tp_size", _TP_SIZE),
-    **rows("tensor_parallel", "tensor_parallel.tp_grain_size dtype tp_overlap_comm keep_module_on_host", _NO_TP),
-    **rows("tensor_parallel", "preset_model partition_config", _NO_TP),
+    **rows("tensor_parallel", "tensor_parallel.tp_size", moved("tensor_parallel.autotp_size")),
+    **rows("tensor_parallel", "tensor_parallel.tp_grain_size", idle("matrices are cut in equal parts")),
+    **rows("tensor_parallel", "dtype", idle("follows fp16 and bf16")),
+    **rows("tensor_parallel", "keep_module_on_host", idle("from_pretrained reads each rank's part only", is_off)),
+    **rows("tensor_parallel", "preset_model", idle("the plan is the model's own, and verified")),
+    **rows("tensor_parallel", "tp_overlap_comm", idle("not built yet; the result is the same", is_off)),
     **rows("tensor_parallel", "tensor_parallel.mpu tensor_parallel.tp_group", refused("is not JSON", _REMOVE)),
     **rows("tensor_parallel", "injection_policy_tuple", refused("is not supported", _REMOVE)),
     **rows("tensor_parallel", "replace_with_kernel_inject", refused("is for inference only", _REMOVE)),

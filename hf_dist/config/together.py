@@ -87,6 +87,17 @@ _NEEDS = (
         lambda config: config.expert_parallel.enabled,
         "expert_parallel.enabled is false",
     ),
+    Needs(
+        ("tensor_parallel",), lambda config: config.tensor_parallel.autotp_size > 1, "no matrix is cut between ranks"
+    ),
+    Needs(
+        ("hf_dist.sequence_regions",),
+        lambda config: config.tensor_parallel.autotp_size > 1,
+        "no matrix is cut between ranks",
+    ),
+    Needs(
+        ("hf_dist.sequence_regions",), lambda config: config.pipeline.stages == 1, "not together with pipeline.stages"
+    ),
     Needs(("compile.backend",), lambda config: config.compile.enabled, "compile.enabled is false"),
     Needs(
         ("pipeline.schedule",),
@@ -104,12 +115,14 @@ _NEEDS = (
         "the loss scale is fixed",
     ),
 )
-_SWITCHES = frozenset({f"{_ZERO}.stage", f"{_PARAM}.device", f"{_OPTIMIZER}.device", "pipeline.stages"})
+_SWITCHES = frozenset(
+    {f"{_ZERO}.stage", f"{_PARAM}.device", f"{_OPTIMIZER}.device", "pipeline.stages", "tensor_parallel.autotp_size"}
+)
 """Keys that switch others off; where one of them is wrong, nobody knows what it was meant to switch."""
 _SAY_NOTHING = frozenset(
     {
         *(f"{_PARAM}.device", f"{_OPTIMIZER}.device", f"{_ZERO}.mics_shard_size"),
-        *("pipeline.stages", "pipeline.reshard_per_microbatch"),
+        *("pipeline.stages", "pipeline.reshard_per_microbatch", "tensor_parallel.autotp_size"),
     }
 )
 """Keys whose value "none", 1, -1 or false asks for nothing, or is what switches the rest off."""
@@ -133,6 +146,7 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
     _check_shard_groups(config, findings)
     _check_offload(config, findings, wrong)
     _check_pipeline(config, findings)
+    _check_tensor_parallel(config, findings)
     _check_partition(config, findings)
     _check_intervals(config, findings)
 
@@ -200,6 +214,17 @@ def _check_offload(config: DistConfig, findings: Findings, wrong: set[str]) -> N
     for path, section in ((_OPTIMIZER, zero.offload_optimizer), (_PARAM, zero.offload_param)):
         if section.device == "nvme" and not section.nvme_path and f"{path}.nvme_path" not in wrong:
             findings.problem(f"{path}.nvme_path", 'is missing; device "nvme" needs a folder', 'Add "nvme_path": "...".')
+
+
+def _check_tensor_parallel(config: DistConfig, findings: Findings) -> None:
+    if config.tensor_parallel.autotp_size > 1 and config.expert_parallel.enabled:
+        expected = 'contradicts "expert_parallel": the experts of a layer would be cut twice'
+        fix = "Remove one of the two sections."
+        findings.problem("tensor_parallel.autotp_size", expected, fix, found=config.tensor_parallel.autotp_size)
+    if config.tensor_parallel.autotp_size > 1 and config.sequence_parallel_size > 1:
+        expected = 'is not available together with "sequence_parallel_size"'
+        fix = 'Remove one of the two; "hf_dist": {"sequence_regions": true} cuts what rests between products.'
+        findings.problem("tensor_parallel.autotp_size", expected, fix, found=config.tensor_parallel.autotp_size)
 
 
 def _check_pipeline(config: DistConfig, findings: Findings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hf_dist.axes import Axes
 from hf_dist.config.schema import DistConfig
@@ -17,20 +18,25 @@ _HPZ = "zero_optimization.zero_hpz_partition_size"
 def axes_of(config: DistConfig, processes: int, *, here: int | None = None, experts: Sequence[int] = ()) -> Axes:
     """Who reads what and who holds what among `processes` ranks. Raises `ConfigError` for sizes that do not divide them.
 
-    One copy of the model has `pipeline.stages` ranks or more; tp has no key, it is 1. `here` (processes of one
+    One copy of the model has `pipeline.stages` x `tensor_parallel.autotp_size` ranks or more. `here` (processes of one
     machine) and `experts` (their number, of each kind of layer) are what `expert_parallel.autoep_size` "auto" divides.
     """
     zero = config.zero_optimization
     try:
-        cp = config.sequence_parallel_size
-        axes = Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp)
+        sizes: dict[str, Any] = {
+            "pp": config.pipeline.stages,
+            "shard": zero.shard_group_size,
+            "tp": config.tensor_parallel.autotp_size,
+            "cp": config.sequence_parallel_size,
+        }
+        axes = Axes.of(processes, **sizes)
         shard = axes.size("shard")
         _check_second_copy(zero, shard)
         spread = config.expert_parallel
         if not spread.enabled:
             return axes
         size = spread.autoep_size if isinstance(spread.autoep_size, int) else math.gcd(shard, here or shard, *experts)
-        return Axes.of(processes, pp=config.pipeline.stages, shard=zero.shard_group_size, cp=cp, ep=size)
+        return Axes.of(processes, **sizes, ep=size)
     except ConfigError as error:
         raise ConfigError([replace(p, file=config.at_line(p.path)) for p in error.problems]) from None
 

@@ -56,6 +56,11 @@ def is_auto(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() == AUTO
 
 
+def is_off(value: object) -> bool:
+    """Whether a degree is left away: "auto" or "none"."""
+    return isinstance(value, str) and value.strip().lower() in (AUTO, "none")
+
+
 def shown(value: object) -> str:
     """`value` the way a JSON file spells it, shortened."""
     try:

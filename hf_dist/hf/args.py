@@ -109,7 +109,7 @@ class DistArgsMixin:
         arguments: Any = self
         wanted = arguments.mixed_precision
         arguments._dist = config  # `world_size` asks it
-        _check_pipeline(self, config)
+        _check_axes(self, config)
         _take_elastic_batch(arguments, config)
         sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
         arguments._dist = resolve(config, replace(sources, launcher_precision=wanted))
@@ -213,7 +213,7 @@ def _take_elastic_batch(args: Any, config: DistConfig) -> None:
         args.gradient_accumulation_steps = settled(sizes.gradient_accumulation_steps)
 
 
-def _check_pipeline(args: Any, config: DistConfig) -> None:
+def _check_axes(args: Any, config: DistConfig) -> None:
     shares = axes_of(config, detect_launch().world_size).size("batch") > 1
     if shares and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         raise ConfigError(

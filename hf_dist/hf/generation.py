@@ -12,7 +12,7 @@ from hf_dist import collectives
 from hf_dist.engine import Engine
 from hf_dist.log import say_once
 from hf_dist.machine import free_nbytes
-from hf_dist.sharding.full_params import gathered
+from hf_dist.sharding.full_params import unsharded
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sizes import size_text
 
@@ -48,7 +48,7 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
             "gathers them unit by unit, which is slow. More ranks, shorter prompts, or offloaded optimizer state make room."
         )
         return generate(model, *args, **{**kwargs, "synced_gpus": True})
-    with gathered(engine.model):
+    with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
         # No rank waits for another inside: one that is done need not go on for the others.
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
 

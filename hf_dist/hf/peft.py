@@ -20,7 +20,7 @@ from torch import nn
 from hf_dist.engine import Engine
 from hf_dist.errors import ModelError
 from hf_dist.hf.state_dict import loading
-from hf_dist.sharding.full_params import full_tensors, gathered
+from hf_dist.sharding.full_params import full_tensors, gathered, whole_tensors
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.prepared import OWNER
@@ -135,7 +135,8 @@ def _masters_in_place(layer: nn.Module) -> Iterator[None]:
     for group in groups.values():
         if not group.trainable or group.dtype == torch.float32:
             continue
-        for param, (_, value) in zip(group.params, full_tensors(group), strict=True):
+        masters = full_tensors(group) if group.share is None else whole_tensors(group)  # as `gathered` shows them
+        for param, (_, value) in zip(group.params, masters, strict=True):
             if id(param) in own:
                 usual.append((param, param.data))
                 param.data = value

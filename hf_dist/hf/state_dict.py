@@ -109,7 +109,8 @@ def loading(engine: Engine) -> Iterator[None]:
     handle = engine.model.register_load_state_dict_pre_hook(keep)
     _LOADING.add(engine)
     try:
-        with unsharded(engine.model, settle=lambda group, changed: None):  # the masters have the values already
+        # The masters have the values already.
+        with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
             yield
     finally:
         _LOADING.discard(engine)

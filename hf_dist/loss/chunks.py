@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from hf_dist.loss.vocabulary import VocabularySplit, split_log_probability
+
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 """One fp32 tensor of a chunk: in a CPU's cache; on a GPU, not measured, meant to outlast the launch of its kernels."""
 
@@ -40,14 +42,17 @@ class Computed:
     logits: torch.Tensor  # (..., V)
     after: tuple[Elementwise, ...] = ()
     """What the model does to them, element by element, in order."""
+    split: VocabularySplit | None = None
+    """Where these are some columns of the vocabulary, and other ranks have the rest."""
 
     def rows(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Computed:
         """The same of other rows: `view` leaves the last dimension as it is."""
         return replace(self, logits=view(self.logits))
 
     def full(self) -> torch.Tensor:
-        """The logits with all that the model does to them."""
-        return _apply(self.after, self.logits)
+        """The logits with all that the model does to them. Collective where the vocabulary is split."""
+        logits = self.logits if self.split is None else self.split.gather(self.logits)
+        return _apply(self.after, logits)
 
     def cross_entropy(self, target: torch.Tensor, *, ignore_index: int, mean: bool) -> torch.Tensor:
         """`cross_entropy(self.full(), target)` for logits (N, V) and `target` (N,), the mean or the sum, 0-dim."""
@@ -55,7 +60,11 @@ class Computed:
         after = self.after
         if torch.is_autocast_enabled(self.logits.device.type):  # it runs torch's cross_entropy in fp32
             after = (*after, Cast(torch.promote_types(self.logits.dtype, torch.float32)))
-        picked = _LogProbability.apply(self.logits, target.masked_fill(ignored, 0).unsqueeze(1), after)
+        chosen = target.masked_fill(ignored, 0).unsqueeze(1)
+        if self.split is None:
+            picked = _LogProbability.apply(self.logits, chosen, after)
+        else:
+            picked = split_log_probability(self.logits, chosen, after, self.split, _chunks)
         zero = torch.zeros_like(target).masked_fill_(ignored, -100)
         return functional.nll_loss(picked, zero, ignore_index=-100, reduction="mean" if mean else "sum")
 

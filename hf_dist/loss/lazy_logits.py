@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from hf_dist.errors import ModelError
 from hf_dist.loss.chunks import Cast, Computed
 from hf_dist.loss.tiles import Linear, saves_memory, tiled_cross_entropy
+from hf_dist.loss.vocabulary import VocabularySplit
 from hf_dist.unread import METADATA, unread
 
 _FIX = 'Read them before backward, or set "hf_dist": {"tiled_loss": false}.'
@@ -34,6 +35,8 @@ class Use:
     """Told, with the name of the function, when code other than the loss reads logits that were put off."""
     tiles: bool = True
     """Whether they may be put off, where that saves memory."""
+    split: VocabularySplit | None = None
+    """Where the head has some rows of the vocabulary."""
     has_loss: bool = False
     """A cross-entropy took them."""
     gone: bool = False
@@ -63,13 +66,14 @@ class Hidden(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.linear and isinstance(args[0], Hidden) and not _is_marked(args[1:]):
                 bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-                return _logits_of(Linear(args[0].as_subclass(torch.Tensor), args[1], bias), args[0]._use)
+                use = args[0]._use
+                return _logits_of(Linear(args[0].as_subclass(torch.Tensor), args[1], bias, split=use.split), use)
             args, kwargs = tree_map(_plain, (args, kwargs or {}))
             return func(*args, **kwargs)
 
 
 def _logits_of(head: Linear, use: Use) -> LazyLogits:
-    vocabulary, width = head.weight.shape
+    vocabulary, width = head.vocabulary, head.weight.shape[1]
     learns = torch.is_grad_enabled() and head.weight.requires_grad
     itemsize = head.hidden.dtype.itemsize
     if use.tiles and saves_memory(head.hidden.numel() // width, vocabulary, width, itemsize, learns=learns):
@@ -104,8 +108,11 @@ class LazyLogits(torch.Tensor):
         """The logits of `head`."""
         plain: Any
         if isinstance(head, Linear):
-            shape = (*head.hidden.shape[:-1], head.weight.shape[0])
+            vocabulary = head.weight.shape[0] if head.split is None else head.split.whole
+            shape = (*head.hidden.shape[:-1], vocabulary)
             plain = unread(shape, dtype, _INTO_A_FUNCTION, head.hidden, head.weight, head.bias)
+        elif head.split is not None:
+            plain = unread((*head.logits.shape[:-1], head.split.whole), dtype, _INTO_A_FUNCTION, head.logits)
         else:
             shape = tuple(head.logits.shape)
             plain = unread(shape, dtype, _INTO_A_FUNCTION, head.logits) if head.after else head.logits
@@ -121,7 +128,7 @@ class LazyLogits(torch.Tensor):
     @property
     def is_plain(self) -> bool:
         """Whether this is what the head returned, with nothing pending."""
-        return isinstance(self._head, Computed) and not self._head.after
+        return isinstance(self._head, Computed) and not self._head.after and self._head.split is None
 
     def full(self) -> torch.Tensor:
         """The logits as a plain tensor. Raises `ModelError` when they were put off and their pass is over."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from hf_dist.config import DistConfig, settled
 from hf_dist.log import say_once
 from hf_dist.loss.lazy_logits import Hidden, LazyLogits, Use
+from hf_dist.loss.vocabulary import VocabularySplit
 
 
 class TiledLoss:
@@ -27,9 +28,13 @@ class TiledLoss:
     are computed then, and from the next forward on nothing is put off. In chunks the logits are there for everybody.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module, *, tiles: bool = True) -> None:
-        """Hook `model` and its `head`, the module that turns hidden states into logits. `tiles`: the product may be put off."""
+    def __init__(
+        self, model: nn.Module, head: nn.Module, *, tiles: bool = True, split: VocabularySplit | None = None
+    ) -> None:
+        """Hook `model` and its `head`, the module that turns hidden states into logits. `tiles`: the product may be put off;
+        `split`: the head has some rows of the vocabulary."""
         self.tiles = tiles
+        self._split = split
         """False from the moment that other code has read logits that were put off."""
         self._name = type(model).__name__
         self._evaluates = False
@@ -53,7 +58,7 @@ class TiledLoss:
             return
         learns = model.training and torch.is_grad_enabled()
         if learns or self._evaluates or kwargs.get("labels") is not None:
-            self._use = Use(self._was_read, tiles=self.tiles and (learns or self._evaluates))
+            self._use = Use(self._was_read, tiles=self.tiles and (learns or self._evaluates), split=self._split)
 
     def _mark(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if (
@@ -106,11 +111,13 @@ def _with_full_logits(output: Any, which: Callable[[LazyLogits], bool]) -> Any:
     return output
 
 
-def tiled_loss_for(model: nn.Module, kept: set[nn.Module], config: DistConfig) -> TiledLoss | None:
+def tiled_loss_for(
+    model: nn.Module, kept: set[nn.Module], config: DistConfig, split: VocabularySplit | None = None
+) -> TiledLoss | None:
     """The loss of `model` in chunks or tiles, None where it cannot be or is not wanted.
 
     `kept`: modules whose weights can be read from the start of the model's forward to its
-    end (the tiles run after the head's own forward).
+    end (the tiles run after the head's own forward). `split`: the head has some rows of the vocabulary.
     """
     wanted = settled(config.hf_dist.tiled_loss)
     if wanted is False:
@@ -122,7 +129,9 @@ def tiled_loss_for(model: nn.Module, kept: set[nn.Module], config: DistConfig) -
         if config.source_of("hf_dist.tiled_loss") == "file":
             say_once(f"hf_dist.tiled_loss has no effect: {name} has no head over a vocabulary (get_output_embeddings)")
         return None
+    if split is not None and any(True for _ in head.children()):
+        return None  # an adapter on the head: its product is added to the logits
     tiles = any(module in kept for module in head.modules())
     if wanted and not tiles:
         say_once(f"hf_dist.tiled_loss has no effect: the head of {name} is a unit of its own (leaf_module)")
-    return TiledLoss(model, head, tiles=bool(wanted) and tiles)
+    return TiledLoss(model, head, tiles=bool(wanted) and tiles, split=split)

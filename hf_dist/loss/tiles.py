@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from hf_dist.loss.chunks import Cast, Computed, Elementwise
+from hf_dist.loss.vocabulary import VocabularySplit
 
 TILE_BYTES = 1 << 29
 """Memory for one tile: logits and gradient in the compute dtype, and on a CPU the gradient in fp32."""
@@ -32,6 +33,8 @@ class Linear:
     bias: torch.Tensor | None  # (V,)
     after: tuple[Elementwise, ...] = ()
     """What the model does to the logits, element by element, in order."""
+    split: VocabularySplit | None = None
+    """Where `weight` has some rows of the vocabulary, and other ranks have the rest."""
 
     def rows(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
         """The same of other rows: `view` leaves the last dimension as it is."""
@@ -43,7 +46,12 @@ class Linear:
 
     def computed(self) -> Computed:
         """The product now, what comes after it still to come."""
-        return Computed(functional.linear(self.hidden, self.weight, self.bias), self.after)
+        return Computed(functional.linear(self.hidden, self.weight, self.bias), self.after, self.split)
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the logits that exist at a time: equal on all ranks of a split one."""
+        return self.weight.shape[0] if self.split is None else self.split.width
 
 
 def tile_rows(vocabulary: int) -> int:
@@ -61,6 +69,9 @@ class _Job:
     ignore_index: int
     learns: bool
     over: Callable[[], None]
+    rows: int
+    """Of a tile."""
+    split: VocabularySplit | None
 
 
 def tiled_cross_entropy(
@@ -71,7 +82,8 @@ def tiled_cross_entropy(
     `mean`: over the targets other than `ignore_index`, else the sum. With no such target the mean is nan and its gradient 0,
     as torch's. `over` is called when backward passes through.
     """
-    job = _Job(head.after, target, ignore_index, torch.is_grad_enabled(), over)
+    rows = tile_rows(head.vocabulary)
+    job = _Job(head.after, target, ignore_index, torch.is_grad_enabled(), over, rows, head.split)
     total: torch.Tensor = _TiledSum.apply(head.hidden, head.weight, head.bias, job)
     if mean:
         count = (target != ignore_index).sum()
@@ -100,13 +112,13 @@ class _TiledSum(torch.autograd.Function):
         wanted = [job.learns and needed for needed in ctx.needs_input_grad[:3]]
         grads = _Gradients(hidden, weight, bias, wanted)
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        rows = tile_rows(weight.shape[0])
+        rows = job.rows
         for start in range(0, hidden.shape[0], rows):
             part = hidden[start : start + rows]
             product = functional.linear(part, weight, bias)
             with torch.set_grad_enabled(any(wanted)):
                 product.requires_grad_(any(wanted))
-                logits = Computed(product, (*job.after, Cast(total.dtype)))
+                logits = Computed(product, (*job.after, Cast(total.dtype)), job.split)
                 loss = logits.cross_entropy(job.target[start : start + rows], ignore_index=job.ignore_index, mean=False)
             total += loss.detach()
             if any(wanted):

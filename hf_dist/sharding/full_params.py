@@ -13,11 +13,13 @@ from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.offload.resting import opened
 from hf_dist.sharding.group import FlatGroup, _copy_overlap
+from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.prepared import OWNER
+from hf_dist.sharding.slices import enter_whole, joined, leave_whole
 
-__all__ = ["full_gradient", "full_tensors", "gathered", "whole_tensors"]
+__all__ = ["full_gradient", "full_shape", "full_tensors", "gathered", "whole_tensors"]
 
 
 @contextmanager
@@ -50,15 +52,23 @@ def gathered(
             raise ModelError(
                 f"modifier_rank: {modifier_rank} is not a rank of this job. Name one of its {world} ranks, 0 to {world - 1}."
             )
-    with unsharded(what, settle):
+    with unsharded(what, settle, writer=modifier_rank):
         yield
 
 
 @contextmanager
 def unsharded(
-    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], settle: Callable[[FlatGroup, bool], None]
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+    settle: Callable[[FlatGroup, bool], None],
+    *,
+    slices: bool = False,
+    writer: int | None = None,
 ) -> Iterator[None]:
-    """`gathered` whose caller decides, by `settle(group, changed)` for each group at the end, what becomes of changes."""
+    """`gathered` whose caller decides, by `settle(group, changed)` for each group at the end, what becomes of changes.
+
+    `slices`: parameters that are cut along `tp` stay what they are; else they are whole, and `writer` is the global rank whose
+    changes their slices take (None: each rank's own).
+    """
     groups = _groups_of(what)
     was_full = {id(group) for group in groups if group.fresh}  # inside another block, or in a forward: not ours to free
     for group in groups:
@@ -66,12 +76,15 @@ def unsharded(
         group.unshard()
     for group in groups:
         group.wait_unshard()
+    whole = {id(group) for group in groups if not slices and enter_whole(group)}
     versions = [[p._version for p in group.params] for group in groups]
     try:
         yield
     finally:
         for group, before in zip(groups, versions, strict=True):
             group.pins -= 1
+            if id(group) in whole:
+                leave_whole(group, None if writer is None else group.mesh.axes.coordinate("tp", writer))
             moved = group.take_back()
             settle(group, moved or before != [p._version for p in group.params])
             if group.placements.params is Placement.SHARD and group.trainable:
@@ -82,13 +95,15 @@ def unsharded(
 
 @torch.no_grad()
 def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
-    """Make the full weights of one rank everyone's. Collective over dp, and over the stages that hold the group."""
+    """Make the full weights of one rank everyone's. Collective over dp and tp, and over the stages that hold the group."""
+    if group.share is None:
+        collectives.broadcast(group.mesh.tp, group.full, group.mesh.axes.coordinate("tp", modifier_rank))
     source = group.mesh.axes.coordinate("dp", modifier_rank)
     # Over the ranks that hold these very elements; of other slices the rank that stands there as the modifier does.
     copies = [row.axis for row in group.axes.then if not row.at_end]
     for axis in (group.axes.shard, *copies):
         collectives.broadcast(axis, group.full, group.mesh.axes.coordinate(axis.name, modifier_rank))
-    for holders in (row.axis for row in group.axes.then if row.at_end):
+    for holders in (row.axis for row in group.axes.then if row.between_stages):
         # Copies on several stages stay equal: theirs who wrote, the first stage's if several did.
         wrote = torch.tensor([changed], dtype=torch.int32, device=group.mesh.device)
         collectives.broadcast(group.mesh.dp, wrote, source)
@@ -120,7 +135,8 @@ def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[
 
 
 def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient of a prepared parameter that will be stepped, in its shape, fp32, a copy; None before there is one.
+    """The gradient of a prepared parameter that will be stepped, in its shape, fp32, a copy; None before there is one. Of one
+    that is cut along `tp` the whole of it.
 
     Collective: every rank that holds a part of it calls it, after the last backward of a window. In fp16 it holds the loss
     scale until gradients were clipped. Counterpart of DeepSpeed's `safe_get_full_grad`. Raises `ModelError` for a parameter
@@ -132,7 +148,17 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     whole = group.access.whole(param)
     if whole is not None and group.resting != (0, group.layout.numel):
         collectives.all_reduce(group.axes.shard, whole, op="sum").wait()
-    return whole
+    if whole is None or group.share is None:
+        return whole
+    return joined(group, next(i for i, p in enumerate(group.params) if p is param), whole)
+
+
+def full_shape(param: nn.Parameter) -> torch.Size:
+    """The shape of a parameter in the whole model. Local; at any time, also of parameters that hf_dist does not hold.
+
+    With `tensor_parallel` a rank keeps a slice of most matrices, and `param.shape` is that of the slice.
+    """
+    return torch.Size(held_slice(param).whole)
 
 
 def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
@@ -155,17 +181,8 @@ def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
 
 def whole_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     """`full_tensors`, those that are cut joined to what files have. Collective over the group's shard axis and its parts."""
-    parts = group.axes.parts
-    for slot, tensor in full_tensors(group):
-        if parts is None or parts.size == 1:
-            yield slot, tensor
-            continue
-        whole = tensor.new_zeros(slot.held.whole)
-        for rank, held in enumerate(collectives.all_gather_object(parts, slot.held)):
-            part = tensor.contiguous() if rank == parts.rank else tensor.new_empty(held.shape)
-            collectives.broadcast(parts, part.view(-1).view(torch.uint8), rank)
-            held.put(part, whole)
-        yield slot, whole
+    for index, (slot, tensor) in enumerate(full_tensors(group)):
+        yield slot, joined(group, index, tensor)
 
 
 def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_dist import collectives
+from hf_dist.boxes import TensorSlice
 from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import sent
@@ -68,6 +69,10 @@ class FlatGroup:
         self._stale_shard = False  # `master` was written and `shard` was not
         self._version: int | None = None  # `_written()` when nobody else had written yet
         self._data_was_read = False  # `p.data` of a parameter, through which it may have been written without a trace
+        self.share: Any = None
+        """Of a model that is cut along `tp`: what its groups have in common (`slices.py`)."""
+        self.slices: list[list[TensorSlice]] | None = None
+        """What each rank along `tp` keeps of every parameter, once somebody has asked."""
         self.access: GradientAccess | None = None
         """What `p.grad` of the parameters answers; of groups that train."""
         self._keepable = False  # `full` was gathered since the weights changed, so a second copy may be taken of it
@@ -418,11 +423,11 @@ class FlatGroup:
     def combine(self, row: Combination) -> collectives.Handle:
         """Start what one row of `axes.then` does to the window's gradient. Collective over its axis, once per window.
 
-        At the window's end it is also made known who had a gradient.
+        Between pipeline stages it is also made known who had a gradient.
         """
         values = self.gradient.on_device()
         handles = [collectives.all_reduce(row.axis, values, row.operation)]
-        if not row.at_end:
+        if not row.between_stages:
             return collectives.Handle(handles, lambda: self.gradient.replace(values))
         used = sent(torch.tensor(self.window.used, dtype=torch.float32), values.device)
         handles.append(collectives.all_reduce(row.axis, used, "sum"))
@@ -460,6 +465,20 @@ class FlatGroup:
         """Forget the gradients of the window. Its reductions are complete."""
         self.window.drop()
         self.gradient.drop()
+
+
+def combine_together(groups: Sequence[FlatGroup], row: Combination) -> collectives.Handle:
+    """`combine` of several groups by one collective; their gradients are of one dtype."""
+    if len(groups) == 1 or row.between_stages:
+        return collectives.Handle([group.combine(row) for group in groups])
+    values = [group.gradient.on_device() for group in groups]
+    joined = torch.cat(values)
+
+    def finish() -> None:
+        for group, part in zip(groups, joined.split([v.numel() for v in values]), strict=True):
+            group.gradient.replace(part)
+
+    return collectives.Handle([collectives.all_reduce(row.axis, joined, row.operation)], finish)
 
 
 def _read_overlap(target: torch.Tensor, target_start: int, source: WeightSource, slot: ParamSlot) -> None:

@@ -4,6 +4,8 @@
     dense                            shard           mean over dp_replicate (HSDP)
     held by several pipeline stages  shard           the same, then the sum over their holders
     experts, cut along ep            edp             as dense
+    whole between ranks that cut     shard           the same, then over tp the mean where each has the whole gradient,
+    others (norms)                                   the sum where each has a part of it
 
 A gradient is reduced to its shards by the mean over the group's shard axis in every reduction; what follows in the row happens
 when the gradient of the window is there. An axis of one rank does nothing and is left out. Experts have already added up what
@@ -12,7 +14,7 @@ the tokens of all ranks of `ep` ask of them, so their mean over `edp` is divided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -36,7 +38,10 @@ class Cut:
     """Whether a slice's gradient holds what every rank of the axis asks of it."""
 
 
-CUTS: Mapping[str, Cut] = {"ep": Cut("edp", whole="shard", added_up=True)}
+CUTS: Mapping[str, Cut] = {
+    "ep": Cut("edp", whole="shard", added_up=True),
+    "tp": Cut("shard", whole="shard", added_up=False),  # of `whole` nobody asks where `model` has other ranks
+}
 """By the axis."""
 
 
@@ -47,8 +52,10 @@ class Combination:
     axis: MeshAxis
     operation: Operation
     at_end: bool = False
-    """Whether it waits for the end of the window: the ranks of other pipeline stages issue other collectives until then, and
-    which parameters had a gradient is known only by all of them. Else it starts as soon as what comes before is complete."""
+    """Whether it waits for the end of the window, where all groups are combined at once; else it starts as soon as what comes
+    before is complete. The ranks of other pipeline stages issue other collectives until then."""
+    between_stages: bool = False
+    """Whether it is over pipeline stages: which parameters had a gradient is then known only by all of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,37 +83,45 @@ class GroupAxes:
     @property
     def is_first_holder(self) -> bool:
         """Whether no earlier pipeline stage holds the same weights."""
-        return all(row.axis.rank == 0 for row in self.then if row.at_end)
+        return all(row.axis.rank == 0 for row in self.then if row.between_stages)
+
+
+def held_between_stages(holders: MeshAxis) -> Combination:
+    """The row of weights that several pipeline stages hold."""
+    return Combination(holders, "sum", at_end=True, between_stages=True)
 
 
 def axes_by_name(
     mesh: ParallelMesh,
-    holders: Mapping[str, MeshAxis] | None = None,
+    copies: Mapping[str, Sequence[Combination]] | None = None,
     cuts: Mapping[str, str] | None = None,
     second: MeshAxis | None = None,
 ) -> Callable[[str], GroupAxes]:
     """The axes of every parameter, by its name: one object for those that may share a group.
 
-    `holders`: parameters that other pipeline stages hold, too, and over which ranks; `cuts`: those that are cut, and along
-    which axis; `second`: ranks that keep a second copy of what is whole.
+    `copies`: parameters that are on ranks which hold other weights beside them, and how their gradients are combined; `cuts`:
+    those that are cut, and along which axis; `second`: ranks that keep a second copy of what is sharded over `shard`.
     """
-    dense = _row(mesh, second)
-    held = {id(axis): _row(mesh, second, axis) for axis in (holders or {}).values()}
-    own = {name: held[id(axis)] for name, axis in (holders or {}).items()}
-    cut = {along: _cut_row(mesh, along) for along in set((cuts or {}).values())}
-    own.update({name: cut[along] for name, along in (cuts or {}).items()})
+    copies, cuts = copies or {}, cuts or {}
+    dense = _row(mesh, second, ())
+    rows: dict[object, GroupAxes] = {}
+    own: dict[str, GroupAxes] = {}
+    for name in {**copies, **cuts}:
+        more, along = copies.get(name, ()), cuts.get(name, "")
+        key = (along, *((id(c.axis), c.operation) for c in more))
+        if key not in rows:
+            rows[key] = _cut_row(mesh, second, along, more) if along else _row(mesh, second, more)
+        own[name] = rows[key]
     return lambda name: own.get(name, dense)
 
 
-def _row(mesh: ParallelMesh, second: MeshAxis | None, holders: MeshAxis | None = None) -> GroupAxes:
-    then = [Combination(mesh.views[name], operation) for name, operation in DENSE]
-    if holders is not None:
-        then.append(Combination(holders, "sum", at_end=True))
+def _row(mesh: ParallelMesh, second: MeshAxis | None, more: Sequence[Combination]) -> GroupAxes:
+    then = [*(Combination(mesh.views[name], operation) for name, operation in DENSE), *more]
     return GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1), second=second)
 
 
-def _cut_row(mesh: ParallelMesh, along: str) -> GroupAxes:
+def _cut_row(mesh: ParallelMesh, second: MeshAxis | None, along: str, more: Sequence[Combination]) -> GroupAxes:
     cut, parts = CUTS[along], mesh.views[along]
     divisor = parts.size if cut.added_up else 1
-    row = _row(mesh, None)
+    row = _row(mesh, second if cut.shard == "shard" else None, more)
     return replace(row, shard=mesh.views[cut.shard], parts=parts, whole=mesh.views[cut.whole], divisor=divisor)

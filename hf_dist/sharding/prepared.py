@@ -69,6 +69,11 @@ def raw_data(param: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, _DATA.__get__(param))
 
 
+def set_raw_data(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set `.data` for our own code."""
+    _DATA.__set__(param, value)
+
+
 def _owner(param: Any) -> Owner | None:
     reference = getattr(param, OWNER, None)
     return None if reference is None else reference[0]()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Container
+from typing import Any
 
 from hf_dist.collectives import Handle
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import HostLink
-from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.group import FlatGroup, combine_together
 from hf_dist.sharding.group_axes import Combination
 from hf_dist.sharding.order import IssueOrder
 from hf_dist.sharding.placement import Placement, StatePlacements
@@ -109,9 +110,9 @@ class Reducer:
         if index == len(group.axes.then) or self._dropping:
             return
         row = group.axes.then[index]
-        if row.at_end:
-            if (group, row) not in self._at_end:  # several schedules may have run before the step
-                self._at_end.append((group, row))
+        if row.at_end:  # and so are those behind it
+            waiting = [(group, later) for later in group.axes.then[index:]]
+            self._at_end += [pair for pair in waiting if pair not in self._at_end]  # several schedules may have run
         else:
             self._combining.append(Handle([group.combine(row)], functools.partial(self._combine, group, index + 1)))
 
@@ -151,12 +152,19 @@ class Reducer:
     def wait(self) -> None:
         """`land`, and what waits for the end of the window is combined.
 
-        Collective over the axes that wait for it (of weights that several pipeline stages hold), once per window; else local.
+        Collective over the axes that wait for it (of weights that several ranks of a copy of the model hold), once per window;
+        else local.
         """
         self.land()
         # By name: stages reduce their units in different orders, and each waits for the others here.
-        for group, row in sorted(self._at_end, key=lambda waiting: waiting[0].layout.slots[0].name):
-            group.combine(row).wait()
+        waiting = sorted(self._at_end, key=lambda pair: pair[0].layout.slots[0].name)
+        together: dict[Any, tuple[Combination, list[FlatGroup]]] = {}
+        for group, row in waiting:
+            alone = group.layout.slots[0].name if row.between_stages else ""
+            key = (id(row.axis), row.operation, group.gradient.dtype, alone)
+            together.setdefault(key, (row, []))[1].append(group)
+        for row, groups in together.values():
+            combine_together(groups, row).wait()
         self._at_end.clear()
         self.link.wait_host()
 

@@ -15,7 +15,7 @@ from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
 from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.group_axes import axes_by_name
+from hf_dist.sharding.group_axes import axes_by_name, held_between_stages
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
 from hf_dist.sharding.held import cut_along
 from hf_dist.sharding.in_flight import InFlightLimits
@@ -24,6 +24,7 @@ from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
+from hf_dist.sharding.slices import SlicedShare
 from hf_dist.sharding.unit import ShardUnit
 from hf_dist.sharding.units import LeafModules, build_units
 
@@ -41,13 +42,14 @@ class ShardedModel:
         limits: InFlightLimits | None = None,
         leaf_modules: LeafModules = ((), (), ()),
         pipeline: PipelineShare | None = None,
+        sliced: SlicedShare | None = None,
         storage: Storage | None = None,
     ) -> None:
         """Shard `model` in place. Collective: every rank of the mesh, with the same model.
 
         `limits`: how much is on its way at once; `leaf_modules`: class names, module names and name endings that are units
         whatever the structure; `pipeline`: the stages of a pipeline that this rank runs, `model` then has their parameters
-        only; `storage`: where states rest (default: all on the device).
+        only; `sliced`: of a model that is cut along `tp`; `storage`: where states rest (default: all on the device).
         """
         self.model = model
         self.mesh = mesh
@@ -58,9 +60,18 @@ class ShardedModel:
         self.storage = storage or Storage(mesh.device)
         cuts = {name: along for name, p in model.named_parameters() if (along := cut_along(p))}
         second = mesh.neighbours(placements.second)
-        axes = axes_by_name(mesh, pipeline.holders if pipeline else None, cuts, second)
+        holders = pipeline.holders if pipeline else {}
+        more = {name: list(rows) for name, rows in (sliced.copies if sliced else {}).items()}
+        for name, axis in holders.items():
+            more.setdefault(name, []).append(held_between_stages(axis))
+        axes = axes_by_name(mesh, more, cuts, second)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes)
         self.root = self.units[0]
+        if sliced is not None:
+            for group in self.groups:
+                if group.axes.parts is mesh.tp:
+                    group.share = sliced
+                    sliced.groups.add(id(group))
         self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.limits.reduce)
         self.passes = Passes(
             model,

@@ -230,9 +230,13 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             'microbatch again after its backward. Remove the key, or set "schedule" to "1f1b".',
         ),
         (
-            {"tensor_parallel": {"tp": {"tp_size": 2}}},
-            "tensor_parallel.tp.tp_size: 2 is not available yet in this version of hf_dist. "
-            "Remove the key or set it to 1.",
+            {"tensor_parallel": {"tp": {"tp_size": 2}, "autotp_size": 4}},
+            'tensor_parallel.tp.tp_size: 2 contradicts "tensor_parallel.autotp_size", the newer name of the same key. '
+            'Remove "tensor_parallel.tp.tp_size".',
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2.5}},
+            "tensor_parallel.autotp_size: 2.5 is not a whole number of at least 0. Write one, or remove the key.",
         ),
         (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},

@@ -59,7 +59,7 @@ OURS = {
     *(
         f"hf_dist.{key}"
         for key in (
-            *("strict", "save_on_signal", "check_load", "lazy_load"),
+            *("strict", "save_on_signal", "check_load", "lazy_load", "sequence_parallel", "sequence_regions"),
             *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
         )
     ),

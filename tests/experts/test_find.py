@@ -18,7 +18,7 @@ from hf_dist.axes import Axes
 from hf_dist.errors import ConfigError, ModelError
 from hf_dist.experts.spread import check_experts, find_experts
 from tests.parity.families import make_model
-from tests.sweep.tiny import VARIANTS, _vary, tiny_fields
+from tests.sweep.tiny import VARIANTS, tiny_fields, varied
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -40,7 +40,7 @@ def on_meta(name: str) -> Any:
     for variant in VARIANTS:
         try:
             with torch.device("meta"):
-                return cls(cls.config_class(**_vary(tiny_fields(cls.config_class()), variant, True)))
+                return cls(cls.config_class(**varied(tiny_fields(cls.config_class()), variant)))
         except Exception:
             continue
     return None

@@ -55,39 +55,36 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
 """Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values)."""
 
 
-def rows() -> dict[tuple[str, int], list[Case]]:
+def rows(grids: dict[str, tuple[int, dict[str, tuple[Any, ...]]]]) -> dict[tuple[str, int], list[Case]]:
     """The cases of each grid by their number of ranks; accumulation of 3 comes with a short last window."""
     found: dict[tuple[str, int], list[Case]] = {}
-    for name, (strength, axes) in AXES.items():
+    for name, (strength, axes) in grids.items():
         for cell in cells(axes, strength):
             found.setdefault((name, cell["world"]), []).append(Case(**cell))
     return found
 
 
-GRID = rows()
+GRID = rows(AXES)
 
 
 @functools.cache
-def results(name: str, world: int) -> list[list[Any]] | str:
-    """One spawn for all cases of a row of the grid; its error if it failed as a whole, so that it is not tried again."""
+def run_row(*cases: Case) -> list[list[Any]] | str:
+    """One spawn for all cases of a row of a grid; its error if it failed as a whole, so that it is not tried again."""
     try:
-        return run_ranks(run_cases, world, (GRID[name, world],), timeout=2400 if FULL_GRID else 900)
+        return run_ranks(run_cases, cases[0].world, (list(cases),), timeout=2400 if FULL_GRID else 900)
     except RuntimeError as error:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "index"),
-    [pytest.param(*row, i, id=str(case)) for row, cases in GRID.items() for i, case in enumerate(cases)],
-)
-def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: int) -> None:
-    case = GRID[name, world][index]
-    row = results(name, world)
+def check(cases: list[Case], index: int) -> None:
+    """Case `index` of a row equals one process on every rank."""
+    row = run_row(*cases)
     assert not isinstance(row, str), row
     ranks = [rank[index] for rank in row]
     for outcome in ranks:
         assert not isinstance(outcome, str), outcome
-    expected = reference(replace(case, stage=0, world=1, shard_size=None, once=False, ep=1))
+    alone = replace(cases[index], stage=0, world=1, tp=1, sequence=False, shard_size=None, once=False, ep=1)
+    expected = reference(alone)
     for outcome in ranks:
         assert outcome["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
         assert outcome["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
@@ -95,3 +92,11 @@ def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: in
     assert weights.keys() == expected["weights"].keys()
     worst = max(weights, key=lambda n: relative(weights[n], expected["weights"][n]))
     assert relative(weights[worst], expected["weights"][worst]) < TOLERANCE, worst
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "index"),
+    [pytest.param(*row, i, id=str(case)) for row, cases in GRID.items() for i, case in enumerate(cases)],
+)
+def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: int) -> None:
+    check(GRID[name, world], index)

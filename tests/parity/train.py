@@ -32,14 +32,18 @@ class Case:
     """`hf_dist.reduce_once_per_window`."""
     ep: int = 1
     """Ranks that hold different experts."""
+    tp: int = 1
+    """`tensor_parallel.autotp_size`."""
+    sequence: bool = False
+    """`hf_dist.sequence_regions`, where matrices are cut."""
 
     def __str__(self) -> str:
-        flags = [name for name in ("tied", "checkpointing", "lora", "once") if getattr(self, name)]
+        flags = [name for name in ("tied", "checkpointing", "lora", "once", "sequence") if getattr(self, name)]
         hsdp = [f"shard{self.shard_size}"] if self.shard_size else []
         spread = [f"ep{self.ep}"] if self.ep > 1 else []
-        return "-".join(
-            [self.family, f"z{self.stage}", f"acc{self.accumulation}", *flags, *hsdp, *spread, f"w{self.world}"]
-        )
+        cut = [f"tp{self.tp}"] if self.tp > 1 else []
+        shape = [self.family, f"z{self.stage}", f"acc{self.accumulation}"]
+        return "-".join([*shape, *flags, *hsdp, *spread, *cut, f"w{self.world}"])
 
     @property
     def model(self) -> tuple[str, bool, bool, bool]:
@@ -79,6 +83,7 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
 
     model = make_model(*case.model)
     shapes = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
+    data, rank = world // case.tp, rank // case.tp
     config: dict[str, Any] = {
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": case.accumulation,
@@ -89,15 +94,16 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ep}
     if case.once:
         config["hf_dist"] = {"reduce_once_per_window": True}
+    if case.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": case.tp}
+        config.setdefault("hf_dist", {})["sequence_regions"] = "auto" if case.sequence else False
     optimizer = torch.optim.AdamW(param_groups(model), lr=LR, eps=EPS, foreach=True)
     engine = hf_dist.initialize(model, config=config, optimizer=optimizer, device=device)
-    micro = ROWS // (world * case.accumulation)
+    micro = ROWS // (data * case.accumulation)
     losses, norms = [], []
     for step, batch in enumerate(make_batches(case.family, STEPS)):
-        count = window_rows(case, step) // (world * micro)
-        parts = [
-            {k: v[(i * world + rank) * micro :][:micro].to(device) for k, v in batch.items()} for i in range(count)
-        ]
+        count = window_rows(case, step) // (data * micro)
+        parts = [{k: v[(i * data + rank) * micro :][:micro].to(device) for k, v in batch.items()} for i in range(count)]
         joined = batch["labels"][: window_rows(case, step)]
         causal = case.family not in ("vit", "t5")
         items = int(((joined[:, 1:] if causal else joined) != -100).sum())
@@ -105,7 +111,7 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
         for i, part in enumerate(parts):
             engine.set_gradient_accumulation_boundary(i == count - 1)
             total, _ = summed_loss(model, part)
-            engine.backward(total * (world / items), scale_wrt_gas=False)
+            engine.backward(total * (data / items), scale_wrt_gas=False)
             engine.step()
             window += total.detach() / items
         collectives.all_reduce(engine.mesh.dp, window, op="sum").wait()
@@ -117,6 +123,8 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
         whole = full_state_dict(engine, keep=rank == 0)
         return {"losses": losses, "norms": norms, "weights": {n: whole[n] for n in shapes if n in whole}}
     with hf_dist.gathered(model):
+        now = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
+        assert shapes == now, "object, name or shape changed"
         weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if rank == 0 else {}
     return {"losses": losses, "norms": norms, "weights": weights}
 

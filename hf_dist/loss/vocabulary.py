@@ -1,0 +1,114 @@
+"""The loss over a vocabulary that is split over ranks: each has some columns of the logits, nobody has them whole.
+
+Three numbers of each row cross: the largest logit, then the sum of exponentials and the target's logit. Backward needs
+nothing of the others: each rank has the gradient of its own columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+
+
+class VocabularyPeers(Protocol):
+    """The ranks that have the other columns."""
+
+    @property
+    def size(self) -> int:
+        """How many, this one included."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' tensors. Collective."""
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element by element. Collective."""
+
+
+@dataclass(frozen=True)
+class VocabularySplit:
+    """Which columns of the logits this rank has."""
+
+    peers: VocabularyPeers
+    first: int
+    """Of the whole vocabulary."""
+    whole: int
+    """Columns of all ranks."""
+    gather: Elementwise
+    """Own columns (..., n) to all of them (..., whole), with gradient. Collective."""
+
+    @property
+    def width(self) -> int:
+        """The most columns that a rank has."""
+        return -(-self.whole // self.peers.size)
+
+
+def split_log_probability(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    after: tuple[Elementwise, ...],
+    split: VocabularySplit,
+    chunks: Callable[[torch.Tensor], Iterator[slice]],
+) -> torch.Tensor:
+    """The log-probability of each row's target, (N, 1), for own columns `logits` (N, n) and `target` (N, 1). Collective.
+
+    `after`: what the model does to the logits, element by element; `chunks`: rows to go through at a time.
+    """
+    picked: torch.Tensor = _SplitLogProbability.apply(logits, target, after, split, chunks)
+    return picked
+
+
+def _applied(steps: tuple[Elementwise, ...], logits: torch.Tensor) -> torch.Tensor:
+    for step in steps:
+        logits = step(logits)
+    return logits
+
+
+class _SplitLogProbability(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        after: tuple[Elementwise, ...],
+        split: VocabularySplit,
+        chunks: Callable[[torch.Tensor], Iterator[slice]],
+    ) -> torch.Tensor:
+        """Chunk by chunk; the log-softmax of a chunk is there for the moment only."""
+        dtype = _applied(after, logits[:0]).dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        own = target - split.first
+        inside = (own >= 0) & (own < logits.shape[1])
+        index = torch.where(inside, own, 0)
+        top = torch.empty(len(logits), 1, dtype=wide, device=logits.device)
+        for rows in chunks(logits):
+            top[rows] = _applied(after, logits[rows]).amax(1, keepdim=True)
+        top = split.peers.max(top)
+        sums = torch.empty(len(logits), 2, dtype=wide, device=logits.device)
+        for rows in chunks(logits):
+            shifted = _applied(after, logits[rows]).to(wide) - top[rows]
+            sums[rows, 1:] = shifted.gather(1, index[rows]).masked_fill_(~inside[rows], 0.0)
+            sums[rows, :1] = shifted.exp_().sum(1, keepdim=True)
+        sums = split.peers.sum(sums)
+        ctx.save_for_backward(logits, top, sums[:, :1].log(), index, inside)
+        ctx.after, ctx.chunks = after, chunks
+        return (sums[:, 1:] - sums[:, :1].log()).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Of own columns; may run twice (a kept graph)."""
+        logits, top, log_total, index, inside = ctx.saved_tensors
+        found = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for rows in ctx.chunks(logits):
+            with torch.enable_grad():
+                start = logits[rows].detach().requires_grad_()
+                end = _applied(ctx.after, start)
+            through = (end.detach().to(top.dtype) - top[rows] - log_total[rows]).exp_().mul_(-grad[rows])
+            through.scatter_add_(1, index[rows], (grad[rows] * inside[rows]).to(through.dtype))
+            through = through.to(end.dtype)
+            found[rows] = torch.autograd.grad(end, start, through)[0] if ctx.after else through
+        return found, None, None, None, None

@@ -1,0 +1,97 @@
+"""Parameters that ranks hold slices of, whole for a moment; and what of a model such ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.boxes import TensorSlice
+from hf_dist.mesh import MeshAxis
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.group_axes import Combination
+from hf_dist.sharding.prepared import raw_data, set_raw_data
+
+__all__ = ["SlicedShare", "enter_whole", "joined", "leave_whole"]
+
+
+@dataclass
+class SlicedShare:
+    """What a rank holds of a model whose matrices are cut along `tp`, so that all of it is whole inside `gathered`."""
+
+    copies: Mapping[str, Sequence[Combination]]
+    """Parameters that other ranks along the axis hold, too, and how their gradients are combined."""
+    use_whole: Callable[[bool], None]
+    """Told whether the model computes with whole parameters from now on."""
+    groups: set[int] = field(default_factory=set)
+    """Ids of the groups with slices."""
+    whole: set[int] = field(default_factory=set)
+    """Of those, the ones that are whole now."""
+
+
+def joined(group: FlatGroup, index: int, part: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor like parameter `index` of the group, of which `part` is what this rank keeps.
+
+    Collective over the group's parts, where it is cut.
+    """
+    axis, held = group.axes.parts, group.layout.slots[index].held
+    if axis is None or axis.size == 1:
+        return part
+    everyone = _slices_of(group, axis)
+    mine = [slices[index] for slices in everyone]
+    numel = max(s.numel for s in mine)
+    full = torch.zeros(axis.size * numel, dtype=part.dtype, device=part.device)
+    full[axis.rank * numel : axis.rank * numel + held.numel] = part.detach().reshape(-1)
+    collectives.all_gather(axis, full).wait()
+    whole = torch.empty(held.whole, dtype=part.dtype, device=part.device)
+    for rank, theirs in enumerate(mine):
+        theirs.put(full[rank * numel : rank * numel + theirs.numel].view(theirs.shape), whole)
+    return whole
+
+
+def _slices_of(group: FlatGroup, axis: MeshAxis) -> list[list[TensorSlice]]:
+    if group.slices is None:
+        group.slices = collectives.all_gather_object(axis, [slot.held for slot in group.layout.slots])
+    return group.slices
+
+
+@torch.no_grad()
+def enter_whole(group: FlatGroup) -> bool:
+    """Make the gathered parameters of `group` whole; False for a group without slices, or inside another such block.
+
+    Collective over `tp`.
+    """
+    share = group.share
+    if share is None or id(group) not in share.groups or id(group) in share.whole:
+        return False
+    for index, param in enumerate(group.params):
+        if not group.layout.slots[index].held.everything:
+            set_raw_data(param, joined(group, index, raw_data(param)))
+    share.whole.add(id(group))
+    if share.whole == share.groups:
+        share.use_whole(True)
+    return True
+
+
+@torch.no_grad()
+def leave_whole(group: FlatGroup, source: int | None) -> None:
+    """Parameters of `group` are slices again, of what this rank has written; of what rank `source` of the axis has, if named.
+
+    Collective over `tp` then, else local.
+    """
+    share = group.share
+    assert share is not None
+    if share.whole == share.groups:
+        share.use_whole(False)
+    share.whole.discard(id(group))
+    for slot, param in zip(group.layout.slots, group.params, strict=True):
+        if slot.held.everything:
+            continue
+        whole = raw_data(param).contiguous()
+        if source is not None:
+            collectives.broadcast(group.mesh.tp, whole, source)
+        view = group.full[slot.offset : slot.stop].view(slot.shape)
+        view.copy_(slot.held.take(whole))
+        set_raw_data(param, view)

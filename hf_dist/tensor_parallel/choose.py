@@ -1,0 +1,104 @@
+"""Which plan a model is split by: its author's, completed by what derivation finds; each verified before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.tensor_parallel.derive import completed
+from hf_dist.tensor_parallel.partition import plan_of_config
+from hf_dist.tensor_parallel.plan import SplitPlan, plan_of_model
+from hf_dist.tensor_parallel.verify import Unsplit, unsplit, verified
+
+__all__ = ["choose_plan"]
+
+_known: dict[Any, SplitPlan | str] = {}
+"""Outcomes of this process: a plan, or why there is none."""
+
+
+def choose_plan(
+    model: nn.Module,
+    size: int,
+    blocks: Callable[[nn.Module], Mapping[str, nn.Module]],
+    given: Mapping[str, Any] | None = None,
+    sequence: bool | None = None,
+) -> SplitPlan:
+    """A plan for `model` (without adapters) on `size` ranks that computes what one process does. Local, on the CPU: seconds.
+
+    `blocks`: the repeated parts of a model, by path; `given`: a `partition_config`, which takes the place of both;
+    `sequence`: whether parts of the sequence are kept between regions, None where that verifies. Reads no weights of `model`,
+    only its class and its config. Raises `ModelError` where no plan verifies.
+    """
+    config: Any = getattr(model, "config", None)
+    key = (
+        type(model),
+        size,
+        repr(config.to_dict()) if hasattr(config, "to_dict") else id(model),
+        repr(given),
+        sequence,
+    )
+    if key not in _known:
+        try:
+            reference = unsplit(model, size)
+            plan = _chosen(reference, size, blocks, given)
+            _known[key] = plan if sequence is False else _with_sequence(plan, reference, size, blocks, sequence)
+        except ModelError as error:
+            _known[key] = str(error)
+    found = _known[key]
+    if isinstance(found, str):
+        raise ModelError(found)
+    return found
+
+
+def _chosen(
+    reference: Unsplit,
+    size: int,
+    blocks: Callable[[nn.Module], Mapping[str, nn.Module]],
+    given: Mapping[str, Any] | None,
+) -> SplitPlan:
+    def verify(plan: SplitPlan) -> SplitPlan:
+        return verified(plan, reference, size, blocks)
+
+    if given is not None:
+        return verify(plan_of_config(reference.model, given))
+    name = type(reference.model).__name__
+    plan, problem = plan_of_model(reference.model), ""
+    if plan.params:
+        try:
+            plan = verify(plan)
+        except Exception as error:  # of the model's own code, too
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+            plan = SplitPlan()
+    if not plan.params:
+        plan = SplitPlan(source="derived")
+    plan = completed(plan, reference, blocks(reference.model), verify)
+    if not plan.params:
+        reason = f"its own plan is not right: {problem}" if problem else "it has no plan (tp_plan)"
+        raise ModelError(
+            f"tensor_parallel.autotp_size {size}: {name} cannot be split. {reason[0].upper()}{reason[1:]}, and none could be "
+            "derived that computes what one process does. Use ZeRO-3 or pipeline.stages, which need none."
+        )
+    return plan
+
+
+def _with_sequence(
+    plan: SplitPlan,
+    reference: Unsplit,
+    size: int,
+    blocks: Callable[[nn.Module], Mapping[str, nn.Module]],
+    wanted: bool | None,
+) -> SplitPlan:
+    try:
+        return verified(replace(plan, sequence=True), reference, size, blocks)
+    except Exception as error:  # of the model's own code, too
+        if not wanted:
+            return plan
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"hf_dist.sequence_regions: {type(reference.model).__name__} cannot keep parts of the sequence between its "
+            f"regions: {text}. Remove the key."
+        ) from error

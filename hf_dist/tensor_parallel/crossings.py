@@ -1,0 +1,146 @@
+"""How an activation goes from one state to another between the ranks of a split, forward and backward.
+
+    state   value on the ranks        its gradient on the ranks
+    I       equal                     equal, each the whole one
+    R       equal                     parts of a sum
+    V       own heads or columns      its own
+    P       parts of a sum            equal, the whole one
+    S       own part of the sequence  its own
+
+What nobody names is I. A wrong state is no error anywhere, it is a gradient that is off by a factor: plans are verified.
+A sequence that does not divide is padded inside of a crossing and cut again; dimension 1 is the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_dist.tensor_parallel.peers import Peers
+
+__all__ = [
+    "columns_of",
+    "own_part",
+    "padded",
+    "sum_over_sequence",
+    "to_columns",
+    "to_equal_gradient",
+    "to_invariant",
+    "to_replicated",
+    "to_rows_of_sequence",
+    "whole_columns",
+    "whole_columns_replicated",
+    "whole_sequence",
+    "whole_sequence_replicated",
+]
+
+Step = Callable[[Peers, torch.Tensor, torch.Size, int], torch.Tensor]
+
+
+class _Cross(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, peers: Peers, there: Step, back: Step, extra: int) -> torch.Tensor:
+        ctx.peers, ctx.back, ctx.extra, ctx.shape = peers, back, extra, tensor.shape
+        return there(peers, tensor, tensor.shape, extra)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(ctx.peers, grad, ctx.shape, ctx.extra), None, None, None, None
+
+
+def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """`tensor` with zeros behind it up to `length` along `dim`."""
+    missing = length - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def own_part(peers: Peers, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """This rank's of `size` equal parts along `dim`, contiguous."""
+    length = tensor.shape[dim] // peers.size
+    return tensor.narrow(dim, peers.rank * length, length).contiguous()
+
+
+def _up(length: int, size: int) -> int:
+    return -(-length // size) * size
+
+
+def _same(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return peers.sum(tensor)
+
+
+def _share(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return tensor / peers.size
+
+
+def _own_columns(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    first, last = columns_of(peers, extra)
+    return tensor[..., first:last].contiguous()
+
+
+def _own_of_sum(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return _own_columns(peers, peers.sum(tensor), shape, extra)
+
+
+def _join_columns(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    """`extra`: columns of the whole; they need not divide."""
+    width = -(-extra // peers.size)
+    parts = peers.parts(padded(tensor, tensor.ndim - 1, width))
+    widths = [(rank + 1) * extra // peers.size - rank * extra // peers.size for rank in range(peers.size)]
+    return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], -1)
+
+
+def columns_of(peers: Peers, width: int) -> tuple[int, int]:
+    """Which of `width` columns are this rank's: first, one past the last."""
+    return peers.rank * width // peers.size, (peers.rank + 1) * width // peers.size
+
+
+def _own_rows(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return own_part(peers, padded(tensor, 1, _up(extra, peers.size)), 1)
+
+
+def _join_rows(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return torch.cat(peers.parts(tensor), 1)[:, :extra].contiguous()
+
+
+def _scatter_rows(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return peers.scatter_sum(padded(tensor, 1, _up(extra, peers.size)), 1)
+
+
+def _crossing(there: Step, back: Step) -> Callable[..., torch.Tensor]:
+    def cross(tensor: torch.Tensor, peers: Peers, extra: int = 0) -> torch.Tensor:
+        crossed: torch.Tensor = _Cross.apply(tensor, peers, there, back, extra)
+        return crossed
+
+    return cross
+
+
+to_replicated = _crossing(_same, _sum)
+"""I -> R: the input of products whose columns are cut. `(tensor, peers)`."""
+to_invariant = _crossing(_sum, _same)
+"""P -> I: the output of products whose rows are cut. `(tensor, peers)`."""
+to_equal_gradient = _crossing(_same, _share)
+"""R -> I: of what leaves a region without being summed. `(tensor, peers)`."""
+to_columns = _crossing(_own_columns, _join_columns)
+"""I -> V. `(tensor, peers, columns of the whole)`."""
+whole_columns = _crossing(_join_columns, _own_columns)
+"""V -> I. `(tensor, peers, columns of the whole)`."""
+whole_columns_replicated = _crossing(_join_columns, _own_of_sum)
+"""V -> R: inside of a region. `(tensor, peers, columns of the whole)`."""
+to_rows_of_sequence = _crossing(_own_rows, _join_rows)
+"""I -> S. `(tensor, peers, length)`."""
+whole_sequence = _crossing(_join_rows, _own_rows)
+"""S -> I. `(tensor, peers, length)`."""
+whole_sequence_replicated = _crossing(_join_rows, _scatter_rows)
+"""S -> R: where a region begins. `(tensor, peers, length)`."""
+sum_over_sequence = _crossing(_scatter_rows, _join_rows)
+"""P -> S: where a region ends. `(tensor, peers, length)`."""

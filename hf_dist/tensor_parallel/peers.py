@@ -1,0 +1,149 @@
+"""The ranks between which one model's weights are cut: what the crossings ask of them.
+
+`MeshPeers` are processes, along the axis `tp` of the mesh; `ThreadPeers` are threads of one process, for verifying a plan on
+a tiny copy of the model before a job uses it. A backward on the CPU runs in the thread that calls it, so threads may exchange
+inside of one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.mesh import MeshAxis
+
+_SECONDS = 60.0
+
+
+class Peers(Protocol):
+    """The ranks of one split. Every method leaves its argument alone; all peers call it with tensors of one shape."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this one is."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of all peers' tensors, on each of them."""
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element by element, on each of them."""
+
+    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every peer's tensor, by rank."""
+
+    def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Of the sum this rank's part, one of `size` equal ones along `dim`."""
+
+
+class MeshPeers:
+    """Processes."""
+
+    def __init__(self, axis: MeshAxis) -> None:
+        self.axis = axis
+        self.size, self.rank = axis.size, axis.rank
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Peers.sum`. Collective."""
+        return self._reduced(tensor, "sum")
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Peers.max`. Collective."""
+        return self._reduced(tensor, "max")
+
+    def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        collectives.all_reduce(self.axis, flat, op=op).wait()
+        return flat.view(tensor.shape)
+
+    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """As `Peers.parts`. Collective."""
+        numel = tensor.numel()
+        full = torch.empty(self.size * numel, dtype=tensor.dtype, device=tensor.device)
+        full[self.rank * numel : (self.rank + 1) * numel] = tensor.detach().reshape(-1)
+        collectives.all_gather(self.axis, full).wait()
+        return [part.view(tensor.shape) for part in full.split(numel)] if numel else [tensor] * self.size
+
+    def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """As `Peers.scatter_sum`. Collective."""
+        pieces = tensor.detach().chunk(self.size, dim)
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        out = torch.empty(pieces[0].numel(), dtype=tensor.dtype, device=tensor.device)
+        collectives.reduce_scatter(self.axis, flat, out, op="sum").wait()
+        return out.view(pieces[0].shape)
+
+
+class ThreadPeers:
+    """Threads of this process."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self.size, self.rank = meeting.size, rank
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Peers.sum`, in the order of the ranks."""
+        total, *rest = self._everyone(tensor)
+        total = total.clone()
+        for other in rest:
+            total.add_(other)
+        return total
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Peers.max`."""
+        return torch.stack(self._everyone(tensor)).amax(0)
+
+    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """As `Peers.parts`."""
+        return [other.clone() for other in self._everyone(tensor)]
+
+    def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """As `Peers.scatter_sum`."""
+        return self.sum(tensor).chunk(self.size, dim)[self.rank].contiguous()
+
+    def _everyone(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        meeting = self._meeting
+        meeting.tensors[self.rank] = tensor.detach()
+        meeting.barrier.wait(_SECONDS)
+        everyone = list(meeting.tensors)
+        meeting.barrier.wait(_SECONDS)
+        if any(other.shape != everyone[0].shape for other in everyone):
+            raise RuntimeError(f"the ranks differ: {[tuple(other.shape) for other in everyone]}")
+        return everyone
+
+
+class _Meeting:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tensors: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+
+def run_threads(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
+    """What `function(peers)` returns on each of `size` threads. Raises the error of the first that fails."""
+    meeting, results = _Meeting(size), [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadPeers(meeting, rank))
+        except threading.BrokenBarrierError:
+            pass  # another one has failed, and has said why
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,178 @@
+"""What of a model is cut, and where activations cross: plain data, by names in which `*` stands for any number.
+
+Styles of modules have the names that transformers gives them in a model's `tp_plan`:
+
+    colwise                 input R, output V: the products of q, k, v, gate, up
+    rowwise                 input V, output P and summed: o, down
+    colwise_gather_output   the same, output gathered (a head; `colwise_rep`)
+    rowwise_split_input     input I, of which each rank takes its columns (`rowwise_rep`)
+    embedding_rowwise       a part of the vocabulary, summed;  embedding_colwise: a part of each row, gathered
+    packed_colwise          two or more products in one weight, each cut for itself; packed_rowwise
+    moe_tp_experts          hidden states and routing weights R, output P
+    mla_kv_a_proj           DeepSeek's compressed keys, whose rotary part is used by all heads
+    moe_identity_expert, all_reduce, replicated_with_grad_allreduce, local_params, replicate
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from hf_dist.errors import ModelError
+
+__all__ = ["Cut", "SplitPlan", "column_dim", "pattern_of", "plan_of_model", "stock_name", "unwrapped"]
+
+COLUMN = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
+ROW = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
+GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+EMBEDDING = frozenset({"embedding_rowwise", "embedding_colwise"})
+_IN_MODULES = frozenset(
+    {"moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce", "local_params", "replicate"}
+)
+_PEFT = re.compile(r"\.base_layer(?=\.|$)|\.original_module(?=\.|$)|\.modules_to_save\.[^.]+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter is cut."""
+
+    dim: int
+    """Counted from the end: -1 is the last."""
+    segments: tuple[int, ...] = (1,)
+    """Parts along it that are cut each for itself (q, k, v; gate, up), as shares of the whole."""
+    uneven: bool = False
+    """Whether ranks may have slices of different sizes (a vocabulary)."""
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Names are those of the stock model, with `*` for numbers."""
+
+    params: Mapping[str, Cut] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Name -> style."""
+    summed: frozenset[str] = frozenset()
+    """Whole parameters of which each rank has a part of the gradient."""
+    divided: frozenset[tuple[str, str]] = frozenset()
+    """(module, attribute): counts of heads, widths that a module's code reads, a part of which is here."""
+    sequence: bool = False
+    """Whether blocks keep their activations as parts of the sequence (`sequence.py`)."""
+    source: str = ""
+    """Where it comes from, in words."""
+
+
+def pattern_of(name: str) -> str:
+    """`name` with `*` for each part of it that is a number."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
+    """The stock model inside of PEFT's wrapper, and what its names begin with."""
+    base = getattr(model, "get_base_model", None)
+    if base is None or not hasattr(model, "peft_config"):
+        return model, ""
+    inner = base()
+    prefix = next((name for name, module in model.named_modules() if module is inner), "")
+    return inner, f"{prefix}." if prefix else ""
+
+
+def stock_name(name: str) -> str:
+    """A name in a model with adapters as the model without them has it."""
+    return _PEFT.sub("", name)
+
+
+def column_dim(module: nn.Module) -> int:
+    """The dimension of a module's matrix that counts its outputs: the first of nn.Linear, the last of GPT-2's Conv1D."""
+    return -1 if _is_transposed(module) else -2
+
+
+def row_dim(module: nn.Module) -> int:
+    """The dimension of a module's matrix that counts its inputs."""
+    return -2 if _is_transposed(module) else -1
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def named_matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(stock name of the module, module, name of the parameter in it, parameter), aliases of tied ones, too."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        for short, param in module.named_parameters(recurse=False):
+            yield stock_name(name), module, short, param
+
+
+def plan_of_model(model: nn.Module) -> SplitPlan:
+    """The `tp_plan` that the model's author gave it; without any rule if there is none. `model`: without PEFT's wrapper.
+
+    Raises `ModelError` for a style that is not known here.
+    """
+    found: Mapping[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    params: dict[str, Cut] = {}
+    modules: dict[str, str] = {}
+    summed: set[str] = set()
+    for name, module, short, param in named_matrices(model):
+        own = pattern_of(name)
+        style = found.get(own)
+        if style is not None:
+            modules[own] = style
+        full = f"{own}.{short}" if own else short
+        style = found.get(full, style)
+        if style == "replicated_with_grad_allreduce":
+            summed.add(full)
+        elif style is not None:
+            cut = _cut(full, style, module, short, param)
+            if cut is not None:
+                params[full] = cut
+    for name, _ in model.named_modules():  # those without parameters of their own
+        own = pattern_of(stock_name(name))
+        if own in found:
+            modules[own] = found[own]
+    plan = SplitPlan(params, modules, frozenset(summed), source=f"tp_plan of {type(model).__name__}")
+    return _with_tied_embedding(model, plan)
+
+
+def _cut(full: str, style: str, module: nn.Module, short: str, param: nn.Parameter) -> Cut | None:
+    is_vector = param.ndim == 1
+    if style in COLUMN:
+        return Cut(-1 if is_vector else column_dim(module), uneven=style in GATHERED)
+    if style in ROW:
+        return None if is_vector else Cut(row_dim(module))
+    if style == "packed_colwise":
+        return Cut(-1 if is_vector else column_dim(module), (1, 1))
+    if style == "packed_rowwise":
+        return None if is_vector else Cut(-1, (1, 1))
+    if style in EMBEDDING:
+        return Cut(-2, uneven=True) if style == "embedding_rowwise" else Cut(-1)
+    if style in _IN_MODULES:
+        return None
+    raise ModelError(f"the plan names a style for {full} that is not known here: {style!r}")
+
+
+def _with_tied_embedding(model: nn.Module, plan: SplitPlan) -> SplitPlan:
+    """A plan may name a tied head and not the embedding: the one weight is cut for both."""
+    embedding, head = output_and_input(model)
+    names = {id(module): pattern_of(stock_name(name)) for name, module in model.named_modules()}
+    if embedding is None or head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", 0):
+        return plan
+    inside, outside = names.get(id(embedding)), names.get(id(head))
+    if inside is None or inside in plan.modules or plan.modules.get(outside or "") not in COLUMN:
+        return plan
+    params = {**plan.params, f"{inside}.weight": Cut(-2, uneven=True)}
+    return replace(plan, params=params, modules={**plan.modules, inside: "embedding_rowwise"})
+
+
+def output_and_input(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The model's embedding and its head over the vocabulary, None for what it has not."""
+    found: list[nn.Module | None] = []
+    for method in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, method)()
+        except (AttributeError, NotImplementedError, TypeError):
+            module = None
+        found.append(module if isinstance(module, nn.Module) else None)
+    return found[0], found[1]

@@ -1,0 +1,281 @@
+"""Blocks that keep their activations as parts of the sequence: norms, dropout and residuals on 1/tp of the tokens.
+
+    I -> S   before the first block          S -> R   where a region begins: a child of a block that ends in a row product
+    S -> I   behind the last one             P -> S   where it ends
+
+Inside of a region nothing crosses. What is whole there, or works on S, has a part of its gradient on each rank. As many bytes
+travel as without; what rests between regions is 1/tp. Forwards without gradients run plain: P -> I where a region ends.
+
+[Note: lengths] A length that does not divide is padded, and a region has to know the true one, also when activation
+checkpointing runs a block again, perhaps after forwards of other lengths. It is remembered with the tensors that a block is
+called with, which are the same objects then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.tensor_parallel import crossings
+from hf_dist.tensor_parallel.peers import Peers
+from hf_dist.tensor_parallel.plan import ROW, pattern_of, stock_name
+
+__all__ = ["Regions", "Stack", "find_regions", "recorded_routers", "routers_in"]
+
+_ENDS = ROW | {"moe_tp_experts", "all_reduce"}
+_NEEDS_ALL = {
+    "attention_mask",
+    "position_embeddings",
+    "past_key_values",
+    "cache_params",
+    "position_ids",
+    "past_key_value",
+}
+_MOST = 256
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Regions:
+    """Where a model's blocks are cut into regions: names of modules, all of the model without adapters."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[str, list[str]] = {}
+        """Module that holds the blocks -> its blocks, in order."""
+        self.children: set[str] = set()
+        """Children of blocks that begin with R and end with P."""
+        self.products: set[str] = set()
+        """Products right under a block: each begins or ends a region."""
+        self.whole: set[str] = set()
+        """Children of blocks that mix tokens and are not cut: they get I."""
+
+    def contains(self, name: str) -> bool:
+        """Whether a module is in a region, so that nothing crosses at it."""
+        return any(name == child or name.startswith(f"{child}.") for child in self.children)
+
+    def has_parts(self, name: str) -> bool:
+        """Whether a parameter that is not cut gets a part of its gradient on each rank."""
+        inside = any(name.startswith(f"{block}.") for blocks in self.stacks.values() for block in blocks)
+        return inside and not any(name.startswith(f"{child}.") for child in self.whole)
+
+
+def find_regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str], blocks: Iterable[str]) -> Regions:
+    """The regions of a model. Raises `ModelError` where a block has columns that no row ends."""
+    found = Regions()
+    styled = {name: style for name in modules if (style := styles.get(pattern_of(name))) and stock_name(name) == name}
+    stacks: dict[str, list[str]] = {}
+    for block in blocks:
+        stacks.setdefault(block.rpartition(".")[0], []).append(block)
+    for owner, members in stacks.items():
+        regions: set[str] = set()
+        products: set[str] = set()
+        for block in members:
+            children: dict[str, list[str]] = {}
+            for name in styled:
+                if name.startswith(f"{block}."):
+                    children.setdefault(f"{block}.{name[len(block) + 1 :].split('.')[0]}", []).append(name)
+            for child, names in children.items():
+                if names == [child] and isinstance(getattr(modules[child], "base_layer", modules[child]), nn.Linear):
+                    products.add(child)
+                elif {styled[name] for name in names} & _ENDS:
+                    regions.add(child)
+                else:
+                    raise ModelError(f"nothing adds up what the columns of {child} compute")
+        if regions or products:
+            found.stacks[owner] = members
+            found.children |= regions
+            found.products |= products
+            found.whole |= {
+                f"{block}.{name}"
+                for block in members
+                for name, child in modules[block].named_children()
+                if f"{block}.{name}" not in regions | products and _mixes_tokens(child)
+            }
+    if not found.stacks:
+        raise ModelError("no block has a region")
+    return found
+
+
+def recorded_routers(modules: Iterable[nn.Module]) -> dict[type, int]:
+    """Class of a router whose logits the model collects for its auxiliary loss -> which of its outputs they are."""
+    found: dict[type, int] = {}
+    for module in modules:
+        recorders: Any = getattr(module, "_can_record_outputs", None) or {}
+        for key, recorder in recorders.items():
+            for one in (recorder if isinstance(recorder, list | tuple) else [recorder]) if "router" in key else ():
+                target = getattr(one, "target_class", one)
+                if isinstance(target, type):
+                    found[target] = getattr(one, "index", 0) or 0
+    return found
+
+
+def routers_in(child: nn.Module, recorded: Mapping[type, int]) -> list[tuple[nn.Module, int]]:
+    """The routers of a region, each with the output that is collected."""
+    return [(module, recorded[type(module)]) for module in child.modules() if type(module) in recorded]
+
+
+def _mixes_tokens(child: nn.Module) -> bool:
+    """Whether it is given masks, positions or a cache: then it needs all tokens."""
+    return bool(_NEEDS_ALL & set(inspect.signature(type(child).forward).parameters))
+
+
+class Stack:
+    """One list of blocks: its crossings, and the length of the sequence in each call."""
+
+    def __init__(self, peers: Peers, is_whole: Callable[[], bool]) -> None:
+        """`is_whole`: whether parameters are whole for the moment, so that nothing crosses."""
+        self.peers = peers
+        self.is_whole = is_whole
+        self.length = 0
+        self._depth = 0  # of the module that calls the blocks
+        self._plain = False  # this forward has no gradients
+        self._lengths: dict[int, tuple[Any, int]] = {}
+
+    def install(self, caller: nn.Module, blocks: list[nn.Module]) -> None:
+        """Put the crossings around the first and the last block. `caller`: whose forward calls them."""
+        caller.register_forward_pre_hook(self._enter, prepend=True)
+        caller.register_forward_hook(self._leave, always_call=True)
+        blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+        for block in blocks[1:]:
+            block.register_forward_pre_hook(self._next, with_kwargs=True)
+        blocks[-1].register_forward_hook(self._end, prepend=True)
+
+    def region(self, child: nn.Module) -> None:
+        """S -> R before `child`, P -> S behind it."""
+        self.begins(child)
+        self.ends(child)
+
+    def begins(self, child: nn.Module) -> None:
+        """S -> R before `child`."""
+        child.register_forward_pre_hook(
+            lambda module, args, kwargs: None if self.off else _first(args, kwargs, self._entered), with_kwargs=True
+        )
+
+    def ends(self, child: nn.Module) -> None:
+        """P -> S behind `child`."""
+        child.register_forward_hook(
+            lambda module, args, output: None if self.is_whole() else _changed(output, self._left), prepend=True
+        )
+
+    def whole(self, child: nn.Module) -> None:
+        """`child` sees all tokens: S -> I before it, I -> S behind it."""
+        child.register_forward_pre_hook(
+            lambda module, args, kwargs: (
+                None
+                if self.off
+                else _first(args, kwargs, lambda x: crossings.whole_sequence(x, self.peers, self.length))
+            ),
+            with_kwargs=True,
+        )
+        child.register_forward_hook(
+            lambda module, args, output: (
+                None
+                if self.off
+                else _changed(output, lambda x: crossings.to_rows_of_sequence(x, self.peers, self.length))
+            ),
+            prepend=True,
+        )
+
+    def equal_gradient(self, router: nn.Module, index: int) -> None:
+        """R -> I for output `index` of a module of a region: what is recorded of it leaves without being added up."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if self.is_whole():
+                return None
+            if not isinstance(output, tuple):
+                return crossings.to_equal_gradient(output, self.peers)
+            return tuple(crossings.to_equal_gradient(t, self.peers) if i == index else t for i, t in enumerate(output))
+
+        router.register_forward_hook(hook, prepend=True)
+
+    @property
+    def off(self) -> bool:
+        """Whether activations are I between regions in the forward under way."""
+        return self.is_whole() or self._plain
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        return crossings.whole_sequence_replicated(x, self.peers, self.length)
+
+    def _left(self, x: torch.Tensor) -> torch.Tensor:
+        if self._plain:
+            return crossings.to_invariant(x, self.peers)
+        return crossings.sum_over_sequence(x, self.peers, self.length)
+
+    # ------------------------------------------------------------------ lengths
+
+    def _enter(self, caller: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._plain = not torch.is_grad_enabled()
+
+    def _leave(self, caller: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self._depth, self._plain = 0, False
+
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.off:
+            return None
+
+        def split(x: torch.Tensor) -> torch.Tensor:
+            self.length = x.shape[1]
+            return crossings.to_rows_of_sequence(x, self.peers, self.length)
+
+        changed = _first(args, kwargs, split)
+        self._remember(*changed)
+        return changed
+
+    def _next(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.off:
+            return
+        if self._depth:
+            self._remember(args, kwargs)
+            return
+        known = ((t, self._lengths.get(id(t))) for t in _tensors(args, kwargs))
+        found = next((row for tensor, row in known if row is not None and row[0]() is tensor), None)
+        if found is None:
+            raise ModelError(
+                "hf_dist.sequence_regions: a block is run again and its tensors are others than in the forward. Set "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}, or "hf_dist": {"sequence_regions": false}.'
+            )
+        self.length = found[1]
+
+    def _remember(self, args: Any, kwargs: Any) -> None:
+        if len(self._lengths) > _MOST:
+            self._lengths = {key: row for key, row in self._lengths.items() if row[0]() is not None}
+        for tensor in _tensors(args, kwargs):
+            self._lengths[id(tensor)] = (weakref.ref(tensor), self.length)
+
+    def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
+        if self.off:
+            return None
+        return _changed(output, lambda x: crossings.whole_sequence(x, self.peers, self.length))
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found = []
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+    return found
+
+
+def _first(args: Any, kwargs: Any, change: Change) -> tuple[Any, Any]:
+    """The hidden states of a call through `change`."""
+    if args and isinstance(args[0], torch.Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+    raise ModelError("a block is called without hidden states")
+
+
+def _changed(output: Any, change: Change) -> Any:
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    return change(output)

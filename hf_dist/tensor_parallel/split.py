@@ -1,0 +1,353 @@
+"""A model as one rank of a split runs it: parameters cut in place, crossings put on its own modules by hooks.
+
+Nothing is wrapped or replaced. A parameter keeps its object and its name, `shape` becomes that of the slice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.boxes import TensorSlice
+from hf_dist.errors import ModelError
+from hf_dist.loss.lazy_logits import LazyLogits
+from hf_dist.loss.vocabulary import VocabularySplit
+from hf_dist.tensor_parallel import crossings
+from hf_dist.tensor_parallel.peers import Peers
+from hf_dist.tensor_parallel.plan import (
+    COLUMN,
+    GATHERED,
+    ROW,
+    SplitPlan,
+    output_and_input,
+    pattern_of,
+    stock_name,
+    unwrapped,
+)
+from hf_dist.tensor_parallel.sequence import Regions, Stack, find_regions, recorded_routers, routers_in
+from hf_dist.tensor_parallel.slices import KEY, Kept, kept_slices
+
+__all__ = ["SplitModel"]
+
+Keep = Callable[[nn.Parameter, TensorSlice], None]
+Change = Callable[[torch.Tensor], torch.Tensor]
+_Number = tuple["weakref.ref[nn.Module]", str, Any, Any]
+
+
+class SplitModel:
+    """One rank's part of a model, and the crossings on its modules. Its modules hold it, it holds none of them."""
+
+    def __init__(
+        self, model: nn.Module, plan: SplitPlan, peers: Peers, *, keep: Keep, blocks: Mapping[str, nn.Module]
+    ) -> None:
+        """Cut `model` in place. Local, the same on every rank but for which part it is.
+
+        `keep(param, slice)` cuts one parameter; `blocks`: the repeated parts of `model`, by path.
+        Raises `ModelError` for sizes that do not divide, before anything is cut.
+        """
+        self.plan = plan
+        self.peers = peers
+        base, self.prefix = unwrapped(model)
+        self.kept = kept_slices(model, plan, peers.size, peers.rank)
+        by_id = {id(p): self.kept[name] for name, p in model.named_parameters() if name in self.kept}
+        self._by_alias = {
+            name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in by_id
+        }
+        self.is_whole = False
+        """Whether every parameter is whole for the moment: then nothing crosses."""
+        self._crossed: dict[int, tuple[Any, torch.Tensor]] = {}
+        modules = dict(base.named_modules())
+        self._numbers = self._local_numbers(modules)
+        names = [
+            name.removeprefix(self.prefix) for name, block in blocks.items() if not isinstance(block, nn.Embedding)
+        ]
+        self.regions = find_regions(modules, plan.modules, names) if plan.sequence else Regions()
+        named = dict(model.named_parameters())
+        self.shares = {name: self._share(name, p) for name, p in named.items()}
+        """Elements of each whole parameter, and whether it is cut."""
+        self.summed = {name for name in named if self._is_partial(name.removeprefix(self.prefix))}
+        """Whole parameters of which each rank has a part of the gradient."""
+        for name in self.kept:
+            keep(named[name], self.kept[name].held)
+        self.compute_with_whole(False)
+        _, head = output_and_input(base)
+        self.vocabulary: VocabularySplit | None = None
+        """Of the head's logits, where it is split."""
+        for name, module in modules.items():
+            style = plan.modules.get(pattern_of(name))
+            if style is not None and stock_name(name) == name:
+                self._cross(name, module, style, base, is_head=module is head)
+        self._install_stacks(modules)
+        if plan.sequence:
+            model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        for module in dict.fromkeys([*blocks.values(), model]):  # behind them nobody reads their inner activations
+            module.register_forward_hook(self._forget, always_call=True)
+
+    # ------------------------------------------------------------------- numbers
+
+    def _local_numbers(self, modules: Mapping[str, nn.Module]) -> list[_Number]:
+        """(module, attribute, whole value, value here) of what the model's code reads of its own sizes."""
+        size, found = self.peers.size, list[_Number]()
+        for pattern, attribute in sorted(self.plan.divided):
+            for name, module in modules.items():
+                value = getattr(module, attribute, None)
+                if pattern_of(name) == pattern and isinstance(value, int):
+                    if value % size:
+                        raise ModelError(f"{KEY}: {size} does not divide {name}.{attribute} ({value})")
+                    found.append((weakref.ref(module), attribute, value, value // size))
+        for name, module in modules.items():
+            own = self._kept(name)
+            if own is not None:
+                found += self._sizes_of(name, module, own, modules)
+        return found
+
+    def _sizes_of(self, name: str, module: nn.Module, own: Kept, modules: Mapping[str, nn.Module]) -> list[_Number]:
+        base: Any = getattr(module, "base_layer", module)
+        found: list[_Number] = []
+        if type(base).__name__ == "Conv1D":
+            found.append((weakref.ref(base), "nf", base.nf, own.held.shape[1]))
+        if isinstance(base, nn.Embedding) and base.padding_idx is not None and own.held.shape[0] != own.held.whole[0]:
+            ((first, last),) = own.held.ranges[0]
+            here = base.padding_idx - first if first <= base.padding_idx < last else None
+            found.append((weakref.ref(base), "padding_idx", base.padding_idx, here))
+        if own.sharing > 1:
+            path = name.rpartition(".")[0]
+            parent: Any = modules[path]
+            if parent.num_key_value_groups % own.sharing:
+                raise ModelError(f"{KEY}: {self.peers.size} does not divide the heads of the queries of {path}")
+            groups = parent.num_key_value_groups // own.sharing
+            number: _Number = (weakref.ref(parent), "num_key_value_groups", parent.num_key_value_groups, groups)
+            found.append(number)
+        return found
+
+    def _kept(self, module: str) -> Kept | None:
+        """What is kept of a module's weight."""
+        names = (f"{self.prefix}{module}.weight", f"{self.prefix}{module}.base_layer.weight")
+        return next((self._by_alias[name] for name in names if name in self._by_alias), None)
+
+    def compute_with_whole(self, is_whole: bool) -> None:
+        """Whether parameters are whole from now on: then nothing crosses, and modules count what the whole model has. Local."""
+        self.is_whole = is_whole
+        for module, attribute, whole, here in self._numbers:
+            setattr(module(), attribute, whole if is_whole else here)
+
+    # -------------------------------------------------------------- gradients
+
+    def _is_partial(self, name: str) -> bool:
+        """Whether each rank has a part of the gradient of a parameter of the stock model that is not cut."""
+        if pattern_of(stock_name(name)) in self.plan.summed or self.regions.has_parts(name):
+            return True
+        part, _, rest = name.partition(".lora_")
+        style = self.plan.modules.get(pattern_of(stock_name(part))) if rest else None
+        if style is None:
+            return False
+        return rest.startswith("A." if style in COLUMN else "B.") and style in (COLUMN | ROW)
+
+    # --------------------------------------------------------------- crossings
+
+    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._crossed.clear()
+
+    def replicated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` as the input of cut products, I -> R: one crossing for all that read the same (q, k, v; gate, up)."""
+        if not torch.is_grad_enabled() or not tensor.requires_grad:
+            return tensor
+        known = self._crossed.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        crossed = crossings.to_replicated(tensor, self.peers)
+        self._crossed[id(tensor)] = (weakref.ref(tensor), crossed)
+        return crossed
+
+    def _before(self, module: nn.Module, change: Change) -> None:
+        """Have the first argument of `module` go through `change`."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            return None if self.is_whole or not args else (change(args[0]), *args[1:])
+
+        module.register_forward_pre_hook(hook)
+
+    def _after(self, module: nn.Module, change: Change) -> None:
+        """Have the output of `module` go through `change`. First of the hooks: others look at what the model goes on with."""
+
+        def hook(_: nn.Module, args: Any, output: Any) -> Any:
+            return None if self.is_whole else change(output)
+
+        module.register_forward_hook(hook, prepend=True)
+
+    def _install_stacks(self, modules: Mapping[str, nn.Module]) -> None:
+        """The crossings of regions, where there are any."""
+        regions = self.regions
+        recorded = recorded_routers(modules.values()) if regions.stacks else {}
+        for owner, blocks in regions.stacks.items():
+            stack = Stack(self.peers, lambda: self.is_whole)
+            caller = modules[owner.rpartition(".")[0]] if isinstance(modules[owner], nn.ModuleList) else modules[owner]
+            stack.install(caller, [modules[block] for block in blocks])
+            for block in blocks:
+                for name, child in modules[block].named_children():
+                    path = f"{block}.{name}"
+                    if path in regions.children:
+                        stack.region(child)
+                        for router, index in routers_in(child, recorded):
+                            stack.equal_gradient(router, index)
+                    elif path in regions.products:
+                        stack.ends(child) if self.plan.modules[pattern_of(path)] in ROW else stack.begins(child)
+                    elif path in regions.whole:
+                        stack.whole(child)
+
+    def _inside(self, module: nn.Module, style: str, name: str) -> None:
+        """A module of a region: its input is R or V, what it returns V or P."""
+        peers = self.peers
+        if style in GATHERED:
+            width = self._whole_width(name)[0]
+            self._after(module, lambda out: crossings.whole_columns_replicated(out, peers, width))
+        elif style in ROW:
+            if style != "rowwise":
+                self._before(module, lambda x: x[..., slice(*crossings.columns_of(peers, x.shape[-1]))])
+            if peers.rank > 0:  # the region's end adds up what the ranks return
+                self._sum_then_bias(module, add=False)
+        elif style == "moe_identity_expert":
+            self._before(module, lambda x: x / peers.size)
+
+    def _cross(self, name: str, module: nn.Module, style: str, base: nn.Module, *, is_head: bool) -> None:
+        peers = self.peers
+        if self.regions.contains(name) or name in self.regions.products:
+            self._inside(module, style, name)
+            return
+        if style in COLUMN or style == "packed_colwise":
+            self._before(module, self.replicated)
+            if style in GATHERED:
+                self._gather(name, module, is_head=is_head)
+        elif style in ROW:
+            if style != "rowwise":
+                self._before(module, lambda x: crossings.to_columns(x, peers, x.shape[-1]))
+            self._sum_then_bias(module)
+        elif style == "embedding_rowwise":
+            self._look_up(name, module)
+        elif style == "embedding_colwise":
+            self._gather(name, module, is_head=False)
+        elif style == "mla_kv_a_proj":
+            config: Any = base.config
+            self._rotary_part(module, config.get_text_config().qk_rope_head_dim)
+        elif style == "moe_tp_experts":
+            self._experts(module)
+        elif style == "moe_identity_expert":
+            self._before(module, lambda x: x / peers.size)
+        elif style == "all_reduce":
+            self._after(module, lambda out: crossings.to_invariant(out, peers))
+
+    def _gather(self, name: str, module: nn.Module, *, is_head: bool) -> None:
+        """V -> I; logits stay as they are until somebody other than the loss reads them."""
+        width, first = self._whole_width(name)
+        peers = self.peers
+
+        def gather(output: torch.Tensor) -> torch.Tensor:
+            return crossings.whole_columns(output, peers, width)
+
+        if is_head:
+            self.vocabulary = VocabularySplit(peers, first, width, gather)
+        self._after(module, lambda out: out if isinstance(out, LazyLogits) else gather(out))
+
+    def _whole_width(self, name: str) -> tuple[int, int]:
+        """(columns of the whole output of a module, the first that is here)."""
+        kept = self._kept(name)
+        if kept is None:
+            raise ModelError(f"the plan gathers the output of {name}, and cuts no weight of it")
+        dim = next(d for d, some in enumerate(kept.held.ranges) if some != ((0, kept.held.whole[d]),))
+        return kept.held.whole[dim], kept.held.ranges[dim][0][0]
+
+    def _sum_then_bias(self, module: nn.Module, *, add: bool = True) -> None:
+        """P -> I, and the bias after the sum, once. Without `add` the output stays P, and has no bias."""
+        biases: list[Any] = []
+
+        def hide(row: nn.Module, args: Any) -> None:
+            base: Any = getattr(row, "base_layer", row)
+            bias = None if self.is_whole else base._parameters.get("bias")
+            biases.append(bias)
+            if bias is not None:
+                # GPT-2's Conv1D adds whatever is there.
+                base._parameters["bias"] = torch.zeros_like(bias) if type(base).__name__ == "Conv1D" else None
+
+        def show(row: nn.Module, args: Any, output: Any) -> Any:
+            base: Any = getattr(row, "base_layer", row)
+            bias = biases.pop() if biases else None
+            if bias is not None:
+                base._parameters["bias"] = bias
+            if self.is_whole or output is None or not add:
+                return None
+            summed = crossings.to_invariant(output, self.peers)
+            return summed if bias is None else summed + bias
+
+        module.register_forward_pre_hook(hide)
+        module.register_forward_hook(show, prepend=True, always_call=True)
+
+    def _look_up(self, name: str, module: nn.Module) -> None:
+        """Rows of other ranks count as zero; the sum has every row once."""
+        kept = self._kept(name)
+        if kept is None:
+            return
+        ((first, last),) = kept.held.ranges[0]
+        elsewhere: list[torch.Tensor] = []
+
+        def mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if self.is_whole or not args:
+                return None
+            outside = (args[0] < first) | (args[0] >= last)
+            elsewhere[:] = [outside]
+            return (torch.where(outside, 0, args[0] - first), *args[1:])
+
+        def gather(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if self.is_whole or not elsewhere:
+                return None
+            own = output.masked_fill(elsewhere.pop().unsqueeze(-1), 0.0)
+            return crossings.to_invariant(own, self.peers)
+
+        module.register_forward_pre_hook(mask)
+        module.register_forward_hook(gather, prepend=True)
+
+    def _rotary_part(self, module: nn.Module, width: int) -> None:
+        def both(output: torch.Tensor) -> torch.Tensor:
+            compressed, rotary = output.split([output.shape[-1] - width, width], -1)
+            return torch.cat([compressed, crossings.to_replicated(rotary, self.peers)], -1)
+
+        self._after(module, both)
+
+    def _experts(self, module: nn.Module) -> None:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.is_whole:
+                return None
+            changed = list(args)
+            for position in (0, 2):  # hidden states and the weights of their experts; between them which experts
+                if len(changed) > position and isinstance(changed[position], torch.Tensor):
+                    changed[position] = self.replicated(changed[position])
+            return tuple(changed), kwargs
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        self._after(module, lambda out: crossings.to_invariant(out, self.peers))
+
+    # -------------------------------------------------------------- what it is
+
+    def _share(self, name: str, param: nn.Parameter) -> tuple[int, bool]:
+        return param.numel(), name in self.kept
+
+    def describe(self) -> str:
+        """Such as `2 ranks; 99.6% of the parameters are split (tp_plan of LlamaForCausalLM)`."""
+        cut = sum(numel for numel, is_cut in self.shares.values() if is_cut)
+        regions = "; parts of the sequence between regions" if self.plan.sequence else ""
+        share = cut / max(sum(numel for numel, _ in self.shares.values()), 1)
+        return f"{self.peers.size} ranks; {share:.1%} of the parameters are split ({self.plan.source}){regions}"
+
+
+def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Between regions a rank has a part of the sequence, and that is what would be recorded."""
+    asked = kwargs.get("output_hidden_states")
+    config: Any = getattr(model, "config", None)
+    if torch.is_grad_enabled() and (getattr(config, "output_hidden_states", False) if asked is None else asked):
+        raise ModelError(
+            "output_hidden_states in training: with hf_dist.sequence_regions each rank has a part of the sequence between the "
+            'blocks. Set "hf_dist": {"sequence_regions": false}.'
+        )

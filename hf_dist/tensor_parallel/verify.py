@@ -1,0 +1,177 @@
+"""Is a plan right? A tiny copy of the model, split over threads of this process, against the same copy unsplit.
+
+A wrong state of an activation raises nothing anywhere: it is a gradient that is off by a factor. So a plan is used only if
+loss and every gradient of the split copy are those of the unsplit one. One repair is tried: whole parameters whose gradients
+alone are off lie between a product of columns and one of rows, each rank has a part of their gradient, and it is summed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hf_dist.boxes import TensorSlice
+from hf_dist.errors import ModelError
+from hf_dist.tensor_parallel.peers import ThreadPeers, run_threads
+from hf_dist.tensor_parallel.plan import SplitPlan, pattern_of
+from hf_dist.tensor_parallel.split import SplitModel
+from hf_dist.tensor_parallel.tiny import tiny_copies, tiny_inputs
+
+__all__ = ["Difference", "Unsplit", "unsplit", "verified"]
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+"""Of the largest element of each gradient, and of a thousandth of the largest of all."""
+Batch = dict[str, torch.Tensor]
+Blocks = Callable[[nn.Module], Mapping[str, nn.Module]]
+
+
+class Difference(ModelError):
+    """A plan that gives other numbers."""
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """A tiny model and what it computes on one rank."""
+
+    model: nn.Module
+    batches: list[Batch]
+    losses: list[float]
+    gradients: Mapping[str, torch.Tensor]
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """The model's own loss of the next token, else a number that every output has a part in."""
+    if _is_language_model(model):
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        loss: Any = model(**batch, labels=labels).loss
+        if loss is not None:
+            return loss
+    output = model(**batch)
+    tensors = [t for t in tree_leaves(dict(output)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return torch.stack([t.float().square().mean() for t in tensors[:1]]).sum()
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    name = type(model).__name__
+    return name.endswith(("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel", "LMHead"))
+
+
+def unsplit(model: nn.Module, size: int) -> Unsplit:
+    """The first tiny copy of `model` that builds, runs, and computes the same twice. Local, on the CPU.
+
+    Raises `ModelError` where there is none.
+    """
+    problem = "its config is not one of transformers"
+    for build in tiny_copies(model, size):
+        try:
+            return compute(build())
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    raise ModelError(
+        f"tensor_parallel: no tiny copy of {type(model).__name__} can be made, and without one no plan can be verified "
+        f"({problem[:300]})"
+    )
+
+
+def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
+    """Loss and gradients of a tiny model. Raises `ValueError` if its loss differs from call to call, or is not finite."""
+    batches = tiny_inputs(model) if batches is None else batches
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+    again = [loss_of(model, batch).item() for batch in batches]
+    if any(a != b for a, b in zip(losses, again, strict=True)) or not all(abs(x) < 1e9 for x in losses):
+        raise ValueError(f"its loss is {losses}, then {again}")
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Unsplit(model, batches, losses, gradients)
+
+
+def verified(plan: SplitPlan, reference: Unsplit, size: int, blocks: Blocks) -> SplitPlan:
+    """`plan`, perhaps with more parameters whose gradients are summed. Local, on the CPU, a second or less.
+
+    Raises `Difference` when loss or a gradient is another one, and what the plan itself raises where it cannot be used.
+    """
+    for attempt in range(2):
+        off, wrong = _differences(plan, reference, size, blocks)
+        if off <= LOSS_TOLERANCE and not wrong:
+            return plan
+        worst = max(wrong, key=lambda name: wrong[name], default="")
+        is_cut = any(pattern_of(name) in plan.params for name in wrong)
+        if attempt or off > LOSS_TOLERANCE or is_cut:
+            break
+        plan = replace(plan, summed=plan.summed | {pattern_of(name) for name in wrong})
+    text = f"the loss is off by {off:.0e}" if off > LOSS_TOLERANCE else f"the gradient of {worst} by {wrong[worst]:.0e}"
+    raise Difference(f"{plan.source} on {size} ranks does not compute what one process does: {text}, relative")
+
+
+def _differences(plan: SplitPlan, reference: Unsplit, size: int, blocks: Blocks) -> tuple[float, dict[str, float]]:
+    """(relative difference of the losses, that of each gradient that is off)."""
+    copies = [copy.deepcopy(reference.model) for _ in range(size)]
+    outcomes: list[_OnRank] = run_threads(
+        size, lambda peers: _compute_split(copies[peers.rank], plan, peers, reference.batches, blocks)
+    )
+    off = max(
+        abs(mine - theirs) / max(abs(theirs), 1e-6)
+        for outcome in outcomes
+        for mine, theirs in zip(outcome.losses, reference.losses, strict=True)
+    )
+    if off != off:
+        off = float("inf")
+    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
+    wrong = {}
+    for name, expected in reference.gradients.items():
+        if not expected.numel():
+            continue
+        scale = max(float(expected.abs().max()), 1e-3 * largest, 1e-12)
+        found = max(float((g - expected).abs().max()) / scale for g in _whole_gradients(name, expected, outcomes))
+        if not found < GRADIENT_TOLERANCE:
+            wrong[name] = found
+    return off, wrong
+
+
+@dataclass(frozen=True)
+class _OnRank:
+    losses: list[float]
+    split: SplitModel
+    gradients: Mapping[str, torch.Tensor]
+
+
+def _compute_split(
+    model: nn.Module, plan: SplitPlan, peers: ThreadPeers, batches: list[Batch], blocks: Blocks
+) -> _OnRank:
+    def keep(param: nn.Parameter, held: TensorSlice) -> None:
+        param.data = held.take(param.data).contiguous()
+
+    split = SplitModel(model, plan, peers, keep=keep, blocks=blocks(model))
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return _OnRank(losses, split, gradients)
+
+
+def _whole_gradients(name: str, like: torch.Tensor, outcomes: list[_OnRank]) -> list[torch.Tensor]:
+    """What the ranks make of the gradient of one parameter: one tensor, or each rank's where each should have the whole."""
+    split = outcomes[0].split
+    grads = [outcome.gradients[name] for outcome in outcomes]
+    if name not in split.kept:
+        return [torch.stack(grads).sum(0)] if name in split.summed else grads
+    whole = torch.zeros_like(like)
+    for outcome in outcomes:
+        held = outcome.split.kept[name].held
+        there = torch.zeros_like(like)
+        held.put(outcome.gradients[name], there)
+        whole += there  # of those that share a slice, the sum
+    return [whole]

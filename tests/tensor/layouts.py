@@ -1,0 +1,154 @@
+"""Training on any layout of data ranks, pipeline stages and cut matrices, on the rows of one process; what a rank does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.families import make_batches, make_model, param_groups
+
+ROWS = 12
+BEFORE, AFTER = 2, 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks along each axis, and how states rest."""
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    stage: int = 0
+    sequence: bool = False
+    family: str = "llama"
+    tied: bool = True
+    lora: bool = False
+    checkpointing: bool = False
+    more: str = ""
+    """Which entry of `MORE` is added to the JSON."""
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.tp * self.dp * self.pp
+
+    def __str__(self) -> str:
+        shape = [f"{name}{size}" for name in ("dp", "tp", "pp") if (size := getattr(self, name)) > 1] or ["alone"]
+        flags = [name for name in ("sequence", "lora", "checkpointing") if getattr(self, name)]
+        family = [] if self.family == "llama" else [self.family]
+        return "-".join([*shape, f"z{self.stage}", *family, *flags, *([self.more] if self.more else [])])
+
+
+CPU = {"device": "cpu"}
+MORE: dict[str, dict[str, Any]] = {
+    "": {},
+    "offload": {"zero_optimization": {"offload_optimizer": CPU}},
+    "offload_all": {"zero_optimization": {"offload_optimizer": CPU, "offload_param": CPU}},
+    "budget": {"hf_dist": {"memory_budget": "2GB"}},
+    "in_backward": {"hf_dist": {"optimizer_in_backward": True}, "gradient_clipping": 0},
+    "tiles": {"hf_dist": {"tiled_loss": True}},
+    "hsdp": {"zero_optimization": {"mics_shard_size": 1}},
+    "whole_logits": {"hf_dist": {"tiled_loss": False}},
+    "every_second": {"activation_checkpointing": {"every_n_layers": 2}},
+    "selective": {"activation_checkpointing": {"selective": True}},
+}
+
+
+def start(layout: Layout, seed: int = 0) -> Any:
+    """An engine on a model whose weights depend on `seed`, so that a load that does nothing is seen."""
+    import hf_dist
+
+    model = make_model(layout.family, layout.tied, layout.lora, layout.checkpointing)
+    if seed:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(std=0.1)
+    more = MORE[layout.more]
+    config: dict[str, Any] = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        **more,
+        "zero_optimization": {"stage": layout.stage, **more.get("zero_optimization", {})},
+        "tensor_parallel": {"autotp_size": layout.tp},
+        "pipeline": {"stages": layout.pp},
+    }
+    if layout.tp > 1:
+        config["hf_dist"] = {"sequence_regions": layout.sequence, **more.get("hf_dist", {})}
+    optimizer = torch.optim.AdamW(param_groups(model), lr=3e-3, eps=1e-3)
+    return hf_dist.initialize(model, config=config, optimizer=optimizer, example_batch=batches(1)[0])
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of every step, each with as many labels: a mean of means is then the mean."""
+    found = []
+    for batch in make_batches("llama", count):
+        rows = {key: value[:ROWS] for key, value in batch.items()}
+        ids, mask = rows["input_ids"], rows["attention_mask"]
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": torch.where(ids % 3 == 0, -100, ids)})
+        found[-1]["labels"][:, :4] = ids[:, :4]
+        found[-1]["labels"][:, 4:] = -100
+    return found
+
+
+def train(engine: Any, first: int, count: int) -> tuple[list[float], list[float]]:
+    """Losses and norms of steps [first, first + count) of the common order."""
+    data, accumulation = engine.mesh.data, engine.batch.accumulation
+    micro = ROWS // (data.size * accumulation)
+    losses, norms = [], []
+    for batch in batches(first + count)[first:]:
+        parts = [
+            {key: value[(k * data.size + data.rank) * micro :][:micro] for key, value in batch.items()}
+            for k in range(accumulation)
+        ]
+        losses.append(float(engine.train_batch(iter(parts))))
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole, of the stages of this rank."""
+    import hf_dist
+
+    with hf_dist.gathered(engine.model):
+        return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+
+def save_all(rank: int, world: int, root: str, layouts: list[Layout]) -> dict[str, Any]:
+    """Save before the first step and after some; losses and norms from there on, and the weights at the end."""
+    found = {}
+    for layout in layouts:
+        engine = start(layout)
+        engine.save_checkpoint(Path(root) / f"{layout}-new")
+        train(engine, 0, BEFORE)
+        engine.save_checkpoint(Path(root) / str(layout))
+        found[str(layout)] = (train(engine, BEFORE, AFTER), weights(engine))
+    return found
+
+
+def load_all(rank: int, world: int, root: str, pairs: list[tuple[str, Layout]]) -> dict[tuple[str, str], Any]:
+    """For every (saved layout, layout here): losses and norms after the load, and the weights at the end."""
+    found = {}
+    for saved, layout in pairs:
+        engine = start(layout, seed=7)
+        engine.load_checkpoint(Path(root) / saved)
+        found[saved, str(layout)] = (train(engine, BEFORE, AFTER), weights(engine))
+    return found
+
+
+def run_all(rank: int, world: int, layouts: list[Layout]) -> list[Any]:
+    """Five steps of each: losses, norms, weights; a traceback where it raised."""
+    import traceback
+
+    found: list[Any] = []
+    for layout in layouts:
+        try:
+            engine = start(layout)
+            found.append((train(engine, 0, BEFORE + AFTER), weights(engine)))
+        except Exception:
+            found.append(traceback.format_exc())
+    return found

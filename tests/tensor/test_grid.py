@@ -1,0 +1,30 @@
+"""Matrices cut between ranks equal one process on the joined batch: the parity grid with `tp`, with and without regions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.covering import FULL_GRID
+from tests.parity.test_grid import BOTH, STAGES, SWITCHES, check, rows
+
+CUT: dict[str, tuple[Any, ...]] = {"tp": (2,), "sequence": BOTH, "stage": STAGES}
+AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
+    "llama": (2, {"world": (2,), **CUT, "accumulation": (1, 3), "tied": BOTH, **SWITCHES}),
+    "families": (2, {"family": ("gpt2", "qwen3", "bert"), "world": (2,), **CUT, **SWITCHES}),
+    "experts": (2, {"family": ("qwen3_moe",), "world": (2,), **CUT, "accumulation": (1, 3), "checkpointing": BOTH}),
+    "data": (2 if FULL_GRID else 1, {"world": (4,), **CUT, "accumulation": (1, 3), "tied": BOTH}),
+}
+"""As in `tests/parity/test_grid.py`."""
+if FULL_GRID:
+    AXES["four"] = (2, {"world": (4,), **CUT, "tp": (4,), "accumulation": (1, 3), "tied": BOTH, **SWITCHES})
+GRID = rows(AXES)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "index"),
+    [pytest.param(*row, i, id=str(case)) for row, cases in GRID.items() for i, case in enumerate(cases)],
+)
+def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: int) -> None:
+    check(GRID[name, world], index)

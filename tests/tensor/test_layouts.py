@@ -1,0 +1,141 @@
+"""Cut matrices with everything else: pipeline, HSDP, offload, budget, a step in backward. And checkpoints between layouts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.covering import FULL_GRID
+from tests.harness import run_ranks
+from tests.parity.train import relative
+from tests.tensor.layouts import Layout, load_all, run_all, save_all
+
+TOLERANCE = 1e-5
+TWO = [
+    Layout(tp=2, stage=1, more="offload"),
+    Layout(tp=2, stage=3, more="offload_all", sequence=True),
+    Layout(tp=2, stage=3, more="budget"),
+    Layout(tp=2, stage=2, more="in_backward"),
+    Layout(tp=2, stage=3, more="tiles", sequence=True),
+    Layout(tp=2, stage=1, more="whole_logits", tied=False),
+    Layout(tp=2, stage=1, more="every_second", sequence=True),
+    Layout(tp=2, stage=1, more="selective", sequence=True),
+]
+FOUR = [
+    Layout(tp=2, dp=2, stage=3, more="hsdp"),
+    Layout(tp=2, pp=2, stage=0),
+    Layout(tp=4, stage=1, sequence=True),  # two heads of keys and values
+    *(
+        [
+            Layout(tp=2, pp=2, stage=3),
+            Layout(tp=2, pp=2, stage=1, tied=False, checkpointing=True),
+            Layout(tp=2, pp=2, stage=1, lora=True),
+            Layout(tp=2, dp=2, stage=3, more="budget", sequence=True),
+            Layout(tp=2, dp=2, stage=2, more="in_backward"),
+            Layout(tp=2, dp=2, stage=3, more="hsdp", sequence=True, lora=True),
+            *(Layout(tp=4, stage=stage, sequence=s) for stage in (0, 2, 3) for s in (False, True)),
+            Layout(tp=4, stage=3, lora=True, sequence=True),
+            Layout(tp=4, stage=3, lora=True, checkpointing=True),
+        ]
+        if FULL_GRID
+        else []
+    ),
+]
+SAVED = {1: [Layout(stage=1)], 2: [Layout(dp=2, stage=3), Layout(tp=2, stage=0), Layout(tp=2, stage=3, sequence=True)]}
+if FULL_GRID:
+    SAVED[4] = [
+        Layout(dp=4, stage=3),
+        Layout(tp=4, stage=1),
+        Layout(dp=2, tp=2, stage=3, sequence=True),
+        Layout(pp=2, tp=2, stage=1),
+    ]
+
+
+def alone(layout: Layout) -> Layout:
+    """The same work in one process."""
+    more = layout.more if layout.more == "in_backward" else ""
+    return Layout(family=layout.family, tied=layout.tied, lora=layout.lora, more=more)
+
+
+@functools.cache
+def reference(layout: Layout) -> Any:
+    return run_ranks(run_all, 1, ([layout],))[0][0]
+
+
+@functools.cache
+def ran(world: int) -> list[list[Any]] | str:
+    try:
+        return run_ranks(run_all, world, (TWO if world == 2 else FOUR,), timeout=900)
+    except RuntimeError as error:
+        return str(error)
+
+
+def check(ranks: list[Any], expected: Any) -> None:
+    for outcome in ranks:
+        assert not isinstance(outcome, str), outcome
+    (losses, norms), weights = expected
+    for (own_losses, own_norms), own in ranks:
+        assert own_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert own_norms == pytest.approx(norms, rel=TOLERANCE)
+        for name, weight in own.items():
+            assert relative(weight, weights[name]) < TOLERANCE, name
+    assert {name for _, own in ranks for name in own} == weights.keys()
+
+
+@pytest.mark.parametrize(
+    ("world", "index"),
+    [pytest.param(w, i, id=str(layout)) for w, rows in ((2, TWO), (4, FOUR)) for i, layout in enumerate(rows)],
+)
+def test_equals_one_process(world: int, index: int) -> None:
+    everyone = ran(world)
+    assert not isinstance(everyone, str), everyone
+    check([rank[index] for rank in everyone], reference(alone((TWO if world == 2 else FOUR)[index])))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[Any]]]:
+    """(folder, layout -> what every rank went on with)."""
+    root = str(tmp_path_factory.mktemp("layouts"))
+    found: dict[str, list[Any]] = {}
+    for world, layouts in SAVED.items():
+        ranks = run_ranks(save_all, world, (root, layouts), timeout=600)
+        found |= {str(layout): [rank[str(layout)] for rank in ranks] for layout in layouts}
+    return root, found
+
+
+@pytest.fixture(scope="module")
+def loaded(saved: tuple[str, dict[str, list[Any]]]) -> dict[tuple[str, str], list[Any]]:
+    """(saved layout, layout that loaded it) -> what every rank went on with."""
+    root, everyone = saved
+    found: dict[tuple[str, str], list[Any]] = {}
+    for world, layouts in SAVED.items():
+        pairs = [(name, layout) for name in everyone for layout in layouts if name != str(layout)]
+        ranks = run_ranks(load_all, world, (root, pairs), timeout=600)
+        found |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
+    return found
+
+
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
+    saved: tuple[str, dict[str, list[Any]]], loaded: dict[tuple[str, str], list[Any]]
+) -> None:
+    expected = saved[1][str(Layout(stage=1))][0]
+    assert len(loaded) >= 9
+    for ranks in (*saved[1].values(), *loaded.values()):
+        check(ranks, expected)
+
+
+def test_the_files_of_a_model_that_is_cut_are_those_of_one_process(saved: tuple[str, Any]) -> None:
+    root = Path(saved[0])
+    wanted = (root / f"{Layout(stage=1)}-new" / "model.safetensors").read_bytes()
+    for layouts in SAVED.values():
+        for layout in layouts:
+            assert (root / f"{layout}-new" / "model.safetensors").read_bytes() == wanted, str(layout)
+
+
+def test_layouts_have_names_of_their_own() -> None:
+    names = [str(layout) for layouts in (TWO, FOUR) for layout in layouts]
+    assert len(set(names)) == len({replace(layout, tied=True) for layout in (*TWO, *FOUR)}) or FULL_GRID
