@@ -78,7 +78,8 @@ class Axes:
                 remedy = f"Start a multiple of {world // left * size} processes, or use a divisor of {left}."
                 raise ConfigError(Problem(paths[name], str(size), f"does not divide the {among}", remedy))
             left //= size
-            among = f"{left} that remain of {world} processes for each of the {world // left} parts of the model"
+            if size > 1:
+                among = f"{left} that remain of {world} processes for each of the {world // left} parts of the model"
         ranks = left * cp
         shard = ranks if shard is None else shard
         multiple = f" that is a multiple of {paths['cp']} ({cp})" if cp > 1 else ""

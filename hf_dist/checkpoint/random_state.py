@@ -55,6 +55,15 @@ def restore(state: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def put_back(state: Mapping[str, Any]) -> None:
+    """What `raw` returned, here or on another rank. Local."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 def derive(seed: int, step: int, rank: int) -> None:
     """Seed all generators for a rank whose state no checkpoint holds (another number of ranks). Local."""
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()

@@ -19,6 +19,7 @@ from torch import nn
 from hf_dist import collectives, failure, watchdog
 from hf_dist.activation import set_up_checkpointing
 from hf_dist.build import build_engine, mesh_for
+from hf_dist.checkpoint import random_state
 from hf_dist.config import (
     AutoSources,
     BatchSizes,
@@ -144,6 +145,14 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     def _shares_rows(self) -> bool:
         """Whether several ranks read the same rows, so that accelerate's own gathers would count them more than once."""
         return self.axes.size("batch") > 1
+
+    def draw_alike(self) -> None:
+        """Ranks that read the same rows go on with the same random numbers: scripts may have seeded each rank by its number.
+
+        Every rank calls it.
+        """
+        if self._shares_rows:
+            random_state.put_back(collectives.broadcast_object(self.mesh.views["batch"], random_state.raw()))
 
     @property
     def mesh(self) -> ParallelMesh:

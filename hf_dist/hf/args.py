@@ -100,6 +100,7 @@ class DistArgsMixin:
         asked.parallelism_config = None
         _choose_hardware(self)
         prepare_start()
+        self._dist = config  # TRL's GRPO counts its batches with `world_size` in here
         super().__post_init__()  # type: ignore[misc]
         watchdog.start(config.hf_dist.stall_report_seconds)  # scripts tokenise and load before there is a mesh
         self._take_over(config)

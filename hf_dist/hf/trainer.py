@@ -41,6 +41,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
     _loss_is_known = False
     _loss_is_mean = False
     _last_shape: Any = None
+    _draws_alike = False
 
     @property
     def dist(self) -> DistConfig | None:
@@ -126,6 +127,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """HF's; memory that runs out is reported with the plan (after HF's own `auto_find_batch_size` has given up)."""
+        self._draw_alike()
         with explained(lambda: self.dist_engine, lambda: self._last_shape):
             return super().train(*args, **kwargs)
 
@@ -135,6 +137,12 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
             length = length_at(self.dist.curriculum_learning, self.state.global_step)
             epoch_iterator = cut_batches(epoch_iterator, length)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
+    def _draw_alike(self) -> None:
+        """Once: TRL's GRPO seeds every process by its number, and those that share rows would sample different tokens."""
+        if self.dist is not None and not self._draws_alike:
+            self._draws_alike = True
+            self.accelerator.draw_alike()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """HF's, after asking the model once whether its loss really is a sum over `num_items_in_batch`."""
@@ -182,6 +190,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         """
         if self.dist is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        self._draw_alike()
         self._gather_predictions()  # Seq2SeqTrainer has just chosen to keep what is there twice
         saved = (self.args.bf16_full_eval, self.args.fp16_full_eval)
         self.args.bf16_full_eval = self.args.fp16_full_eval = False

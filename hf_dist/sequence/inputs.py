@@ -89,6 +89,8 @@ class Cut:
     """The part of the labelled tokens that this rank has, 0 to 1; None without labels."""
     kept: Any
     """`logits_to_keep` as it was given."""
+    shifted: bool
+    """Whether labels were shifted here instead of in the model."""
 
 
 def bound(arguments: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def cut_inputs(
     kept = kwargs.get("logits_to_keep")
     if kept is not None:
         kwargs["logits_to_keep"] = 0
-    return Cut(kwargs, forward, share, kept)
+    return Cut(kwargs, forward, share, kept, given.get("shift_labels") is None and "shift_labels" in kwargs)
 
 
 def _check(given: Mapping[str, Any], ids: Any) -> None:

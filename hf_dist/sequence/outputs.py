@@ -96,6 +96,8 @@ def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bo
         full = whole(axes.cp, value, axes.layout.undo(forward.length), length)
         return full if kept is None else full[:, _kept_positions(kept), :]
 
+    if value.dim() == 2 and cut.shifted:  # a number for each label: where the model shifts, the last token has none
+        return gather()[:, :-1]
     if at_once or value.dim() == 2:
         return gather()
     count = length if kept is None else _num_kept(kept, length)

@@ -18,8 +18,11 @@ from tests.hf.recipes import make_model, pad, texts
 
 Record = dict[str, Any]
 STEPS = 3
-OVER_STAGES: dict[str, Any] = {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}
-"""Stands for `stage` 4."""
+LAYOUTS: dict[int, dict[str, Any]] = {
+    4: {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}},
+    5: {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
+}
+"""What numbers above those of the stages stand for."""
 
 
 def run(folder: Path, kind: str, stage: int | None, adapters: bool, checkpointing: bool, root: str) -> Record:
@@ -63,7 +66,7 @@ def arguments(folder: Path, stage: int | None, checkpointing: bool, base: Any, *
     from hf_dist import DistArgsMixin
 
     ours: Any = dataclass(type("Dist" + base.__name__, (DistArgsMixin, base), {}))
-    return ours(**given, dist_config=OVER_STAGES if stage == 4 else {"zero_optimization": {"stage": stage}})
+    return ours(**given, dist_config=LAYOUTS.get(stage, {"zero_optimization": {"stage": stage}}))
 
 
 def over(stage: int | None, base: Any) -> Any:

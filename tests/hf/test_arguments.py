@@ -120,7 +120,7 @@ def test_a_later_stock_run_in_the_same_process_keeps_its_autocast(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ACCELERATE_USE_PARALLELISM_CONFIG", "true"), ("ACCELERATE_USE_FSDP", "true"), ("fsdp", "full_shard")],
+    [("ACCELERATE_USE_FSDP", "true"), ("fsdp", "full_shard")],
 )
 def test_another_engine_beside_ours_is_refused(
     name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
