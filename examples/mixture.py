@@ -24,29 +24,32 @@ from transformers import (
 from hf_dist import DistTrainer
 
 
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+}
+
+
 def small_mixture(tokenizer: PreTrainedTokenizerBase, block_size: int) -> Qwen3MoeForCausalLM:
     """16 experts of which each token visits 2; about 8M parameters, a sixth of them used by a token."""
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=192,
-            moe_intermediate_size=192,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=48,
-            num_experts=16,
-            num_experts_per_tok=2,
-            decoder_sparse_step=1,
-            output_router_logits=True,
-            router_aux_loss_coef=0.01,
-            max_position_embeddings=max(2048, block_size),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            use_cache=False,
-        )
+    config = Qwen3MoeConfig(
+        **SHAPE,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(2048, block_size),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=False,
     )
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.01
+    return Qwen3MoeForCausalLM(config)
 
 
 def main() -> None:
