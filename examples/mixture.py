@@ -23,7 +23,6 @@ from transformers import (
 
 from hf_dist import DistTrainer
 
-
 SHAPE = {
     "hidden_size": 192,
     "intermediate_size": 192,
