@@ -93,6 +93,12 @@ _DEFAULTED = (
 )
 """Keys that cannot change a result: "auto" without a source is the default."""
 
+_OF_THE_TRAINER = (
+    *("tensorboard", "wandb", "csv_monitor", "comms_logger"),
+    *("curriculum_learning", "flops_profiler", "progressive_layer_drop"),
+)
+"""Sections that do nothing in a loop of one's own."""
+
 _FOUND_LATER = frozenset({"hf_dist.memory_budget", "hf_dist.sequence_regions", "expert_parallel.autoep_size"})
 """Keys whose "auto" is measured where it is used."""
 
@@ -191,7 +197,7 @@ def resolve_without_trainer(
     if not work.explicit("gradient_clipping"):
         # DeepSpeed and torch do not clip unasked; "auto" is what it is in the Trainer.
         work.fill("gradient_clipping", 0.0 if config.gradient_clipping is None else 1.0, "default")
-    for section in ("tensorboard", "wandb", "csv_monitor", "comms_logger", "curriculum_learning", "flops_profiler"):
+    for section in _OF_THE_TRAINER:
         if config.value_at(f"{section}.enabled"):
             work.notes.append(
                 Note(f"{section}.enabled", "read by the Trainer; a loop of one's own does that by itself")

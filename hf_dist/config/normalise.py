@@ -12,7 +12,7 @@ from hf_dist.config.unknown import known_keys
 
 _WRAPPERS = frozenset({"deepspeed", "deepspeed_config", "ds_config", "deepspeed_params", "config"})
 _HOW = "schedule_config"
-SWITCHED = ("elasticity", "curriculum_learning", "flops_profiler")
+SWITCHED = ("elasticity", "curriculum_learning", "flops_profiler", "progressive_layer_drop")
 _TELLING = frozenset({"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"})
 """Names that stand in no other program's sections."""
 
@@ -23,6 +23,7 @@ def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
     for alias, target in SECTION_ALIASES.items():
         _move(result, alias, target, findings)
     _legacy_zero(result, findings)
+    _take_candidates(result, findings)
     _take_sampling(result, findings)
     for name in SWITCHED:
         # What a section that is off says besides means nothing, there as here.
@@ -65,6 +66,19 @@ def _legacy_zero(data: dict[str, Any], findings: Findings) -> None:
     if isinstance(value, bool):
         data["zero_optimization"] = {"stage": int(value)}
         findings.written["zero_optimization.stage"] = ("zero_optimization", value)
+
+
+def _take_candidates(data: dict[str, Any], findings: Findings) -> None:
+    """Lists of candidates for `hf-dist tune`: all stages give the same numbers, training takes the one with least memory."""
+    zero = data.get("zero_optimization")
+    if is_off(data.get("autotuning")) or not isinstance(zero, dict):
+        return
+    stages = zero.get("stage")
+    if isinstance(stages, list) and stages and all(stage in (0, 1, 2, 3) for stage in stages):
+        zero["stage"] = max(stages)
+        findings.note(
+            "zero_optimization.stage", f"{stages} is read as {max(stages)}; `hf-dist tune` tries them all", "read"
+        )
 
 
 def _take_sampling(data: dict[str, Any], findings: Findings) -> None:

@@ -37,7 +37,12 @@ from hf_dist.config.sections import (
     WandbConfig,
     ZeroConfig,
 )
-from hf_dist.config.training_sections import CurriculumConfig, ElasticityConfig, FlopsProfilerConfig
+from hf_dist.config.training_sections import (
+    CurriculumConfig,
+    ElasticityConfig,
+    FlopsProfilerConfig,
+    LayerDropConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ class DistConfig(Frozen):
     """`elasticity`: one global batch for many numbers of ranks."""
     curriculum_learning: CurriculumConfig = CurriculumConfig()
     """`curriculum_learning`: batches whose length grows."""
+    progressive_layer_drop: LayerDropConfig = LayerDropConfig()
+    """`progressive_layer_drop`: blocks that are left out of a step."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """`flops_profiler`: a table of one forward, module by module."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -274,7 +274,6 @@ _OUT_OF_SCOPE = {
         idle("its curriculum_learning is read; batches are drawn by the Trainer", is_off),
     ),
     **rows("data_efficiency", "data_routing", _LTD),
-    **rows("", "progressive_layer_drop", _instead("layerdrop of the model's own config does the like")),
     **rows("", "compression_training quantize_training eigenvalue", _COMPRESSION),
     **rows("", "nebula", _instead(_ASYNC)),
     **rows(

@@ -231,6 +231,9 @@ def _check_pipeline(config: DistConfig, findings: Findings) -> None:
     pipeline = config.pipeline
     if pipeline.stages == 1:
         return
+    if config.progressive_layer_drop.enabled:
+        expected = 'is not available together with "pipeline.stages" above 1'
+        findings.problem("progressive_layer_drop.enabled", expected, "Set it to false.", found=True)
     if pipeline.virtual_stages > 1 and pipeline.schedule != "interleaved_1f1b":
         expected = f'needs "schedule": "interleaved_1f1b"; "{pipeline.schedule}" runs one stage per rank'
         fix = 'Set "schedule" to "interleaved_1f1b", or remove the key.'

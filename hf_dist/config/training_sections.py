@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import PlainValidator
 
 from hf_dist.config import values
-from hf_dist.config.sections import Count, Flag, Frozen, Text
+from hf_dist.config.sections import Count, Flag, Frozen, Real, Share, Text
 
 NeededCount = Annotated[int, PlainValidator(values.needed(values.whole(1)))]
 Counts = Annotated[tuple[int, ...], PlainValidator(values.needed(lambda value: tuple(values.wholes(value, 1))))]
@@ -82,3 +82,14 @@ class FlopsProfilerConfig(Frozen):
     """`flops_profiler.detailed`: whether every module is listed, not only the largest of each level."""
     output_file: Text | None = None
     """`flops_profiler.output_file`: where the table goes; None for the log."""
+
+
+class LayerDropConfig(Frozen):
+    """The `progressive_layer_drop` section: blocks are left out of a step, the more the later it is and the deeper they are."""
+
+    enabled: Flag = False
+    """`progressive_layer_drop.enabled`: whether blocks are left out in training."""
+    theta: Share = 1.0
+    """`progressive_layer_drop.theta`: share of the steps in which the last block runs in the end."""
+    gamma: Real = 0.001
+    """`progressive_layer_drop.gamma`: how fast that share falls from 1, per optimizer step."""

@@ -103,7 +103,7 @@ def changes(problem: Problem) -> list[Change]:
             found.append(
                 lambda data, key=key, text=text: put(data, key if "." in key else beside(key), json.loads(text))
             )  # type: ignore[misc]
-    if match := re.search(r'[Ss]et it to ("\w+"|\d+)|Set one of them to (false)|the device to ("none")', fix):
+    if match := re.search(r'[Ss]et it to ("\w+"|\d+|false)|Set one of them to (false)|the device to ("none")', fix):
         text = match[1] or match[2] or match[3]
         found.append(lambda data: put(data, path, json.loads(text)))
     if fix.startswith("Write one"):

@@ -37,6 +37,7 @@ ABBREVIATED = {
         f"curriculum_learning.{key}"
         for key in ("enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type")
     ],
+    "progressive_layer_drop": [f"progressive_layer_drop.{key}" for key in ("enabled", "theta", "gamma")],
     "bf16.loss_scale": [
         f"bf16.{key}"
         for key in (
@@ -60,11 +61,12 @@ OURS = {
         f"hf_dist.{key}"
         for key in (
             *("strict", "save_on_signal", "check_load", "lazy_load", "sequence_parallel", "sequence_regions"),
+            "router_loss",
             *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
         )
     ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
-    *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective")),
+    *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective", "mlp_tiles")),
     "strict_config",
     *(
         f"curriculum_learning.schedule_config{key}"
@@ -101,7 +103,11 @@ def test_rows_agree_with_what_the_schema_recommends() -> None:
             if row["rec"] == "NOTE" and support.status is Status.REFUSED:
                 wrong.append((key, "is a note in the schema"))
     served = {"hybrid_engine.enabled", "elasticity.enabled", "autotuning.enabled", "data_efficiency.enabled"}
-    served |= {"data_efficiency.data_sampling", *ABBREVIATED["curriculum_learning"]}
+    served |= {
+        "data_efficiency.data_sampling",
+        *ABBREVIATED["curriculum_learning"],
+        *ABBREVIATED["progressive_layer_drop"],
+    }
     assert [(key, what) for key, what in wrong if key not in served] == [
         ("optimizer.params.amsgrad", "is rejected by the schema"),  # refused unless torch_adam, see params.py
         ("zero_optimization.legacy_stage1", "is a note in the schema"),  # only true is refused

@@ -124,3 +124,20 @@ def test_sections_for_other_commands_and_for_what_works_anyway_are_notes() -> No
         ("autotuning", "read by `hf-dist tune`; training takes the other values of the file"),
         ("hybrid_engine", "model.generate() works on a sharded model by itself"),
     ]
+
+
+def test_a_list_of_stages_is_for_tuning_and_training_takes_the_last() -> None:
+    data = {"zero_optimization": {"stage": [0, 1, 3]}, "autotuning": {"enabled": True}}
+    config = load_config(data)
+    assert config.zero_optimization.stage == 3
+    assert ("zero_optimization.stage", "[0, 1, 3] is read as 3; `hf-dist tune` tries them all") in [
+        (note.path, note.reason) for note in config.notes
+    ]
+    assert messages({**data, "autotuning": {"enabled": False}})
+
+
+def test_layer_drop_does_not_go_with_a_pipeline() -> None:
+    data = {"progressive_layer_drop": {"enabled": True, "theta": 0.5}, "pipeline": {"stages": 2}}
+    assert messages(data) == [
+        'progressive_layer_drop.enabled: true is not available together with "pipeline.stages" above 1. Set it to false.'
+    ]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_dist.config.training_sections import LayerDropConfig
+from hf_dist.hf.callbacks.layer_drop import left_out
 from tests.harness import run_ranks
 from tests.hf.on_ranks import dist_trainer, record_of, run_jobs
 from tests.hf.recipes import RECIPES
@@ -25,6 +27,7 @@ CURRICULUM = {
     "schedule_type": "fixed_discrete",
     "schedule_config": {"difficulty": [4, 6, 8, 10, 12], "max_step": [1, 3, 4, 5]},
 }
+LAYER_DROP = {"enabled": True, "theta": 0.2, "gamma": 0.5}
 PIPELINE = {"pipeline": {"stages": 2}}
 ELASTIC = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 4], "prefer_larger_batch": True}
 
@@ -67,11 +70,22 @@ def flops(folder: Path, stage: int, **section: Any) -> str:
     return file.read_text() if trainer.args.process_index == 0 else ""
 
 
+def layer_drop(folder: Path, stage: int, **changes: Any) -> dict[str, Any]:
+    """A run in which blocks are left out."""
+    trainer = dist_trainer("plain", stage, folder, config={"progressive_layer_drop": LAYER_DROP}, **changes)
+    trainer.train()
+    assert not any("forward" in vars(module) and not stage for module in trainer.model.modules())
+    return record_of(trainer)
+
+
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 0": (HERE + "curriculum", {"stage": 0, "config": {}}),
     "stage 3": (HERE + "curriculum", {"stage": 3, "config": {}}),
     "pipeline": (HERE + "curriculum", {"stage": 0, "config": PIPELINE}),
     "resumed": (HERE + "resumed", {}),
+    "layer drop, stage 0": (HERE + "layer_drop", {"stage": 0}),
+    "layer drop, stage 3": (HERE + "layer_drop", {"stage": 3}),
+    "layer drop, checkpointed": (HERE + "layer_drop", {"stage": 3, "gradient_checkpointing": True}),
     "elastic": (HERE + "elastic", {}),
     "flops": (HERE + "flops", {"stage": 3}),
     "flops, short": (HERE + "flops", {"stage": 0, "detailed": False, "module_depth": 3, "top_modules": 1}),
@@ -120,6 +134,43 @@ def test_a_growing_length_equals_batches_cut_by_hand(job: str, results: Any, by_
     torch.testing.assert_close(ours["norms"], stock["norms"], rtol=TOLERANCE, atol=0.0)
     for name, value in stock["weights"].items():
         torch.testing.assert_close(ours["weights"][name], value, rtol=TOLERANCE, atol=1e-7)
+
+
+class DropsByHand:
+    """The stock Trainer whose blocks pass their input on in the steps that leave them out."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """HF's, with other forwards for the time of the call."""
+        layers = model.model.layers
+        section = LayerDropConfig(**LAYER_DROP)
+        out = left_out(section, self.state.global_step, len(layers), self.args.seed)  # type: ignore[attr-defined]
+        for index in out:
+            layers[index].forward = lambda hidden_states, *args, **kwargs: hidden_states
+        loss = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        for index in out:
+            del layers[index].forward
+        return loss
+
+
+@pytest.mark.parametrize("job", ["stage 0", "stage 3", "checkpointed"])
+def test_blocks_left_out_of_a_step_are_those_of_one_process(job: str, results: Any, tmp_path: Path) -> None:
+    ours = results[f"layer drop, {job}"]
+    assert isinstance(ours, dict), ours
+    recipe = RECIPES["plain"]
+    trainer = type(recipe)(recipe.model, recipe.rows, DropsByHand).in_one_process(tmp_path, 2)
+    trainer.train()
+    stock = record_of(trainer)
+    torch.testing.assert_close(ours["norms"], stock["norms"], rtol=TOLERANCE, atol=0.0)
+    for name, value in stock["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], value, rtol=TOLERANCE, atol=1e-7)
+
+
+def test_the_deeper_and_the_later_the_more_is_left_out() -> None:
+    section = LayerDropConfig(enabled=True, theta=0.5, gamma=0.01)
+    assert left_out(section, 0, 24, 5) == frozenset()
+    shares = [sum(block in left_out(section, step, 4, 5) for step in range(2000, 4000)) / 2000 for block in range(4)]
+    for share, expected in zip(shares, (0.125, 0.25, 0.375, 0.5), strict=True):
+        assert abs(share - expected) < 0.04
 
 
 def test_the_model_sees_no_row_longer_than_the_step_allows(results: Any) -> None:

@@ -11,6 +11,7 @@ from hf_dist.hf.callbacks.csv_files import CsvCallback
 from hf_dist.hf.callbacks.disk_space import DiskSpaceCallback
 from hf_dist.hf.callbacks.expert_load import ExpertLoadCallback
 from hf_dist.hf.callbacks.flops_table import FlopsTableCallback
+from hf_dist.hf.callbacks.layer_drop import LayerDropCallback
 from hf_dist.hf.callbacks.log_record import LogCallback
 from hf_dist.hf.callbacks.memory import MemoryCallback
 from hf_dist.hf.callbacks.start_up import StartUpCallback
@@ -38,6 +39,8 @@ def default_callbacks(trainer: Any) -> list[TrainerCallback]:
         found.append(CsvCallback(trainer.dist.csv_monitor))
     if trainer.dist.flops_profiler.enabled:
         found.append(FlopsTableCallback(trainer, trainer.dist.flops_profiler))
+    if trainer.dist.progressive_layer_drop.enabled:
+        found.append(LayerDropCallback(trainer, trainer.dist.progressive_layer_drop))
     if trainer.dist.comms_logger.enabled:
         found.append(CommunicationCallback())
     return found
