@@ -68,9 +68,7 @@ class PieceSource:
             with safe_open(file.path, framework="pt") as f:
                 for k, (tensor, at) in found.items():
                     if tensor.file is file:
-                        position = torch.unravel_index(torch.tensor(at), tensor.shape) if tensor.shape else ()
-                        one = tuple(slice(int(i), int(i) + 1) for i in position) or ...
-                        values[k] = f.get_slice(tensor.name)[one].reshape(())
+                        values[k] = tensor.element(f, at)
         return values
 
     def _locate(self, index: int) -> tuple[FileTensor, int]:

@@ -86,6 +86,28 @@ def recorded(tensors: Iterable[FileTensor]) -> dict[str, RecordedTensor]:
     return found
 
 
+def stored(tensor: torch.Tensor) -> FileTensor | None:
+    """The stored tensor that a recorded one is, all of it and in its order; None for anything else."""
+    if not isinstance(tensor, RecordedTensor):
+        return None
+    pieces = tensor.files.trail.pieces(tensor.meta)
+    found = tensor.files.tensors[pieces[0].param] if len(pieces) == 1 else None
+    if found is None or tuple(tensor.shape) != found.shape:
+        return None
+    piece = pieces[0].merged()
+    whole = piece.numel == found.numel == piece.run_numel and piece.offset == piece.target_offset == 0
+    return found if whole else None
+
+
+def made_of(tensor: torch.Tensor, leaf: FileTensor) -> RecordedTensor:
+    """`leaf`, that is computed from stored tensors as it is read, as a recorded tensor of the load that `tensor` belongs to."""
+    assert isinstance(tensor, RecordedTensor)
+    meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    tensor.files.trail.add_root(leaf.name, meta)
+    tensor.files.tensors[leaf.name] = leaf
+    return RecordedTensor(meta, tensor.files)
+
+
 def read_whole(tensor: RecordedTensor) -> torch.Tensor:
     """An ordinary CPU tensor with the elements."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype)

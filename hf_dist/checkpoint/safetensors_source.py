@@ -117,6 +117,13 @@ class FileTensor:
         if stop > start:
             self.file.read_into(out.view(torch.uint8), self._offset + start * self.dtype.itemsize, self.name)
 
+    def element(self, opened: Any, index: int) -> torch.Tensor:
+        """One element, 0D, through safetensors' own reader; `opened`: its file."""
+        position = torch.unravel_index(torch.tensor(index), self.shape) if self.shape else ()
+        one = tuple(slice(int(i), int(i) + 1) for i in position) or ...
+        value: torch.Tensor = opened.get_slice(self.name)[one]
+        return value.reshape(())
+
     def describe(self) -> str:
         """The data it stands for, whatever the path."""
         return f"{self.file.digest}:{self.name}"

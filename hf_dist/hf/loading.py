@@ -17,6 +17,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_dist.checkpoint.recording import RecordedTensor, read_whole, recorded
 from hf_dist.checkpoint.safetensors_source import SafetensorsFile
+from hf_dist.hf.dequantise import dequantised_as_read, dequantises
 from hf_dist.log import say_once
 from hf_dist.sharding.lazy import LazyWeight
 
@@ -32,8 +33,8 @@ def from_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
 
     Any class with HF's `from_pretrained` (an `AutoModel...`, a model class). Local: no other rank is needed. Each rank then
     reads only its part; a parameter that is read or changed before is loaded in full on this rank. The result equals the
-    stock one in every parameter, buffer and message. Not streamed, with a line that says why: quantized models, `device_map`,
-    `.bin` and GGUF files, `state_dict=`.
+    stock one in every parameter, buffer and message. Not streamed, with a line that says why: models that stay quantized,
+    `device_map`, `.bin` and GGUF files, `state_dict=`.
     """
     _begin()
     try:
@@ -92,7 +93,7 @@ def _load(
 def _reason_not_to_stream(
     model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any
 ) -> str | None:
-    if load_config.hf_quantizer is not None:
+    if load_config.hf_quantizer is not None and not dequantises(load_config.hf_quantizer):
         return "it is quantized"
     if load_config.device_map is not None:
         return "device_map is given"
@@ -110,7 +111,8 @@ def _reason_not_to_stream(
 def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: Any) -> Any:
     """What the stock loader returns, or None when it reported an error; then the model is to be loaded anew."""
     stored: Any = recorded(t for f in checkpoint_files for t in SafetensorsFile(f).tensors().values())
-    result = stock(model, stored, checkpoint_files, load_config)
+    with dequantised_as_read():
+        result = stock(model, stored, checkpoint_files, load_config)
     if result[0].conversion_errors or result[0].error_msgs:
         return None
     for path, module in model.named_modules():
