@@ -43,6 +43,7 @@ from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.pipelined import CutModel, Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
+from hf_dist.same_rows import compare_rows
 from hf_dist.sequence import as_split, split_sequence
 from hf_dist.sharding.compiled import compile_blocks
 from hf_dist.sharding.consistency import (
@@ -178,6 +179,7 @@ def build_engine(
         set_up_checkpointing(model, config)
     check_experts(model, mesh)
     prepare_quantised(model)
+    compare_rows(model, mesh)
     check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 from hf_dist import collectives
 from hf_dist.boxes import TensorSlice
-from hf_dist.checksum import batch_digest
 from hf_dist.config import DistConfig, settled
 from hf_dist.errors import ConfigError, ModelError
 from hf_dist.mesh import ParallelMesh
@@ -28,10 +25,6 @@ from hf_dist.tensor_parallel.slices import sharing_of
 from hf_dist.tensor_parallel.split import SplitModel
 
 __all__ = ["TensorSplit", "plan_tensors", "split_tensors"]
-
-_CHECKED = 8
-_CHECK_EVERY = 64
-"""Batches of the ranks are compared in the first forwards, and then now and then."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,6 @@ def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh) -> Tens
             copies[name] = (parts if name in split.summed else equal,)
         elif split.kept[name].sharing > 1:
             copies[name] = (shared[split.kept[name].sharing],)
-    _compare_batches(model, mesh)
     for module in model.modules():
         if hasattr(type(module), "num_parameters"):
             replace_method(module, "num_parameters", _num_parameters)
@@ -109,31 +101,3 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
     counted = (p for p in model.parameters() if id(p) not in tables and (p.requires_grad or not only_trainable))
     return sum(held_slice(p).whole_numel for p in counted)
-
-
-def _compare_batches(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Ranks along `tp` compute one thing together: a rank that has read other rows is named."""
-    calls = 0
-
-    def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal calls
-        if not module.training or torch.compiler.is_compiling():
-            return
-        calls += 1
-        if calls > _CHECKED and calls % _CHECK_EVERY:
-            return
-        digest = batch_digest((args, kwargs)).reshape(1).to(mesh.device)
-        both = torch.cat([digest, -digest])
-        collectives.all_reduce(mesh.tp, both, op="max").wait()
-        if float(both[0]) == -float(both[1]):
-            return
-        everyone = collectives.all_gather_object(mesh.tp, float(digest))
-        other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-        line = mesh.axes.line("tp", mesh.world.rank)
-        raise ModelError(
-            f"rank {line[other]} reads another batch than rank {line[0]}, with which it computes one model "
-            f"(tensor_parallel.autotp_size {mesh.tp.size}): ranks {line[0]} to {line[-1]} need the same rows in the same "
-            "order. Use the same seed on all of them, and let the loader count data ranks, not processes."
-        )
-
-    model.register_forward_pre_hook(compare, with_kwargs=True)

@@ -99,7 +99,12 @@ _OF_THE_TRAINER = (
 )
 """Sections that do nothing in a loop of one's own."""
 
-_FOUND_LATER = frozenset({"hf_dist.memory_budget", "hf_dist.sequence_regions", "expert_parallel.autoep_size"})
+_FOUND_LATER = frozenset(
+    {
+        *("hf_dist.memory_budget", "hf_dist.sequence_regions", "hf_dist.sequence_parallel"),
+        "expert_parallel.autoep_size",
+    }
+)
 """Keys whose "auto" is measured where it is used."""
 
 _DEFAULTS = DistConfig()

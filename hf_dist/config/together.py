@@ -221,10 +221,6 @@ def _check_tensor_parallel(config: DistConfig, findings: Findings) -> None:
         expected = 'contradicts "expert_parallel": the experts of a layer would be cut twice'
         fix = "Remove one of the two sections."
         findings.problem("tensor_parallel.autotp_size", expected, fix, found=config.tensor_parallel.autotp_size)
-    if config.tensor_parallel.autotp_size > 1 and config.sequence_parallel_size > 1:
-        expected = 'is not available together with "sequence_parallel_size"'
-        fix = 'Remove one of the two; "hf_dist": {"sequence_regions": true} cuts what rests between products.'
-        findings.problem("tensor_parallel.autotp_size", expected, fix, found=config.tensor_parallel.autotp_size)
 
 
 def _check_pipeline(config: DistConfig, findings: Findings) -> None:

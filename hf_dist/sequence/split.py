@@ -163,7 +163,7 @@ def sequence_axes(mesh: ParallelMesh, model: nn.Module, wanted: str | tuple[int,
 
     Raises `ConfigError` when `wanted` does not fit the model's heads.
     """
-    heads = heads_of(_inner(model))
+    heads = heads_of(_inner(model)) // math.gcd(heads_of(_inner(model)), mesh.tp.size)
     layout = layout_for(mesh.cp.size, heads, wanted)
     if layout is None:
         raise _misfit(mesh.cp.size, heads, wanted)

@@ -71,6 +71,7 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
     "qwen3moe": lambda t: t.Qwen3MoeConfig(
         **_base(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, output_router_logits=True)
     ),
+    "mixtral": lambda t: t.MixtralConfig(**_base(num_local_experts=4, num_experts_per_tok=2)),
     "llama4": lambda t: t.Llama4TextConfig(
         **_base(
             head_dim=8,

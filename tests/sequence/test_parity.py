@@ -51,6 +51,9 @@ FOUR = (
     Case("llama-odd", "auto", 2, cp=4),
     Case("llama-mqa", stage=3, cp=4),
     Case(stage=1, cp=4, length=3, kinds=("plain",)),
+    Case(stage=3, tp=2),
+    Case("mistral", "ring", stage=1, tp=2, checkpointing=True),
+    Case("mixtral", stage=3, ep=2),
     Case(stage=1, pp=2, accumulation=4),
     Case("mistral", "ring", stage=3, pp=2, accumulation=4, checkpointing=True),
     Case("bert", stage=2, pp=2, accumulation=4, kinds=("plain", "ragged")),
@@ -63,7 +66,7 @@ def check(cases: tuple[Case, ...], index: int, world: int) -> None:
     assert not isinstance(everyone, str), everyone
     for ranks in everyone:
         assert not isinstance(ranks[index], str), ranks[index]
-    expected = reference(cases[index], world // cases[index].cp // cases[index].pp)
+    expected = reference(cases[index], world // cases[index].cp // cases[index].pp // cases[index].tp)
     for ranks in everyone:
         assert ranks[index]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert ranks[index]["norms"] == pytest.approx(expected["norms"], rel=1e-5)

@@ -142,3 +142,23 @@ def test_is_refused_by_name_on_every_rank(name: str) -> None:
     for said in ranks(world):
         assert case[2] in said[name]
         assert said[name].startswith(("ModelError", "ConfigError"))
+
+
+def other_rows(rank: int, world: int) -> str:
+    """A loader that counts processes: ranks that share rows read others."""
+    import hf_dist
+
+    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "hf_dist": {"stall_report_seconds": 0}}
+    engine = hf_dist.initialize(make_model("llama"), config=config)
+    engine.train()
+    try:
+        engine(input_ids=IDS + rank, labels=IDS)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_ranks_with_other_rows_are_told() -> None:
+    for said in run_ranks(other_rows, 2):
+        assert said.startswith("ModelError: rank 1 reads another batch than rank 0")
+        assert "sequence_parallel_size 2" in said

@@ -34,6 +34,8 @@ class Case:
     tiled: bool | None = None
     length: int | None = None
     pp: int = 1
+    tp: int = 1
+    ep: int = 1
     tiles: int = 1
     on_host: bool = False
 
@@ -44,7 +46,7 @@ class Case:
         flags = [name for name in ("checkpointing", "lora", "offload", "tiled", "on_host") if getattr(self, name)]
         more = [f"shard{self.shard}"] if self.shard else []
         more += [f"length{self.length}"] if self.length else []
-        more += [f"{name}{getattr(self, name)}" for name in ("pp", "tiles") if getattr(self, name) > 1]
+        more += [f"{name}{getattr(self, name)}" for name in ("pp", "tp", "ep", "tiles") if getattr(self, name) > 1]
         return "-".join([self.family, exchange, f"z{self.stage}", f"cp{self.cp}", *more, *flags])
 
 
@@ -125,6 +127,8 @@ def config_of(case: Case) -> dict[str, Any]:
         "gradient_clipping": CLIP,
         "sequence_parallel_size": case.cp,
         "pipeline": {"stages": case.pp},
+        "tensor_parallel": {"autotp_size": case.tp},
+        "expert_parallel": {"enabled": case.ep > 1, "autoep_size": case.ep},
         "activation_checkpointing": {"mlp_tiles": case.tiles, "cpu_checkpointing": case.on_host},
         "zero_optimization": zero,
         "hf_dist": ours,
@@ -157,6 +161,10 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
             collectives.all_reduce(engine.mesh.dp, total).wait()
         losses.append(total.item())
         norms.append(engine.get_global_grad_norm())
+    if case.ep > 1:  # inside `gathered` a rank has its own experts
+        from hf_dist.hf.state_dict import full_state_dict
+
+        return {"losses": losses, "norms": norms, "weights": full_state_dict(engine, keep=rank == 0)}
     with hf_dist.gathered(model):
         weights = {n: p.detach().clone() for n, p in model.named_parameters()} if engine.mesh.dp.rank == 0 else {}
     return {"losses": losses, "norms": norms, "weights": weights}
