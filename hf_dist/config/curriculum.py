@@ -30,8 +30,8 @@ def length_at(section: CurriculumConfig, finished_steps: int) -> int:
     degree = how.root_degree or 1 if section.schedule_type == "fixed_root" else 1
     grown = (step / how.total_curriculum_step) ** (1.0 / degree) * (section.max_difficulty - section.min_difficulty)
     length = math.floor(grown + section.min_difficulty)
-    length = max(length - length % how.difficulty_step, min(how.difficulty_step, section.max_difficulty))
-    return min(length, section.max_difficulty)
+    first = -(-section.min_difficulty // how.difficulty_step) * how.difficulty_step
+    return min(max(length - length % how.difficulty_step, first), section.max_difficulty)
 
 
 def check_curriculum(section: CurriculumConfig, findings: Findings) -> None:

@@ -41,8 +41,8 @@ def elastic_sizes(section: ElasticityConfig, data_ranks: int) -> BatchSizes:
 def elastic_batch(section: ElasticityConfig) -> tuple[int, list[int]]:
     """The global batch, and every number of data ranks within the bounds that can share it out."""
     micros, largest = section.micro_batch_sizes, section.max_train_batch_size
-    candidates = sorted({_largest_multiple(base, largest) for base in (*micros, math.lcm(*micros))})
-    best, counts = min(micros), _counts(min(micros), section)
+    candidates = sorted({_largest_multiple(base, largest) for base in (*micros, math.lcm(*micros)) if base <= largest})
+    best, counts = min(micros), list[int]()
     for batch in candidates if section.prefer_larger_batch else reversed(candidates):
         found = _counts(batch, section)
         if len(found) >= len(counts):  # of two that fit as many, the later one
@@ -51,8 +51,7 @@ def elastic_batch(section: ElasticityConfig) -> tuple[int, list[int]]:
 
 
 def _largest_multiple(base: int, largest: int) -> int:
-    fits = [number for number in _HIGHLY_COMPOSITE if number * base <= largest]
-    return base * fits[-1] if fits else base
+    return base * max(number for number in _HIGHLY_COMPOSITE if number * base <= largest)
 
 
 def _counts(batch: int, section: ElasticityConfig) -> list[int]:

@@ -159,6 +159,11 @@ def _check_batch(config: DistConfig, sources: Mapping[str, str], findings: Findi
     """Sizes that fit on no number of ranks; those that do not fit on the ranks at hand are found with them (`auto.py`)."""
     sizes = {path: config.value_at(path) for path in (TRAIN, MICRO, STEPS)}
     if config.elasticity.enabled:
+        largest = config.elasticity.max_train_batch_size
+        if max(config.elasticity.micro_batch_sizes) > largest:
+            expected = f'has sizes above "max_train_batch_size" {largest}'
+            found = list(config.elasticity.micro_batch_sizes)
+            findings.problem("elasticity.micro_batch_sizes", expected, "Write smaller ones, or remove the key.", found)
         for path, size in sizes.items():
             if sources.get(path) == "file" and not config.elasticity.ignore_non_elastic_batch_info:
                 fix = 'Remove the key, or set "elasticity.ignore_non_elastic_batch_info" to true.'

@@ -10,7 +10,7 @@ from typing import Any
 from hf_dist.config.elsewhere import FOREIGN, INSTEAD, OWNERS, SENTENCES
 from hf_dist.config.rows import Status, truthy
 from hf_dist.config.spelling import begun, closest, nearly_same_words, same_words
-from hf_dist.config.support import STRICT, SUPPORT
+from hf_dist.config.support import SECTION_ALIASES, STRICT, SUPPORT
 
 SECTIONS = frozenset(key.rsplit(".", cut)[0] for key in SUPPORT for cut in range(1, key.count(".") + 1))
 """Every path that holds other keys."""
@@ -46,7 +46,10 @@ def known_keys(section: str) -> frozenset[str]:
     """The keys that may stand directly in `section`, "" for the top level."""
     prefix = f"{section}." if section else ""
     below = (key[len(prefix) :].split(".")[0] for key in SUPPORT if key.startswith(prefix))
-    return frozenset(key for key in below if key.isidentifier())
+    aliases = (alias.rpartition(".") for alias in SECTION_ALIASES)
+    return frozenset(
+        [*(key for key in below if key.isidentifier()), *(name for home, _, name in aliases if home == section)]
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ def judged(name: str, value: Any, section: str, root: Mapping[str, Any]) -> Verd
         return Verdict(wrong_place, *key.moved(_PLACES[name]))
     near = closest(name, known_keys(section)) or begun(name, known_keys(section))
     if near is not None:
-        return key.meant(key.under(near))
+        path = key.under(near)
+        return key.meant(SECTION_ALIASES.get(path, path))
     if name in _HOMES:
         return Verdict(wrong_place, *key.one_of(_HOMES[name]))
     resembling = _resembling(key) if "-" not in name else None

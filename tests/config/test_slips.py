@@ -94,6 +94,8 @@ TOP_LEVEL = {
     "num_processes": (8, "is a setting of accelerate, not a key at the top level. Remove it."),
     "fsdp_transformer_layer_cls_to_wrap": ("Block", "is a setting of FSDP, not a key at the top level. Remove it."),
     "zero_stage": (3, f'{LOST} Remove it: "zero_optimization.stage" is there already.'),
+    "bffloat16": ({"enabled": True}, f'{LOST} Did you mean "bf16"? It is there already: remove this one.'),
+    "tensorboa": ({"enabled": True}, f'{LOST} Did you mean "tensorboard"?'),
     "enabled": (
         True,
         "does not belong at the top level, where DeepSpeed ignores it. "

@@ -36,6 +36,13 @@ def test_the_global_batch_is_deepspeeds() -> None:
     assert elastic_sizes(GOLDEN, 64).micro == 17
 
 
+def test_no_batch_is_above_the_largest() -> None:
+    section = ElasticityConfig(enabled=True, max_train_batch_size=40, micro_batch_sizes=(7, 9))
+    assert elastic_batch(section)[0] == 36  # the sizes have 63 in common
+    (message,) = messages({"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [4, 16]}})
+    assert message.startswith('elasticity.micro_batch_sizes: [4, 16] has sizes above "max_train_batch_size" 8')
+
+
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_the_global_batch_stays_at_every_number_of_ranks(ranks: int) -> None:
     sizes = elastic_sizes(GOLDEN, ranks)
@@ -80,6 +87,11 @@ def lengths(section: dict[str, Any], steps: int) -> list[int]:
 
 def test_the_length_grows_as_deepspeeds_schedule_says() -> None:
     assert lengths(LINEAR, 12) == [8, 16, 24, 24, 32, 40, 40, 48, 56, 64, 64, 64]
+    assert lengths({**LINEAR, "min_difficulty": 20}, 3) == [
+        24,
+        24,
+        32,
+    ]  # never below the first multiple that is allowed
     root = {**LINEAR, "schedule_type": "fixed_root"}
     root["schedule_config"] = {**LINEAR["schedule_config"], "root_degree": 2}
     assert lengths(root, 10) == [24, 32, 32, 40, 40, 48, 48, 56, 56, 64]
