@@ -39,7 +39,7 @@ Host = Annotated[
     str | None,
     typer.Option("--host-memory", help="Of one machine: 512GB, or 512GB/4 for 4 ranks on it.", show_default=False),
 ]
-Seq = Annotated[int, typer.Option(help="Tokens per sample.", min=1)]
+Seq = Annotated[str, typer.Option(help="Tokens per sample: 2048, 128k (131072), 1M (1048576).")]
 Micro = Annotated[
     int | None, typer.Option("--micro-batch", help="Samples per rank and forward.", min=1, show_default=False)
 ]
@@ -55,7 +55,7 @@ def plan(
     world_size: WorldSize = 1,
     device_memory: Device = None,
     host_memory: Host = None,
-    seq: Seq = 2048,
+    seq: Seq = "2048",
     micro_batch: Micro = None,
     suggest: Suggest = None,
     as_json: AsJson = False,
@@ -68,6 +68,7 @@ def plan(
     """
     from hf_dist.estimate.advice import suggest as cheapest
     from hf_dist.estimate.advice import try_each
+    from hf_dist.estimate.longest import longest_rows
     from hf_dist.estimate.overhead import estimated, measured_base
     from hf_dist.estimate.planner import Planner, Workload
 
@@ -77,21 +78,40 @@ def plan(
     micro = resolved.train_micro_batch_size_per_gpu
     assert isinstance(micro, int)
     beside = functools.partial(estimated, world_size=world_size, base=measured_base())
-    planner = Planner(meta, world_size, Workload(micro, seq), limits.device, beside)
+    tokens = _tokens(seq)
+
+    def planner_of(length: int) -> Planner:
+        return Planner(meta, world_size, Workload(micro, length), limits.device, beside)
+
+    planner = planner_of(tokens)
     now = planner.plan(resolved)
+    ranks = resolved.sequence_parallel_size
+    longest = longest_rows(lambda length: planner_of(length).plan(resolved), limits, ranks)
     tried = try_each(planner, resolved, limits)
     found = cheapest(planner, resolved, limits) if suggest is not None else []
     files = [] if suggest is None else _write(config, suggest, found)
     if as_json:
-        print(json.dumps(_as_dict(now, limits, tried, files), indent=2))
+        print(json.dumps({**_as_dict(now, limits, tried, files), "longest_rows": longest}, indent=2))
         return
-    print(f"{model}: microbatches of {micro} x {seq} tokens, {world_size} ranks, {resolved.dtype}, {config}")
+    print(f"{model}: microbatches of {micro} x {tokens} tokens, {world_size} ranks, {resolved.dtype}, {config}")
     print(_text(now, limits, tried, planner.expert_lines(resolved)))
+    if longest is not None:
+        shared = f", {longest // ranks} on each of {ranks} ranks" if ranks > 1 else ""
+        print(f"longest rows that fit: {longest} tokens{shared}")
     if suggest is not None:
         for file, each in zip(files, found, strict=True):
             print(f"wrote {file}: {each.change.text or 'unchanged'}")
         if not files:
             print("nothing fits: more ranks, shorter samples, or a smaller model")
+
+
+def _tokens(text: str) -> int:
+    """`128k` is 131072, `1M` 1048576."""
+    factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    number = text[:-1] if factor > 1 else text
+    if not number.isdigit() or int(number) < 1:
+        raise ConfigError(Problem("--seq", repr(text), "is not a number of tokens", "Write 2048, 128k or 1M."))
+    return int(number) * factor
 
 
 def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str]) -> str:
