@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -190,17 +190,25 @@ class GroupMaker:
             return MeshAxis(name, 0, 0, None, None)
         return MeshAxis(name, size, mine.index(self.rank), group, reduce_group, self.lease)
 
-    def connect(self) -> None:
-        """Use each NCCL group of the lease once. Collective over world, in the order in which every rank made its groups.
+    def connect(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Use each NCCL group once. Collective over their ranks, in the order in which every rank made its groups.
 
         What NCCL sets up at a group's first use would else come in the middle of the first backward. A rank whose batch skips a
         unit has other kernels in flight there, and the set-up may wait for one of them whose partner waits for the set-up.
         """
+        if self.backend != "nccl":
+            return
         token = torch.zeros(1, device=self.device)
-        for group in self.lease.groups:
+        for group in groups:
             if dist.get_backend(group) == "nccl":
                 dist.all_reduce(token, group=group)
         torch.cuda.synchronize(self.device)
+
+    def connected(self, name: str, rows: list[list[int]]) -> MeshAxis:
+        """`axis` for one that is made after the mesh, ready for use. Collective over world."""
+        axis = self.axis(name, rows)
+        self.connect([axis.group] if axis.group is not None else [])
+        return axis
 
     def one_of(self, rows: list[list[int]], label: str, *, kind: Kind = "plain") -> dist.ProcessGroup | None:
         """A group of that row which this rank is in; None if it is in none. Collective over world, with the same arguments.

@@ -123,17 +123,15 @@ class ParallelMesh:
         if not 1 < size < len(lines[0]):
             return None
         rows = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
-        axis = self.groups.axis("neighbours" if along == "shard" else f"{size} neighbours on {along}", rows)
-        if self.backend == "nccl":
-            self.groups.connect()
-        return axis
+        name = "neighbours" if along == "shard" else f"{size} neighbours on {along}"
+        return self.groups.connected(name, rows)
 
     def holders(self, stages: Sequence[int]) -> MeshAxis:
         """The ranks of some pipeline coordinates that have this rank's data; for weights that several stages hold.
 
         Collective over world: every rank calls it, also those that are not among them (they get an axis of size 0).
         """
-        return self.groups.axis("holders", [[line[stage] for stage in stages] for line in self.axes.lines("pp")])
+        return self.groups.connected("holders", [[line[stage] for stage in stages] for line in self.axes.lines("pp")])
 
     @property
     def groups(self) -> GroupMaker:
@@ -194,8 +192,7 @@ def build_mesh(
     views = groups.views(cut)
     control = on_host.axis("control", everyone)
     background = replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone)
-    if backend == "nccl":
-        groups.connect()
+    groups.connect(groups.lease.groups)
     if ready:
         # A rank that drops its mesh at once would close connections that others are still making.
         dist.barrier(device_ids=[chosen.index] if dist.get_backend() == "nccl" else None)

@@ -175,7 +175,7 @@ def sequence_axes(mesh: ParallelMesh, model: nn.Module, wanted: str | tuple[int,
         return SequenceAxes(mesh.cp, mesh.cp, MeshAxis("cp", 1, 0, None), layout)
     if n == 1:
         return SequenceAxes(mesh.cp, MeshAxis("cp", 1, 0, None), mesh.cp, layout)
-    return SequenceAxes(mesh.cp, mesh.groups.axis("cp", neighbours), mesh.groups.axis("cp", across), layout)
+    return SequenceAxes(mesh.cp, mesh.groups.connected("cp", neighbours), mesh.groups.connected("cp", across), layout)
 
 
 def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int, int]) -> SplitSequence | None:

@@ -20,6 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 WORLD, RANK = 4, 1
 STEPS, ROWS = 4, 6
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
+HPZ = "zero_hpz_partition_size"
 WEIGHTS = {"offload_param": {"device": "cpu"}}
 
 
@@ -46,7 +47,7 @@ class Setting:
 
     def config(self, stage: int, alone: bool) -> dict[str, Any]:
         """The JSON; of the reference (`alone`) without what needs several ranks."""
-        zero = {key: value for key, value in self.zero if not (alone and key == "mics_shard_size")}
+        zero = {key: value for key, value in self.zero if not (alone and key in ("mics_shard_size", HPZ))}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.microbatches,
@@ -71,6 +72,8 @@ SETTINGS = [
     Setting("optimizer-on-host-bf16", zero=tuple(OPTIMIZER.items()), more=BF16, microbatches=2),
     Setting("weights-on-host", zero=(*OPTIMIZER.items(), *WEIGHTS.items()), microbatches=2),
     Setting("checkpointing", checkpointing=True, microbatches=2),
+    Setting("second-copy", zero=((HPZ, 2),), microbatches=3, evaluates=True),
+    Setting("second-copy-bf16", zero=((HPZ, 2),), microbatches=2, more=BF16),
     Setting("lora", lora=True),
     Setting("evaluation", evaluates=True),
     Setting("evaluation", stage=1, evaluates=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_communicators_are_made_with_the_mesh_and_not_in_the_first_backward(torc
     assert torch_distributed.of("used") == on_gpu, "each once, in the order in which all ranks made them"
     assert names[-2:] == ["synchronized", "barrier"]
     assert made.shard.group is not made.shard.reduce_group
+
+
+def test_groups_that_are_made_after_the_mesh_are_used_once_before_training(torch_distributed: Distributed) -> None:
+    made = build_mesh(device="cuda", axes=partial(Axes.of, pp=2))
+    for late in (lambda: made.holders([0, 1]), lambda: build_mesh(device="cuda").neighbours(2)):
+        torch_distributed.calls.clear()
+        axis = late()
+        assert axis is not None and axis.group in torch_distributed.of("used")
+        assert torch_distributed.calls[-1] == ("synchronized", GPU)
 
 
 def test_gathers_and_reductions_go_before_other_kernels(torch_distributed: Distributed) -> None:
