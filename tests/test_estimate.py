@@ -235,17 +235,23 @@ def test_the_command_suggests_configs_that_load_and_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "pipeline", "groups", "channels"),
-    [(1, {}, 0, 0), (8, {}, 4, 0), (8, {"stages": 2}, 6, 2), (8, {"stages": 4}, 6, 4)],
+    ("world", "more", "groups", "channels"),
+    [
+        (1, {}, 0, 0),
+        (8, {}, 4, 0),
+        (8, {"pipeline": {"stages": 2}}, 6, 2),
+        (8, {"pipeline": {"stages": 4}}, 6, 4),
+        (8, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, 5, 0),
+    ],
 )
 def test_what_a_gpu_needs_beside_tensors_counts_every_communicator(
-    world: int, pipeline: dict[str, Any], groups: int, channels: int
+    world: int, more: dict[str, Any], groups: int, channels: int
 ) -> None:
-    config = resolved(config_of(1, "", **({"pipeline": pipeline} if pipeline else {})))
+    config = resolved({**config_of(1, ""), **more})
     base = overhead.CONTEXT + overhead.WORKSPACES
-    more = groups * overhead.COMMUNICATOR + channels * overhead.CHANNEL
-    assert overhead.estimated(config, world) == base + more
-    assert overhead.estimated(config, world, base=7) == 7 + more, "a measured one takes the place of the estimate"
+    nccl = groups * overhead.COMMUNICATOR + channels * overhead.CHANNEL
+    assert overhead.estimated(config, world) == base + nccl
+    assert overhead.estimated(config, world, base=7) == 7 + nccl, "a measured one takes the place of the estimate"
 
 
 def test_a_budget_of_the_whole_device_leaves_what_is_no_tensor() -> None:

@@ -32,7 +32,10 @@ def estimated(config: DistConfig, world_size: int, base: int | None = None) -> i
     # Of a rank in the middle: in and out, forward and backward; with several stages per rank the ends are joined, too.
     neighbours = min(2, pipeline.stages - 1) if pipeline.virtual_stages == 1 else min(2, pipeline.stages)
     channels = 2 * neighbours if pipeline.stages > 1 else 0
-    groups = num_groups(axes_of(config, world_size))
+    axes = axes_of(config, world_size)
+    groups = num_groups(axes)
+    groups += 2 if axes.size("cp") > 1 else 0  # sequences in two ways (`sequence/`)
+    groups += 1 < config.zero_optimization.zero_hpz_partition_size < axes.size("shard")  # neighbours with a second copy
     return (CONTEXT + WORKSPACES if base is None else base) + groups * COMMUNICATOR + channels * CHANNEL
 
 
