@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.covering import FULL_GRID
@@ -41,6 +43,9 @@ TWO = (
     Case(stage=3, tiled=True),
     Case(stage=3, tiles=5, on_host=True),
     Case(stage=2, tiles=3),
+    Case(stage=3, budget=True),
+    *(Case(exchange=exchange, stage=3, dtype="bf16") for exchange in ("ulysses", "gather", "ring")),
+    Case(stage=2, dtype="fp16"),
     Case(stage=3, length=2, kinds=("plain",)),
     Case(stage=3, length=7, kinds=("plain", "masked")),
 )
@@ -67,6 +72,12 @@ def check(cases: tuple[Case, ...], index: int, world: int) -> None:
     for ranks in everyone:
         assert not isinstance(ranks[index], str), ranks[index]
     expected = reference(cases[index], world // cases[index].cp // cases[index].pp // cases[index].tp)
+    if cases[index].dtype != "fp32":  # weights and activations are rounded; a fault is larger than that
+        for ranks in everyone:
+            assert ranks[index]["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+            first = ranks[index]["norms"][0]
+            assert math.isnan(first) or math.isinf(first) or first == pytest.approx(expected["norms"][0], rel=2e-2)
+        return
     for ranks in everyone:
         assert ranks[index]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert ranks[index]["norms"] == pytest.approx(expected["norms"], rel=1e-5)

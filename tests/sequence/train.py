@@ -37,15 +37,20 @@ class Case:
     tp: int = 1
     ep: int = 1
     tiles: int = 1
+    dtype: str = "fp32"
+    budget: bool = False
     on_host: bool = False
 
     def __str__(self) -> str:
         exchange = (
             self.exchange if isinstance(self.exchange, str) else f"ulysses{self.exchange[0]}ring{self.exchange[1]}"
         )
-        flags = [name for name in ("checkpointing", "lora", "offload", "tiled", "on_host") if getattr(self, name)]
+        flags = [
+            name for name in ("checkpointing", "lora", "offload", "tiled", "on_host", "budget") if getattr(self, name)
+        ]
         more = [f"shard{self.shard}"] if self.shard else []
         more += [f"length{self.length}"] if self.length else []
+        more += [self.dtype] if self.dtype != "fp32" else []
         more += [f"{name}{getattr(self, name)}" for name in ("pp", "tp", "ep", "tiles") if getattr(self, name) > 1]
         return "-".join([self.family, exchange, f"z{self.stage}", f"cp{self.cp}", *more, *flags])
 
@@ -119,6 +124,8 @@ def config_of(case: Case) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     exchange = list(case.exchange) if isinstance(case.exchange, tuple) else case.exchange
     ours: dict[str, Any] = {"stall_report_seconds": 0, "sequence_parallel": exchange}
+    if case.budget:
+        ours["memory_budget"] = "1GB"
     if case.tiled is not None:
         ours["tiled_loss"] = case.tiled
     return {
@@ -129,6 +136,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "pipeline": {"stages": case.pp},
         "tensor_parallel": {"autotp_size": case.tp},
         "expert_parallel": {"enabled": case.ep > 1, "autoep_size": case.ep},
+        **({case.dtype: {"enabled": True}} if case.dtype != "fp32" else {}),
         "activation_checkpointing": {"mlp_tiles": case.tiles, "cpu_checkpointing": case.on_host},
         "zero_optimization": zero,
         "hf_dist": ours,
