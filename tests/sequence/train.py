@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tests.sequence.families import make_batch, make_model
 
@@ -157,10 +158,11 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
     todo = batches(case, data.size)
     for step in range(STEPS):
         own = [rows[data.rank] for rows in todo[step * case.accumulation :][: case.accumulation]]
+        own = [tree_map_only(torch.Tensor, lambda value: value.to(engine.device), batch) for batch in own]
         if case.pp > 1:
             total = engine.train_batch(iter([{**batch, "use_cache": False} for batch in own]))
         else:
-            total = torch.zeros(())
+            total = torch.zeros((), device=engine.device)
             for batch in own:
                 loss = engine(**batch, use_cache=False).loss
                 engine.backward(loss)
@@ -174,7 +176,7 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
 
         return {"losses": losses, "norms": norms, "weights": full_state_dict(engine, keep=rank == 0)}
     with hf_dist.gathered(model):
-        weights = {n: p.detach().clone() for n, p in model.named_parameters()} if engine.mesh.dp.rank == 0 else {}
+        weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if engine.mesh.dp.rank == 0 else {}
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
