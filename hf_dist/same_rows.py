@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ _CHECK_EVERY = 64
 """Batches are compared in the first forwards, and then now and then: on a GPU the host waits for it."""
 
 
-def compare_rows(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Compare the arguments of `model` in training, by a hook that sees them whole. Local; the hook is collective."""
+def compare_rows(model: nn.Module, mesh: ParallelMesh, rests: Callable[[], bool] = lambda: False) -> None:
+    """Compare the arguments of `model` in training, by a hook that sees them whole. Local; the hook is collective.
+
+    `rests`: whether a rank may run the model alone for the moment.
+    """
     axes = [axis for axis in _AXES if mesh.axes.size(axis) > 1]
     if not axes:
         return
@@ -31,7 +35,7 @@ def compare_rows(model: nn.Module, mesh: ParallelMesh) -> None:
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal calls
-        if not module.training or torch.compiler.is_compiling():
+        if not module.training or rests() or torch.compiler.is_compiling():
             return
         calls += 1
         if calls > _CHECKED and calls % _CHECK_EVERY:

@@ -58,7 +58,8 @@ class TiledLoss:
             return
         learns = model.training and torch.is_grad_enabled()
         if learns or self._evaluates or kwargs.get("labels") is not None:
-            self._use = Use(self._was_read, tiles=self.tiles and (learns or self._evaluates), split=self._split)
+            split = self._split if self._split is not None and self._split.is_cut() else None
+            self._use = Use(self._was_read, tiles=self.tiles and (learns or self._evaluates), split=split)
 
     def _mark(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if (

@@ -40,6 +40,8 @@ class VocabularySplit:
     """Columns of all ranks."""
     gather: Elementwise
     """Own columns (..., n) to all of them (..., whole), with gradient. Collective."""
+    is_cut: Callable[[], bool] = lambda: True
+    """False while the head's weight is whole for a moment."""
 
     @property
     def width(self) -> int:

@@ -43,7 +43,9 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, peers: Peers, there: Step, back: Step, extra: int) -> torch.Tensor:
         ctx.peers, ctx.back, ctx.extra, ctx.shape = peers, back, extra, tensor.shape
-        return there(peers, tensor, tensor.shape, extra)
+        out = there(peers, tensor, tensor.shape, extra)
+        # Models write into what their layers return, which autograd refuses for a view that was made in here.
+        return out.clone() if out._is_view() and there is not _same else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -109,7 +111,8 @@ def _own_rows(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int)
 
 
 def _join_rows(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
-    return torch.cat(peers.parts(tensor), 1)[:, :extra].contiguous()
+    joined = torch.cat(peers.parts(tensor), 1)
+    return joined if joined.shape[1] == extra else joined[:, :extra].contiguous()
 
 
 def _scatter_rows(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:

@@ -59,9 +59,9 @@ class MeshPeers:
         return self._reduced(tensor, "max")
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        collectives.all_reduce(self.axis, flat, op=op).wait()
-        return flat.view(tensor.shape)
+        out = tensor.detach().clone(memory_format=torch.contiguous_format)
+        collectives.all_reduce(self.axis, out.view(-1), op=op).wait()
+        return out  # no view: models write into what their layers return
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """As `Peers.parts`. Collective."""
@@ -75,9 +75,9 @@ class MeshPeers:
         """As `Peers.scatter_sum`. Collective."""
         pieces = tensor.detach().chunk(self.size, dim)
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        out = torch.empty(pieces[0].numel(), dtype=tensor.dtype, device=tensor.device)
-        collectives.reduce_scatter(self.axis, flat, out, op="sum").wait()
-        return out.view(pieces[0].shape)
+        out = torch.empty(pieces[0].shape, dtype=tensor.dtype, device=tensor.device)
+        collectives.reduce_scatter(self.axis, flat, out.view(-1), op="sum").wait()
+        return out
 
 
 class ThreadPeers:

@@ -249,7 +249,7 @@ class SplitModel:
             return crossings.whole_columns(output, peers, width)
 
         if is_head:
-            self.vocabulary = VocabularySplit(peers, first, width, gather)
+            self.vocabulary = VocabularySplit(peers, first, width, gather, lambda: not self.is_whole)
         self._after(module, lambda out: out if isinstance(out, LazyLogits) else gather(out))
 
     def _whole_width(self, name: str) -> tuple[int, int]:

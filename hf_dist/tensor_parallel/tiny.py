@@ -183,11 +183,11 @@ def _like(config: Any, fields: dict[str, Any], size: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     heads = math.lcm(4, size)
     for name, value in fields.items():
-        nested = getattr(config, name, None)
+        nested = vars(config).get(name)  # attributes may be refused where layers differ
         if isinstance(value, dict):
             result[name] = _like(nested, value, size)
         elif _KV_HEADS.fullmatch(name) and isinstance(nested, int) and name != "num_key_value_groups":
-            all_heads = next((getattr(config, n) for n in fields if _HEADS.fullmatch(n)), nested)
+            all_heads = next((vars(config).get(n) for n in fields if _HEADS.fullmatch(n)), nested)
             shared = nested if size % nested == 0 else size
             result[name] = heads if nested == all_heads else max(shared, 2) if nested % size == 0 else shared
         elif _HEADS.fullmatch(name) and value == 4:
@@ -205,7 +205,7 @@ def _like(config: Any, fields: dict[str, Any], size: int) -> dict[str, Any]:
 
 def _layers(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Lists with an entry for each layer, cut to a few layers among which every combination of entries appears."""
-    count = getattr(config, "num_hidden_layers", None)
+    count = vars(config).get("num_hidden_layers")
     lists = {
         name: value
         for name, value in vars(config).items()

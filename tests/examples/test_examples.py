@@ -101,6 +101,14 @@ def test_a_mixture_has_its_experts_on_two_processes(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_matrices_are_cut_between_two_processes(tmp_path: Path) -> None:
+    small = ("--max_characters", "60000", "--block_size", "32", "--vocab_size", "512", "--logging_steps", "1")
+    said = train("train_clm.py", "tp_zero2.json", tmp_path, *small)
+    assert "2 ranks = dp_replicate 1 x dp_shard 1 x tp 2" in said
+    assert "of the parameters are split (tp_plan of" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_long_packed_rows_are_shared_by_two_processes(tmp_path: Path) -> None:
     small = ("--max_characters", "60000", "--block_size", "256", "--vocab_size", "512")
     batch = ("--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1")

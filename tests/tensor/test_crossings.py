@@ -143,3 +143,17 @@ def test_an_error_on_one_thread_ends_all_of_them() -> None:
 
     with pytest.raises(ValueError, match="the second rank fails"):
         on_ranks(3, run)
+
+
+@pytest.mark.parametrize("name", ["to_invariant", "whole_columns", "to_rows_of_sequence", "whole_sequence"])
+def test_models_may_write_into_what_a_crossing_returns(name: str) -> None:
+    """One row makes every part contiguous as it lies: a view, which autograd would refuse."""
+
+    def run(peers: Peers) -> None:
+        x = torch.randn(1, 4, 6, requires_grad=True)
+        extra = {"whole_columns": 12, "to_rows_of_sequence": 4, "whole_sequence": 8}.get(name, 0)
+        out = getattr(crossings, name)(x * 1.0, peers, extra)
+        out += 1
+        out.sum().backward()
+
+    on_ranks(2, run)

@@ -1,0 +1,167 @@
+"""What a rank does in the tests of single properties: bytes on the wire, what is read of files, precision, user code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LENGTH, ROWS, HIDDEN = 11, 3, 32
+
+
+def llama(**fields: Any) -> Any:
+    """Three blocks, two heads of keys and values, 101 tokens."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    small = dict(hidden_size=HIDDEN, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=101)
+    config = tf.LlamaConfig(**{**small, "intermediate_size": 56, "use_cache": False, **fields})
+    return tf.LlamaForCausalLM(config).train()
+
+
+def engine_of(model: Any, size: int, **more: Any) -> Any:
+    """SGD, no clipping."""
+    import hf_dist
+
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": size},
+        **more,
+    }
+    return hf_dist.initialize(model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Rows whose length divides by no number of ranks."""
+    ids = torch.randint(1, 101, (ROWS, LENGTH), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def wire(rank: int, world: int) -> dict[str, Any]:
+    """Bytes and calls of one forward and backward, by operation, plain and with regions; over `tp` only."""
+    from hf_dist import collectives
+
+    found = {}
+    for name, regions in (("plain", False), ("regions", True)):
+        engine = engine_of(llama(), world, hf_dist={"sequence_regions": regions, "tiled_loss": "auto"})
+        for _ in range(2):
+            with collectives.record() as log:
+                loss = engine(**batch()).loss
+                engine.backward(loss)
+            engine.step()
+        rows = [e for e in log.entries if e.axis == "tp" and e.nbytes > 64]
+        found[name] = {
+            op: (sum(e.nbytes for e in rows if e.op == op), sum(e.op == op for e in rows))
+            for op in ("all_reduce", "all_gather", "reduce_scatter")
+        }
+    return found
+
+
+def streamed(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Bytes that this rank reads of the file, and those of its slices."""
+    from transformers import AutoModelForCausalLM
+
+    import hf_dist
+    from hf_dist.checkpoint import piece_source
+
+    read = [0]
+    kept = piece_source.PieceSource.read
+
+    def counted(self: Any, start: int, stop: int, out: torch.Tensor) -> None:
+        read[0] += (stop - start) * 4
+        kept(self, start, stop, out)
+
+    piece_source.PieceSource.read = counted  # type: ignore[method-assign]
+    try:
+        config = {"tensor_parallel": {"autotp_size": world}, "train_micro_batch_size_per_gpu": 2}
+        model = hf_dist.from_pretrained(AutoModelForCausalLM, folder)
+        engine = hf_dist.initialize(model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    finally:
+        piece_source.PieceSource.read = kept  # type: ignore[method-assign]
+    own = sum(p.numel() * 4 for p in model.parameters())
+    with hf_dist.gathered(model):
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"read": read[0], "own": own, "whole": whole, "loss": engine(**batch()).loss.item()}
+
+
+def precise(rank: int, world: int, dtype: str) -> list[float]:
+    """Losses of four steps in half precision."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    import hf_dist
+
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": 3},
+        "tensor_parallel": {"autotp_size": world},
+        dtype: {"enabled": True},
+    }
+    engine = hf_dist.initialize(model, config=config, optimizer=optimizer)
+    return [float(engine.train_batch(iter([batch()]))) for _ in range(4)]
+
+
+def user_code(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """Shapes, whole gradients, a write by one rank, norms of torch's own, and a forward by one rank alone."""
+    import hf_dist
+
+    model = llama(tie_word_embeddings=True)
+    name = "model.layers.0.mlp.down_proj.weight"
+    p = model.get_parameter(name)
+    norm = model.model.norm.weight
+    engine = engine_of(model, world, zero_optimization={"stage": stage})
+    found: dict[str, Any] = {"shape": tuple(p.shape), "full_shape": tuple(hf_dist.full_shape(p))}
+    engine.backward(engine(**batch()).loss)
+    found["gradient"], found["norm_gradient"] = hf_dist.full_gradient(p), hf_dist.full_gradient(norm)
+    engine.step()
+    with hf_dist.gathered(model):
+        found["inside"] = tuple(p.shape)
+        with torch.no_grad():
+            found["alone"] = model(**batch()).loss.item() if rank == world - 1 else None
+    with torch.no_grad():
+        found["together"] = model(**batch()).loss.item()
+    with hf_dist.gathered(model, modifier_rank=world - 1):
+        if rank == world - 1:
+            with torch.no_grad():
+                p.fill_(0.5)
+                norm.mul_(2.0)
+    with hf_dist.gathered([p, norm]):
+        found["written"] = (float(p.detach().min()), float(p.detach().max()), norm.detach().clone())
+    found["after"] = tuple(p.shape)
+    return found
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """What cannot be, by name."""
+    from peft import LoraConfig, get_peft_model
+
+    import hf_dist
+
+    def dora() -> Any:
+        return get_peft_model(llama(), LoraConfig(r=2, use_dora=True, target_modules=["down_proj"]))
+
+    def ia3() -> Any:
+        from peft import IA3Config
+
+        return get_peft_model(llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "width": (lambda: llama(intermediate_size=55), {}),
+        "heads": (lambda: llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48, head_dim=16), {}),
+        "dora": (dora, {}),
+        "ia3": (ia3, {}),
+        "compile": (llama, {"compile": {"enabled": True}}),
+        "experts": (llama, {"expert_parallel": {"enabled": True}}),
+        "custom": (lambda: torch.nn.Linear(4, 4), {}),
+    }
+    found = {}
+    for name, (make, more) in cases.items():
+        model = make()
+        config = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": world}, **more}
+        try:
+            hf_dist.initialize(model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            found[name] = "was accepted"
+        except hf_dist.errors.HfDistError as error:
+            found[name] = str(error)
+    return found

@@ -1,0 +1,96 @@
+"""Bytes on the wire equal the formula; a file is read by slices; half precision; user code; what is refused, by name."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.parity.train import relative
+from tests.tensor.on_ranks import HIDDEN, LENGTH, ROWS, batch, llama, precise, refusals, streamed, user_code, wire
+
+BLOCKS, WORLD = 3, 2
+
+
+@functools.cache
+def refused() -> dict[str, str]:
+    found: dict[str, str] = run_ranks(refusals, WORLD)[0]
+    return found
+
+
+@pytest.mark.parametrize("size", [2])
+def test_bytes_and_calls_of_a_step_are_those_of_the_formula(size: int) -> None:
+    found = run_ranks(wire, size)[0]
+    once = ROWS * LENGTH * HIDDEN * 4 * (size - 1) // size
+    # Two crossings for a block in each direction, one for the embedding, one for the head's input; three numbers a row.
+    loss = [4 * ROWS * LENGTH * (size - 1) * 2 // size, 4 * 2 * ROWS * LENGTH * (size - 1) * 2 // size]
+    norms = 4 * 64 * (2 * BLOCKS + 1) * 2 * (size - 1) // size  # each in its own 64 elements; and the last one
+    reduced, calls = found["plain"]["all_reduce"]
+    assert calls - 2 == 4 * BLOCKS + 2
+    assert reduced == (4 * BLOCKS + 2) * 2 * once + sum(loss)
+    assert norms > 0 and found["plain"]["all_gather"] == (0, 0)
+    padded = ROWS * (-(-LENGTH // size) * size) * HIDDEN * 4 * (size - 1) // size
+    gathers, scatters = found["regions"]["all_gather"], found["regions"]["reduce_scatter"]
+    # A gather and a scatter for a region in each direction; two gathers where the blocks begin and end.
+    assert gathers == ((4 * BLOCKS + 2) * padded, 4 * BLOCKS + 2)
+    assert scatters == (4 * BLOCKS * padded, 4 * BLOCKS)
+    assert found["regions"]["all_reduce"] == (2 * 2 * once + sum(loss), 2 + 2)
+
+
+def test_a_file_is_read_by_slices(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    expected = model(**batch()).loss.item()
+    for rank in run_ranks(streamed, WORLD, (str(tmp_path),)):
+        assert rank["own"] * 1.9 < sum(p.numel() * 4 for p in model.parameters())
+        assert rank["read"] == rank["own"]
+        assert rank["loss"] == pytest.approx(expected, rel=1e-6)
+        for name, p in model.named_parameters():
+            assert torch.equal(rank["whole"][name], p), name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_learns_like_one_process_of_ours(dtype: str) -> None:
+    alone = run_ranks(precise, 1, (dtype,))[0]
+    for losses in run_ranks(precise, WORLD, (dtype,)):
+        assert all(map(math.isfinite, losses))
+        assert losses == pytest.approx(alone, rel=0.02)
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_user_code_sees_slices_and_inside_gathered_the_whole(stage: int) -> None:
+    alone: Any = run_ranks(user_code, 1, (stage,))[0]
+    ranks = run_ranks(user_code, WORLD, (stage,))
+    for found in ranks:
+        assert (found["shape"], found["after"], found["inside"]) == ((32, 28), (32, 28), (32, 56))
+        assert found["full_shape"] == (32, 56)
+        assert relative(found["gradient"], alone["gradient"]) < 1e-5
+        assert relative(found["norm_gradient"], alone["norm_gradient"]) < 1e-5
+        assert found["together"] == pytest.approx(alone["together"], rel=1e-6)
+        assert found["written"][:2] == (0.5, 0.5)
+        assert torch.equal(found["written"][2], ranks[0]["written"][2])
+    assert ranks[1]["alone"] == pytest.approx(alone["together"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("width", r"2 does not divide the 55 rows or columns of .*gate_proj\.weight\. Sizes that do: 1, 5, 11, 55"),
+        ("heads", r"cannot share the 3 heads of .*q_proj"),
+        ("dora", "DoRA, whose norms run along cut rows, is not available for model.layers.0.mlp.down_proj"),
+        ("ia3", "ia3 adapters .* are not available on matrices that are cut; LoRA is"),
+        ("compile", "compile.enabled: true is not available together with tensor_parallel.autotp_size above 1"),
+        ("experts", 'tensor_parallel.autotp_size: 2 contradicts "expert_parallel"'),
+        ("custom", "no tiny copy of Linear can be made, and without one no plan can be verified"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(case: str, words: str) -> None:
+    import re
+
+    assert re.search(words, refused()[case]), refused()[case]
