@@ -393,7 +393,7 @@ class States:
         kept, reduced, most = self.kept_nbytes, 0, 0
         for k, unit in enumerate(order):
             done = k if root.stands_first else max(0, k - 1)  # blocks
-            on_the_way = waits + (sent[k] + self._in_flight(sent[:k])) * wire
+            on_the_way = waits + self._on_the_way(sent[:k], sent[k])
             stepped = sum(u.reduced for u in order[: max(0, k - 1)]) if self._frees_gradients else 0
             left = activations * (len(blocks) - done) // max(1, len(blocks))
             left += recomputed if unit is not root and unit.needed_in_backward else 0
@@ -408,6 +408,18 @@ class States:
             reduced += unit.reduced
             kept -= unit.nbytes if self.stay(unit) is Stay.BACKWARD else 0
         return most
+
+    def _on_the_way(self, sent: Sequence[int], numel: int) -> int:
+        """Bytes of a unit's gradient and of those in flight, once the units `sent` have been given to the reducer.
+
+        Where there is no room for it beside them it waits in the dtype of the weights, and moves when they are through.
+        """
+        flying, wire = self._in_flight(sent), self.wire.itemsize
+        most = settled(self.config.zero_optimization.reduce_bucket_size)
+        if not flying or flying + numel <= most:
+            return (flying + numel) * wire
+        waits = numel * self.precision.compute.itemsize
+        return waits + max(flying, numel) * wire
 
     def _in_flight(self, sent: Sequence[int]) -> int:
         """Elements in flight once the last of the units `sent` has been given to the reducer, which waits for earlier ones."""

@@ -42,6 +42,9 @@ class Window(Protocol):
     def abandon(self) -> None:
         """The gradients so far belong to no step."""
 
+    def apply_factor(self) -> None:
+        """Somebody looks at the gradients."""
+
 
 class Passes:
     """The pass under way through the units of one model, and the order of what it issues."""
@@ -335,7 +338,7 @@ class Passes:
 
     def _gradient_ready(self, unit: ShardUnit, group: int, index: int) -> None:
         self._begin_backward()
-        unit.groups[group].window.add(index)
+        unit.groups[group].window.add(index, has_room=self.reducer.has_room(unit))
         unit.waiting.discard((group, index))
         self._check_complete(unit)
 

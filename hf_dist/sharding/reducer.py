@@ -79,15 +79,19 @@ class Reducer:
                 self._reduce(self.units[index])
         # Reentrant checkpointing runs a backward of its own per call of a unit: what came after the first reduction.
         for unit in self.units:
-            if self.reduces(unit.index) and any(g.window.values is not None for g in unit.trainable):
+            if self.reduces(unit.index) and any(g.window.has_some for g in unit.trainable):
                 self._reduce(unit)
 
+    def has_room(self, unit: ShardUnit) -> bool:
+        """Whether the gradient of `unit` may be on its way beside what is on its way now."""
+        return not self._in_flight or self._numel(unit) + sum(n for n, _ in self._in_flight) <= self.max_numel
+
+    @staticmethod
+    def _numel(unit: ShardUnit) -> int:
+        return sum(g.layout.numel for g in unit.trainable)
+
     def _reduce(self, unit: ShardUnit) -> None:
-        numel = sum(g.layout.numel for g in unit.trainable)
-        while self._in_flight and (
-            len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT
-            or sum(n for n, _ in self._in_flight) + numel > self.max_numel
-        ):
+        while not self.has_room(unit) or len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._in_flight.popleft()[1].wait()
         for group in unit.trainable:
             handle = group.reduce()

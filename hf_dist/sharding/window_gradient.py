@@ -36,7 +36,7 @@ class WindowGradient:
         self._factor = 1.0 / divisor
         self._filled = [False] * len(params)  # slots of `values` that hold a gradient
         self._in_place = False
-        """Gradients of earlier microbatches may wait in `.grad`, in the dtype of accumulation."""
+        """Gradients may wait in `.grad`: of earlier microbatches, in the dtype of accumulation, or for room."""
         self._reduces_now = True
         self._gaps = self._gap_index()
         self._end = max((slot.stop for slot in layout.slots if slot.numel), default=0)  # after it there is only padding
@@ -56,14 +56,20 @@ class WindowGradient:
         self._in_place |= in_place
         return in_place
 
-    def add(self, index: int) -> None:
-        """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it."""
+    def add(self, index: int, *, has_room: bool = True) -> None:
+        """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it.
+
+        Without room for a buffer it stays where it is, in the dtype of the weights, until `take`.
+        """
         p = self._params[index]
         grad = raw_grad(p)
         if grad is None:
             return
         self.used[index] = True
         if not self._reduces_now and grad.dtype == self._accumulated:
+            return
+        if self.values is None and self._reduces_now and not has_room:
+            self._in_place = True
             return
         values = self._buffer()
         slot = self._layout.slots[index]
@@ -82,6 +88,11 @@ class WindowGradient:
             into.copy_(grad)
         else:  # the product costs nothing beside the copy
             torch.mul(grad, self._factor, out=into)
+
+    @property
+    def has_some(self) -> bool:
+        """Whether gradients wait here for `take`."""
+        return self.values is not None or self._in_place
 
     def of(self, index: int) -> torch.Tensor | None:
         """What has been moved into the flat buffer for parameter `index`, in its shape; None if there is nothing. Local."""
@@ -125,7 +136,7 @@ class WindowGradient:
                 continue
             into = values[slot.offset : slot.stop].view(slot.shape)
             waiting = raw_grad(p) if self._in_place else None
-            if waiting is not None:  # of earlier microbatches, this one did not use it
+            if waiting is not None:  # of earlier microbatches, which this one did not use, or there was no room for it
                 self._put(into, waiting.to_dense() if waiting.is_sparse else waiting)
                 set_raw_grad(p, None)
                 self.used[i] = True
