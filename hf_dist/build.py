@@ -256,6 +256,8 @@ def _shard(
         sliced=tensors.share if tensors else None,
         storage=storage,
     )
+    if mesh.device.type == "cuda":  # shards were cut out of blocks that had held full weights
+        torch.cuda.empty_cache()
     # After sharding, whose hooks stay outside; before the tiled loss, which calls the blocks as anybody does.
     if config.compile.enabled:
         say(f"{compile_blocks(sharded.units, config.compile.backend)} blocks are compiled ({config.compile.backend})")

@@ -26,8 +26,12 @@ from hf_dist.checkpoint.training_state import Stateful, check_states, owned_part
 from hf_dist.errors import CheckpointError
 from hf_dist.log import say
 from hf_dist.mesh import MeshAxis, ParallelMesh, use_in_thread
+from hf_dist.offload.host import host_empty
 from hf_dist.sizes import size_text
 from hf_dist.version import __version__
+
+_LARGE_NBYTES = 1 << 20
+"""From which on memory is asked of the system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +181,7 @@ class CheckpointWriter:
             return value
         copy = self._host.get(name)
         if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
-            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._host[name] = copy
+            self._host[name] = copy = _host_like(value)
         return copy.copy_(value, non_blocking=value.is_cuda)
 
     # --------------------------------------------------------------------- write
@@ -217,6 +220,17 @@ class CheckpointWriter:
             nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
             stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
             say(f"{final}: {size_text(nbytes)} written in {self.total_seconds:.1f} s{stall}")
+
+
+def _host_like(value: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for a copy of `value`, page-locked if that is on a GPU.
+
+    Large ones not from torch's allocator, which rounds each up to a power of two: up to twice all states.
+    """
+    nbytes = value.numel() * value.element_size()
+    if nbytes < _LARGE_NBYTES or not value.is_cuda:
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return host_empty(nbytes, pin=True).view(value.dtype).view(value.shape)
 
 
 def _join_last(timeout: float | None = None) -> None:
