@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.in_backward import StepInBackward, steps_in_backward
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.raw_calls import route
+from hf_dist.optim.skipped import SkippedSteps
+from hf_dist.optim.step_scaling import StepScaling, takes_scaling
 from hf_dist.optim.taken_over import load_schedule, saved_options
 from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
@@ -83,8 +86,8 @@ class Engine:
         """Hooks of a model whose sequences are split over ranks."""
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
-        self.skipped_steps = 0
-        self.step_was_skipped = False
+        self.skips = SkippedSteps()
+        """Steps whose gradients were not finite."""
         self._told_unused = False
 
     # ------------------------------------------------------------------ the parts
@@ -111,6 +114,16 @@ class Engine:
         """Current fp16 loss scale, 1 otherwise."""
         return self.scaler.scale if self.scaler else 1.0
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was; see `optim/skipped.py` for GPUs, where it is the one before."""
+        return self.skips.last
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped so far."""
+        return self.skips.count
+
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode."""
         self.model.train(mode)
@@ -132,6 +145,7 @@ class Engine:
         self.fragments = FragmentedOptimizer(self.sharded, optimizer, one_by_one=early)
         self.fragments.hook = route(optimizer, self)
         self.window.early = StepInBackward(self.fragments) if early else None
+        self.window.puts_off = functools.partial(takes_scaling, optimizer)
         self.sharded.reducer.when_final = self.window.early.gradient_final if self.window.early else None
 
     def add_param_group(self, options: dict[str, Any]) -> None:
@@ -272,23 +286,34 @@ class Engine:
         summary = self.window.summary()
         assert self.fragments is not None
         self.global_steps += 1
-        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
-        watches = self.scaler is not None or checks
-        overflow = watches and not bool(torch.isfinite(summary.norm))
-        self.step_was_skipped = overflow
-        if self.scaler is not None:
-            self.scaler.update(overflow)
+        overflow, skip = self._is_skipped(summary.norm)
         self.sharded.synchronize_buffers()
         if overflow:
-            self.skipped_steps += 1
             self.window.close()
             return
         self.window.unscale()
         used = summary.used
         self._look_at_unused(used)
-        self.fragments.step(lambda f: _is_used(f, used))
+        self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip))
         self.sharded.weights_changed()
         self.window.close()
+
+    def _is_skipped(self, norm: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+        """(whether the host leaves the step out, what tells the step itself whether to); moves the loss scale."""
+        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
+        if checks and self._skips_on_device(norm):
+            flag = (~torch.isfinite(norm)).float()
+            self.skips.tell_late(flag)
+            return False, flag
+        overflow = (checks or self.scaler is not None) and not bool(torch.isfinite(norm))
+        self.skips.tell(overflow)
+        if self.scaler is not None:
+            self.scaler.update(overflow)
+        return overflow, None
+
+    def _skips_on_device(self, norm: torch.Tensor) -> bool:
+        assert self.fragments is not None
+        return norm.is_cuda and self.fragments.on_device and self.window.puts_off()
 
     def _look_at_unused(self, used: dict[tuple[int, int], bool]) -> None:
         """The first step that is not skipped tells which trainable parameters got no gradient; or none may be without."""
@@ -401,7 +426,7 @@ class Engine:
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-            "counters": {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps},
+            "counters": {"global_steps": self.global_steps, **self.skips.state_dict()},
         }
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
@@ -411,7 +436,7 @@ class Engine:
         if self.lr_scheduler is not None and state["lr_scheduler"]:
             load_schedule(self.lr_scheduler, state["lr_scheduler"], own_options=self.has_own_options)
         self.global_steps = state["counters"]["global_steps"]
-        self.skipped_steps = state["counters"]["skipped_steps"]
+        self.skips.load_state_dict(state["counters"])
 
 
 def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
     begun        a backward has reached the model: its gradients hold a loss scale, their norm is not known
     summed up    reduced over the ranks, norm known
-    clipped      multiplied, at once: whatever comes later adds to clipped gradients, as it does in torch
+    clipped      multiplied: whatever comes later adds to clipped gradients, as it does in torch. Where the step can multiply on
+                 its way, the product is put off until the step, or until anybody looks at a gradient or adds to it
     closed       stepped, or abandoned: no gradient is left, the next backward begins another window
 
 Whether a backward is the last of its window is a hint that lets reductions overlap it. The numbers never depend on the hint:
@@ -84,6 +85,9 @@ class Window:
         """0D, of the last gradient that was summed up, before clipping."""
         self.early: StepInBackward | None = None
         """Steps groups before the window's end, if that is asked for."""
+        self.puts_off: Callable[[], bool] = lambda: False
+        """Whether the next step multiplies gradients on its way."""
+        self._factor: torch.Tensor | None = None  # 0D, put off
         self._sharded = sharded
         self._loss_scale: float | None = None  # that the gradients hold, None while there are none
         self._summary: GradientSummary | None = None
@@ -120,6 +124,7 @@ class Window:
 
     def begin_backward(self) -> bool:
         """A backward has reached the model, whoever started it; returns whether it is expected to be the last. Local."""
+        self.apply_factor()
         scale = 1.0
         if _under_way is not None:
             _under_way.reached[id(self)] = self
@@ -159,6 +164,7 @@ class Window:
         summary = self.summary()
         if chosen is None:
             return summary.norm
+        self.apply_factor()
         return squared_norm(self._sharded, chosen).sqrt() / (self._loss_scale or 1.0)
 
     def multiply(self, factor: torch.Tensor | float, chosen: set[int] | None = None) -> None:
@@ -169,10 +175,14 @@ class Window:
             # On a GPU the comparison would make the host wait; there the product is always taken.
             by = factor if scale == 1.0 else factor / scale
             if (isinstance(by, torch.Tensor) and by.is_cuda) or float(by) != 1.0:
-                scale_gradients(self._sharded, by)
+                if self.puts_off():
+                    self._put_off(by)
+                else:
+                    scale_gradients(self._sharded, by)
             self._summary = GradientSummary(summary.norm * factor, summary.used)
         else:
             self.unscale()
+            self.apply_factor()
             scale_gradients(self._sharded, factor, chosen)
             self._summary = None
         self._loss_scale = 1.0
@@ -183,11 +193,31 @@ class Window:
         if self._loss_scale not in (None, 1.0):
             self.multiply(1.0)
 
+    def _put_off(self, factor: torch.Tensor | float) -> None:
+        if not isinstance(factor, torch.Tensor):
+            factor = torch.full((), factor, device=self._sharded.mesh.device)
+        self._factor = factor if self._factor is None else self._factor * factor
+
+    def apply_factor(self) -> None:
+        """Multiply now what was put off: somebody wants to see gradients, or to add to them. Local."""
+        factor, self._factor = self._factor, None
+        if factor is not None:
+            known = self._versions == self._sharded.gradient_versions()
+            scale_gradients(self._sharded, factor)
+            if known:
+                self._versions = self._sharded.gradient_versions()
+
+    def take_factor(self) -> torch.Tensor | None:
+        """What was put off, 0D, for the step that multiplies by it; None for nothing. Local."""
+        factor, self._factor = self._factor, None
+        return factor
+
     def clamp(self, max_value: float, chosen: set[int] | None = None) -> None:
         """Clamp the elements of the gradient, or of some parameters' (their ids), to +-max_value. Collective like `summary`."""
         self.refuse_clipping("max_value", max_value)
         self.summary()
         self.unscale()
+        self.apply_factor()
         for grad in chosen_gradients(self._sharded, chosen):
             grad.clamp_(-max_value, max_value)
 
@@ -240,7 +270,7 @@ class Window:
         self._sharded.drop_gradients()
         if self.early is not None:
             self.early.end_window()
-        self._loss_scale = self._summary = None
+        self._loss_scale = self._summary = self._factor = None
         self.microbatches = 0
 
 

@@ -9,7 +9,7 @@ import ctypes
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,51 +83,79 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def brought(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy `tensor` to the host; what is returned waits for the copy alone, and gives it."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def get() -> torch.Tensor:
+        event.synchronize()
+        return copy
+
+    return get
+
+
 class HostLink:
-    """Copies between host and device on a stream of their own, in the order they are asked for."""
+    """Copies between host and device, each direction on a stream of its own and in the order in which they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._to_host: Any = torch.cuda.Stream(device) if on_gpu else None
+        self._to_device: Any = torch.cuda.Stream(device) if on_gpu else None
         self._in_use: deque[tuple[Any, torch.Tensor]] = deque()
         self._staging: deque[tuple[torch.Tensor, Any]] = deque()
 
     @contextmanager
-    def beside(self, host: torch.Tensor) -> Iterator[list[Any]]:
+    def beside(self, host: torch.Tensor, *, to_host: bool = False) -> Iterator[list[Any]]:
         """What is issued inside runs after what the device was given so far, beside what it is given next.
 
         Yields a list that holds, after the block, what to wait for. Nothing changes if `host` is the device's own memory.
         """
         arrival: list[Any] = []
-        if self._stream is None or host.is_cuda:
+        stream = self._to_host if to_host else self._to_device
+        if stream is None or host.is_cuda:
             yield arrival
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             yield arrival
-            arrival.append(self._stream.record_event())
+            arrival.append(stream.record_event())
 
-    def collect(self, into: torch.Tensor, values: torch.Tensor, *, add: bool) -> list[Any]:
-        """Copy (or add) `values` to `into` (host, 1-D). The sum is made on the device.
+    def collect(
+        self, into: torch.Tensor, values: torch.Tensor, *, add: bool, norm: torch.Tensor | None = None
+    ) -> list[Any]:
+        """Copy (or add) `values` to `into` (host, 1-D). The sum is made on the device, and so is its L2 `norm` (0D fp32).
 
         Returns the events after which it can be read; `wait_host` waits for everything.
         """
-        with self.beside(into) as arrival:
-            if not add:
-                into.copy_(values, non_blocking=True)
-            elif values.is_cuda:
-                into.copy_(into.to(values.device, non_blocking=True).add_(values), non_blocking=True)
-            else:
+        with self.beside(into, to_host=True) as arrival:
+            if add and not values.is_cuda:
                 into.add_(values)
-        # The memory of `values` must not be used again before the stream is through with it.
+            else:
+                total = into.to(values.device, non_blocking=True).add_(values) if add else values
+                if norm is not None:
+                    torch.linalg.vector_norm(total, dtype=torch.float32, out=norm)
+                into.copy_(total, non_blocking=True)
+        self._hold(arrival, values)
+        return arrival
+
+    def _hold(self, arrival: list[Any], values: torch.Tensor) -> None:
+        """The memory of `values` must not be used again before the stream is through with it."""
         for event in arrival:
             self._in_use.append((event, values))
         while self._in_use and self._in_use[0][0].query():
             self._in_use.popleft()
-        return arrival
 
     def deliver(self, into: torch.Tensor, values: torch.Tensor) -> None:
-        """Cast `values` (host, 1-D) into `into`, which may be on the device; `wait_device` before it is read there."""
+        """Cast `values` into `into`, one of them on the host; before `into` is read there `wait_device`, or `wait_host`."""
+        if not into.is_cuda and values.is_cuda and self._to_host is not None:
+            with self.beside(into, to_host=True):
+                into.copy_(values, non_blocking=True)
+            self._to_device.wait_stream(self._to_host)  # which may send it back as the next thing
+            return
         if not into.is_cuda or values.is_cuda:
             into.copy_(values)
             return
@@ -149,15 +177,16 @@ class HostLink:
         return buffer
 
     def wait_host(self) -> None:
-        """Block until what was collected can be read on the host."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Block until what was collected can be read on the host. What is on its way to the device goes on."""
+        if self._to_host is not None:
+            self._to_host.synchronize()
             self._in_use.clear()
 
     def wait_device(self) -> None:
-        """Let what the device is given from now on come after what was delivered."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        """Let what the device is given from now on come after what was delivered and collected."""
+        for stream in (self._to_device, self._to_host):
+            if stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 class Gradient:
@@ -186,6 +215,10 @@ class Gradient:
         """New values, from `on_device`."""
         self.values = values
 
+    def norm(self) -> torch.Tensor | None:
+        """L2 norm of `values`, 0D fp32 on the device, if it is known without reading them. Local."""
+        return None
+
     def wait(self) -> None:
         """Block until `values` can be read by who steps them."""
 
@@ -202,6 +235,8 @@ class HostGradient(Gradient):
         self._home = host_zeros(numel, dtype, pin=pin)
         self._link = link
         self._arrival: list[Any] = []
+        self._norm: torch.Tensor | None = None  # of what went to the host last, made on the way
+        self._version = -1  # of the values then: whoever writes into them makes another one
         self.host_nbytes = numel * dtype.itemsize
 
     def wait(self) -> None:
@@ -209,10 +244,20 @@ class HostGradient(Gradient):
         for event in self._arrival:
             event.synchronize()
 
+    def norm(self) -> torch.Tensor | None:
+        """On a GPU the values pass through the device before they rest, where reading them costs nothing."""
+        return self._norm if self._home._version == self._version else None
+
     def add(self, reduced: torch.Tensor) -> None:
         """Copy `reduced` to the host, or add it there."""
-        self._arrival = self._link.collect(self._home, reduced, add=self.values is not None)
+        self._collect(reduced, add=self.values is not None)
         self.values = self._home
+
+    def _collect(self, values: torch.Tensor, *, add: bool) -> None:
+        if values.is_cuda and self._norm is None:  # kept: the next one is written while this one may be read
+            self._norm = torch.empty((), device=values.device)
+        self._arrival = self._link.collect(self._home, values, add=add, norm=self._norm)
+        self._version = self._home._version
 
     def on_device(self) -> torch.Tensor:
         """A copy on the device; the values themselves where that is the same memory."""
@@ -222,7 +267,7 @@ class HostGradient(Gradient):
     def replace(self, values: torch.Tensor) -> None:
         """Copy them to the host."""
         if values is not self._home:
-            self._arrival = self._link.collect(self._home, values, add=False)
+            self._collect(values, add=False)
 
 
 def step_threads(ranks_on_machine: int) -> int:

@@ -23,6 +23,7 @@ from hf_dist.optim.fragment import Fragment, make_fragments
 from hf_dist.optim.fused_kernel import handed_on
 from hf_dist.optim.raw_calls import StepHook
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused
+from hf_dist.optim.step_scaling import StepScaling
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen
 from hf_dist.sharding.runtime import ShardedModel
@@ -65,7 +66,7 @@ class FragmentedOptimizer:
         self._narrowed: Narrowed | None = None  # of this window; options of param groups as they were at its first step
         self._open: deque[StepBatch] = deque()  # fetched, perhaps still on their way to disk
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
-        if sharded.mesh.device.type != "cpu" and not all(batch.on_device for batch in self.batches):
+        if sharded.mesh.device.type != "cpu" and not self.on_device:
             prefer_fused(optimizer)
         for batch in self.batches:
             if any(f.tensor in optimizer.state for f in batch.fragments):
@@ -114,7 +115,7 @@ class FragmentedOptimizer:
         check_still_frozen(flat for flat, _ in found if not flat.trainable)
         added = self._cut_group(group)
         self.fragments += added
-        if all(batch.on_device for batch in self.batches) and not self._one_by_one:
+        if self.on_device and not self._one_by_one:
             self.batches = make_batches(self.sharded.trainable_groups, self.fragments)
         else:  # others may have states on loan or on disk
             self.batches += make_batches(self.sharded.trainable_groups, added, one_by_one=self._one_by_one)
@@ -122,31 +123,36 @@ class FragmentedOptimizer:
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        if self.hook is None:
-            yield
-            return
-        self.hook.is_own = True
+    def _stepping(self, scaling: StepScaling | None = None) -> Iterator[None]:
+        if self.hook is not None:
+            self.hook.is_own = True
         try:
-            yield
+            with (scaling or StepScaling()).given_to(self.optimizer):
+                yield
         finally:
-            self.hook.is_own = False
+            if self.hook is not None:
+                self.hook.is_own = False
 
-    def step(self, used: Callable[[Fragment], bool]) -> None:
-        """Lend every used fragment its gradient, step, take the gradients back. Local.
+    @property
+    def on_device(self) -> bool:
+        """Whether all that is stepped is on the device."""
+        return all(batch.on_device for batch in self.batches)
+
+    def step(self, used: Callable[[Fragment], bool], scaling: StepScaling | None = None) -> None:
+        """Lend every used fragment its gradient, step as `scaling` says, take the gradients back. Local.
 
         One call of the optimizer's step if all states stay on the device, else one per batch, while states on disk are
         read ahead and written behind: see [Note: stepping in batches].
         """
         if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
-            with handed_on(self.batches[0], self.optimizer, used), self._stepping():
+            with handed_on(self.batches[0], self.optimizer, used), self._stepping(scaling):
                 self.optimizer.step()
             return
         left = [batch for batch in self.batches if id(batch) not in self._stepped]
         for k, batch in enumerate(left):
             if k + 1 < len(left):
                 self._read_ahead(left[k + 1])
-            self._step_batch(batch, used)
+            self._step_batch(batch, used, scaling)
         self.end_window()
 
     def will_step(self, group: FlatGroup) -> None:
@@ -175,7 +181,9 @@ class FragmentedOptimizer:
             self._open.append(batch)
             batch.fetch()
 
-    def _step_batch(self, batch: StepBatch, used: Callable[[Fragment], bool]) -> None:
+    def _step_batch(
+        self, batch: StepBatch, used: Callable[[Fragment], bool], scaling: StepScaling | None = None
+    ) -> None:
         storage = self.sharded.storage
         if batch not in self._open:
             self._make_room()
@@ -185,7 +193,7 @@ class FragmentedOptimizer:
             self._narrowed = Narrowed(self.optimizer)
         narrowed = self._narrowed.to(batch.fragments)
         count = torch.get_num_threads() if batch.on_device else storage.num_threads
-        with narrowed, threads(count), handed_on(batch, self.optimizer, used), self._stepping():
+        with narrowed, threads(count), handed_on(batch, self.optimizer, used), self._stepping(scaling):
             self.optimizer.step()
         if not storage.writes_beside:
             batch.settle()

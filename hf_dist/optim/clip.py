@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from hf_dist import collectives
-from hf_dist.offload.host import sent
+from hf_dist.offload.host import sent, threads
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -42,14 +43,7 @@ def summarize_gradients(
     groups = sharded.trainable_groups
     flags = [used for g in groups for used in g.window.used]
     vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
-    norms = []
-    for g in groups:
-        if not g.axes.owns:
-            continue
-        if stepped and id(g) in stepped:
-            norms.append(stepped[id(g)].to(mesh.device))
-        elif g.grad is not None:
-            norms.append(owned_norm(g).to(mesh.device))
+    norms = [norm.to(mesh.device) for norm in owned_norms(sharded, stepped or {})]
     if norms:
         vector[0] = torch.stack(norms).square().sum()
     if flags:
@@ -78,12 +72,54 @@ def _on_device(sharded: ShardedModel, flags: list[bool]) -> torch.Tensor:
     return before[1]
 
 
-def owned_norm(group: FlatGroup) -> torch.Tensor:
-    """L2 norm of the part of the reduced gradient that this rank answers for, 0D fp32, where the gradient is. Local."""
+def owned_norms(sharded: ShardedModel, stepped: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """`owned_norm` of every group that has a gradient and whose elements this rank counts, or what `stepped` has. Local.
+
+    Of gradients on a GPU in two kernels for all; of those that rest on the host as they were made on their way there.
+    """
+    groups = [g for g in sharded.trainable_groups if g.axes.owns]
+    found = {id(g): stepped[id(g)] for g in groups if id(g) in stepped}
+    left = [g for g in groups if id(g) not in found and g.grad is not None]
+    on_way = {id(g): norm for g in left if (norm := _made_on_the_way(g)) is not None}
+    found |= on_way
+    if any(norm.is_cuda for norm in found.values()):
+        sharded.storage.link.wait_device()
+    parts = {id(g): _owned_part(g) for g in left if id(g) not in on_way}
+    on_gpu = {key: part for key, part in parts.items() if part.is_cuda and part.numel()}
+    if on_gpu:
+        norms = torch._foreach_norm(list(on_gpu.values()), 2, dtype=torch.float32)
+        found |= dict(zip(on_gpu, norms, strict=True))
+    on_host = {key: part for key, part in parts.items() if not part.is_cuda}
+    if on_host:
+        with _host_threads(sharded):
+            found |= {key: norm_of(part) for key, part in on_host.items()}
+    return [found[id(g)] for g in groups if id(g) in found]
+
+
+def _host_threads(sharded: ShardedModel) -> AbstractContextManager[None]:
+    """Inside, what a GPU's gradients on the host are read with: launchers give each process one thread."""
+    beside_gpu = sharded.mesh.device.type == "cuda"
+    return threads(sharded.storage.num_threads if beside_gpu else torch.get_num_threads())
+
+
+def _owned_part(group: FlatGroup) -> torch.Tensor:
     assert group.grad is not None
     first, last = group.owned
     start = first - group.resting[0]
-    return norm_of(group.grad[start : start + last - first])
+    return group.grad[start : start + last - first]
+
+
+def owned_norm(group: FlatGroup) -> torch.Tensor:
+    """L2 norm of the part of the reduced gradient that this rank answers for, 0D fp32. Local.
+
+    Where the gradient is, or on the device if it passed there: the device waits for it in `owned_norms`.
+    """
+    known = _made_on_the_way(group)
+    return norm_of(_owned_part(group)) if known is None else known
+
+
+def _made_on_the_way(group: FlatGroup) -> torch.Tensor | None:
+    return group.gradient.norm() if group.owned == group.resting else None
 
 
 def norm_of(values: torch.Tensor) -> torch.Tensor:
@@ -118,8 +154,12 @@ def squared_norm(sharded: ShardedModel, chosen: Container[int]) -> torch.Tensor:
 
 def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float, chosen: Container[int] | None = None) -> None:
     """Multiply the reduced gradients in place, all or those of parameters with these ids. Local."""
+    by = dict[torch.device, torch.Tensor]()  # sent to the host once
     for grad in chosen_gradients(sharded, chosen):
-        grad.mul_(factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor)
+        if isinstance(factor, torch.Tensor) and grad.device not in by:
+            by[grad.device] = factor.to(grad.device)
+        with nullcontext() if grad.is_cuda else _host_threads(sharded):
+            grad.mul_(by.get(grad.device, factor))
 
 
 def chosen_gradients(sharded: ShardedModel, chosen: Container[int] | None = None) -> Iterator[torch.Tensor]:

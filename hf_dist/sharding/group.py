@@ -361,6 +361,8 @@ class FlatGroup:
             self._stale_shard = False
             with torch.no_grad():
                 self.storage.link.deliver(self.shard.get(blank=True), masters)
+            if self.shard.tier is Tier.DISK:  # written from memory of the host
+                self.storage.link.wait_host()
             self.shard.release(changed=True)
 
     def weights_changed(self) -> None:

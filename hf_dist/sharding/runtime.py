@@ -82,11 +82,13 @@ class ShardedModel:
             pipeline=pipeline,
         )
         refuse_moves(model)
-        reducer = weakref.ref(self.reducer)
+        passes = weakref.ref(self.passes)
 
         def land() -> None:
-            if (found := reducer()) is not None:
-                found.land()
+            if (found := passes()) is not None:
+                found.reducer.land()
+                if (window := found.window()) is not None:
+                    window.apply_factor()
 
         for group in self.trainable_groups:
             group.access = GroupAccess(group, land)
