@@ -71,8 +71,10 @@ def _the_norm_is_read() -> None:
 
 def _channels_are_not_connected() -> None:
     from hf_dist.pipeline.p2p import P2PTransport
+    from hf_dist.pipeline.runtime import ScheduleRun
 
     P2PTransport.connect = lambda self: None  # type: ignore[method-assign]
+    ScheduleRun._may_post = lambda self, action: True  # type: ignore[method-assign]
 
 
 BREAKAGES: dict[str, Callable[[], None]] = {
@@ -82,6 +84,6 @@ BREAKAGES: dict[str, Callable[[], None]] = {
     "the wait for what is on its way to the device": _device_reads_at_once,
     "the wait for a reduction": _reductions_are_not_waited_for,
     "reading the norm only when it is asked for": _the_norm_is_read,
-    "connecting the channels": _channels_are_not_connected,
+    "connecting the channels, with receives posted before the sends they depend on": _channels_are_not_connected,
 }
 """What is taken out -> taking it out, in a simulated rank."""

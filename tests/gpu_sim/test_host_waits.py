@@ -49,7 +49,7 @@ def test_who_else_had_a_gradient_of_a_weight_of_two_stages_is_read_only_where_on
     config = {"train_batch_size": 1}
     engine = hf_dist.initialize(model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     engine.backward(engine(torch.ones(1, 4), whole))
-    holders = Combination(MeshAxis("holders", 2, 0, None), "sum", at_end=True)
+    holders = Combination(MeshAxis("holders", 2, 0, None), "sum", at_end=True, between_stages=True)
     with Read() as read:
         for group in engine.sharded.trainable_groups:
             group.combine(holders).wait()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.gpu_sim import costs
 from tests.gpu_sim.rank import GPU, simulated_rank
@@ -53,11 +54,12 @@ def run(
     """The last of some steps. `network`: bytes per second of a rank; `zero`: keys of `zero_optimization`."""
     with simulated_rank(world, rank) as (recorder, nccl):
         nccl.network = network
+        mesh = init_device_mesh("cuda", (world,)) if engine in PEERS else None  # reads tensors, which need elements
         with recorder:
             with torch.device(GPU):
                 model = case.llama()
             ids = torch.zeros(case.rows, case.seq, dtype=torch.long, device=GPU)
-            step = _theirs(model, world, engine) if engine in PEERS else _ours(model, shipped(engine, **(zero or {})))
+            step = _ours(model, shipped(engine, **(zero or {}))) if mesh is None else _theirs(model, mesh, engine)
             for number in range(STEPS):
                 if number == STEPS - 1:
                     recorder.trace.mark(STEADY)
@@ -78,10 +80,8 @@ def _ours(model: nn.Module, config: dict[str, Any]) -> Any:
     return step
 
 
-def _theirs(model: nn.Module, world: int, engine: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return make_fsdp2(model, init_device_mesh("cuda", (world,)), ends=engine.endswith("ends"))[1]
+def _theirs(model: nn.Module, mesh: Any, engine: str) -> Any:
+    return make_fsdp2(model, mesh, ends=engine.endswith("ends"))[1]
 
 
 def main() -> None:

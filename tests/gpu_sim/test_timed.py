@@ -1,0 +1,37 @@
+"""Communication that shows in a step of the timed model; all of the table: `python -m tests.gpu_sim.timed`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.gpu_sim import costs, library
+from tests.gpu_sim.replay import Outcome
+from tests.gpu_sim.server import simulate
+from tests.gpu_sim.timed import LAYERS
+
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
+
+CASE = replace(LAYERS, layers=4, vocabulary=32000)
+LIMITS = {"zero0": 1.06, "zero1": 1.05, "zero3": 1.06}
+"""Of step / compute alone with the shipped configs: the ends, which nothing hides, are a larger part of few layers."""
+
+
+@functools.cache
+def outcome(engine: str, overlaps: bool = True) -> Outcome:
+    zero: dict[str, Any] = {} if overlaps else {"overlap_comm": False}
+    (found,) = simulate("tests.gpu_sim.timed:run", engine, 8, costs.NETWORK, CASE, zero)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", LIMITS)
+def test_a_step_takes_little_longer_than_its_computation(engine: str) -> None:
+    assert outcome(engine).hung == []
+    assert outcome(engine).ratio < LIMITS[engine]
+
+
+def test_reductions_that_are_waited_for_at_once_show() -> None:
+    assert outcome("zero0").seconds < 0.92 * outcome("zero0", overlaps=False).seconds
