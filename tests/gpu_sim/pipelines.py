@@ -1,0 +1,91 @@
+"""What the ranks of a simulated pipeline run: the first data rank of every stage; the others do as it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from hf_dist.pipeline.standin import StandIn
+from tests.gpu_sim.rank import GPU, simulated_rank
+from tests.gpu_sim.trace import Trace
+from tests.gpu_sim.training import SMALL, STEADY
+from tests.scale.engines import config_of
+
+STEPS = 2
+SEQ = 16
+
+
+@dataclass(frozen=True)
+class PipelineSetting:
+    """One pipeline."""
+
+    schedule: str = "1f1b"
+    stages: int = 2
+    data: int = 1
+    """Ranks that hold the same stages."""
+    stage: int = 0
+    """Of ZeRO."""
+    microbatches: int = 4
+    evaluates: bool = False
+    """Also between steps."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are simulated."""
+        return tuple(range(0, self.stages * self.data, self.data))
+
+    @property
+    def virtual(self) -> int:
+        """Stages of a rank."""
+        return 2 if self.schedule.startswith("interleaved") else 1
+
+    @property
+    def layers(self) -> int:
+        """One for each stage."""
+        return self.stages * self.virtual
+
+    def config(self) -> dict[str, Any]:
+        """The JSON."""
+        pipeline = {"stages": self.stages, "schedule": self.schedule, "virtual_stages": self.virtual}
+        own = {"stall_report_seconds": 0, "check_load": False, "tiled_loss": False}
+        return config_of(self.stage, pipeline=pipeline, gradient_accumulation_steps=self.microbatches, hf_dist=own)
+
+
+def train(rank: int, meet: str, setting: PipelineSetting, without: str = "") -> Trace:
+    """The trace of some windows on one rank; `without`: see `training.train`."""
+    import hf_dist
+    from tests.gpu_sim.breakages import BREAKAGES
+
+    def represented(other: int) -> int:
+        return other - other % setting.data
+
+    world = setting.stages * setting.data
+    with simulated_rank(world, rank, meet=meet, represented=represented) as (recorder, _), recorder:
+        if without:
+            BREAKAGES[without]()
+        StandIn.answer = _without_elements  # type: ignore[method-assign]
+        with torch.device(GPU):
+            model = replace(SMALL, width=64, inner=128, vocabulary=256, layers=setting.layers).llama()
+        engine = hf_dist.initialize(model, config=setting.config(), device=GPU)
+        recorder.trace.mark("built")
+        for number in range(STEPS):
+            if number == STEPS - 1:
+                recorder.trace.mark(STEADY)
+            engine.train_batch(iter([_batch() for _ in range(setting.microbatches)]))
+            if setting.evaluates:
+                engine.eval_batch(iter([_batch() for _ in range(setting.microbatches)]))
+        return replace(recorder.trace, entries=list(recorder.trace.entries))  # without what ends with the job
+
+
+def _without_elements(self: StandIn, args: Any, kwargs: Any, device: Any, answer: Any = StandIn.answer) -> Any:
+    """The engine leaves all modes for it, and there is no GPU without ours."""
+    shapes = answer(self, args, kwargs, torch.device("meta"))
+    return tree_map_only(torch.Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), shapes)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = torch.zeros(1, SEQ, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
