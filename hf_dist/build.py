@@ -179,7 +179,6 @@ def build_engine(
         set_up_checkpointing(model, config)
     check_experts(model, mesh)
     prepare_quantised(model)
-    compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)
     check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)
@@ -196,6 +195,8 @@ def build_engine(
     spread_experts(model, mesh)  # the stages were planned with the stock forward; nothing has been read yet
     keep_adapters_low_rank(model)
     tensors = split_tensors(model, plan, mesh) if plan is not None else None  # of a stage what it keeps
+    # Not before: stages are planned with forwards of their own. Before sequences are split, so that rows are seen whole.
+    compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)

@@ -242,6 +242,8 @@ class SplitModel:
 
     def _gather(self, name: str, module: nn.Module, *, is_head: bool) -> None:
         """V -> I; logits stay as they are until somebody other than the loss reads them."""
+        if next(module.parameters(), None) is None:  # of another pipeline stage
+            return
         width, first = self._whole_width(name)
         peers = self.peers
 

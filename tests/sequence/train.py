@@ -197,6 +197,6 @@ def ranks_of(cases: tuple[Case, ...], world: int) -> Any:
     from tests.harness import run_ranks
 
     try:
-        return run_ranks(run_cases, world, args=(list(cases),), timeout=120)
+        return run_ranks(run_cases, world, args=(list(cases),), timeout=240)
     except RuntimeError as error:
         return str(error)
