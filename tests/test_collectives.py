@@ -92,6 +92,17 @@ def empty(axis: MeshAxis, dtype: torch.dtype) -> tuple[str, int]:
     return "all_gather", 0
 
 
+def all_to_all(axis: MeshAxis, dtype: torch.dtype) -> tuple[str, int]:
+    sent = [(axis.rank + to) % 3 for to in range(axis.size)]  # 0, 1 or 2 rows, other numbers on each rank
+    received = [(source + axis.rank) % 3 for source in range(axis.size)]
+    rows = torch.cat([torch.full((n, 2), 10.0 * axis.rank + to) for to, n in enumerate(sent)]).to(dtype)
+    out = torch.empty(sum(received), 2, dtype=dtype)
+    collectives.all_to_all(axis, rows, out, sent, received).wait()
+    wanted = torch.cat([torch.full((n, 2), 10.0 * source + axis.rank) for source, n in enumerate(received)]).to(dtype)
+    assert torch.equal(out, wanted)
+    return "all_to_all", (len(rows) - sent[axis.rank]) * 2 * rows.element_size()
+
+
 def objects(axis: MeshAxis, dtype: torch.dtype) -> tuple[str, int]:
     assert collectives.all_gather_object(axis, {"rank": axis.rank}) == [{"rank": r} for r in range(axis.size)]
     collectives.barrier(axis)
@@ -100,6 +111,7 @@ def objects(axis: MeshAxis, dtype: torch.dtype) -> tuple[str, int]:
 
 OPERATIONS = (
     all_gather, several_in_flight, reduce_scatter, reduce_scatter_in_its_dtype, all_reduce, broadcast, empty, objects,
+    all_to_all,
 )  # fmt: skip
 
 
