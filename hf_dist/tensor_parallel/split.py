@@ -100,7 +100,7 @@ class SplitModel:
                         raise ModelError(f"{KEY}: {size} does not divide {name}.{attribute} ({value})")
                     found.append((weakref.ref(module), attribute, value, value // size))
         for name, module in modules.items():
-            own = self._kept(name)
+            own = self._kept(name) if stock_name(name) == name else None  # of an adapted layer the wrapper
             if own is not None:
                 found += self._sizes_of(name, module, own, modules)
         return found
