@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,35 @@ def run_jobs(rank: int, world: int, jobs: list[tuple[str, dict[str, Any]]], fold
         except Exception:
             results.append(traceback.format_exc())
     return results
+
+
+Job = tuple[str, dict[str, Any]]
+"""`module:function`, and its arguments beside the folder."""
+
+
+def outcomes_by_world(jobs: Mapping[int, list[Job]], folders: Any) -> Callable[[int], dict[str, list[Any]]]:
+    """`outcomes(world)[str(job)]`: what every rank returned; one spawn per number of ranks, when it is asked for.
+
+    `folders`: pytest's `tmp_path_factory`.
+    """
+
+    @functools.cache
+    def run(world: int) -> dict[str, list[Any]]:
+        from tests.harness import run_ranks
+
+        folder = str(folders.mktemp(f"world{world}"))
+        ranks = run_ranks(run_jobs, world, (jobs[world], folder), timeout=900)
+        return {str(job): [rank[i] for rank in ranks] for i, job in enumerate(jobs[world])}
+
+    return run
+
+
+def found(outcomes: Callable[[int], dict[str, list[Any]]], world: int, job: Job) -> list[Any]:
+    """What every rank returned for `job`; fails where one of them raised."""
+    ranks = outcomes(world)[str(job)]
+    for outcome in ranks:
+        assert not isinstance(outcome, str), outcome
+    return ranks
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.harness import run_ranks
 from tests.hf.lifecycle import evaluate_around
-from tests.hf.on_ranks import record_of, run_jobs
+from tests.hf.on_ranks import Job, found, outcomes_by_world, record_of, run_jobs
 from tests.hf.recipes import RECIPES
 from tests.hf.test_trainer import TOLERANCE, check_equal
 from tests.sequence.jobs import split_over
@@ -22,7 +21,6 @@ NAMES = (
     *("plain", "label_smoothing", "override_adds", "override_own", "compute_loss_func", "classifier"),
     *("lora", "moe", "checkpointing", "group_by_length"),
 )
-Job = tuple[str, dict[str, Any]]
 
 
 def train_job(recipe: str, stage: int, exchange: str = "auto") -> Job:
@@ -49,22 +47,8 @@ JOBS: dict[int, list[Job]] = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`outcomes(world)[job]`: what every rank returned; one spawn per number of ranks."""
-
-    @functools.cache
-    def run(world: int) -> dict[str, list[Any]]:
-        folder = str(tmp_path_factory.mktemp(f"world{world}"))
-        ranks = run_ranks(run_jobs, world, (JOBS[world], folder), timeout=900)
-        return {str(job): [rank[i] for rank in ranks] for i, job in enumerate(JOBS[world])}
-
-    return run
-
-
-def found(outcomes: Any, world: int, job: Job) -> list[Any]:
-    ranks: list[Any] = outcomes(world)[str(job)]
-    for outcome in ranks:
-        assert not isinstance(outcome, str), outcome
-    return ranks
+    """What every rank returned for each job, by the number of ranks."""
+    return outcomes_by_world(JOBS, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
