@@ -100,7 +100,8 @@ class SplitModel:
                         raise ModelError(f"{KEY}: {size} does not divide {name}.{attribute} ({value})")
                     found.append((weakref.ref(module), attribute, value, value // size))
         for name, module in modules.items():
-            own = self._kept(name) if stock_name(name) == name else None  # of an adapted layer the wrapper
+            is_stock = stock_name(name) == name and ".lora_" not in name  # of an adapted layer the wrapper
+            own = self._kept(name) if is_stock else None
             if own is not None:
                 found += self._sizes_of(name, module, own, modules)
         return found
