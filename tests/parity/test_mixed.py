@@ -1,6 +1,6 @@
 """Every axis with every other: stages, parts of a matrix, parts of a sequence, experts, shards and copies equal one process.
 
-Four ranks, and cells in which every pair of settings appears; all cells, and eight ranks, with HF_DIST_FULL_GRID=1.
+Four ranks, and cells in which every pair of settings appears; all cells, and pairs on eight ranks, with HF_DIST_FULL_GRID=1.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def case_of(cell: Cell) -> Case:
     return Case("mixtral" if cell["ep"] > 1 else "llama", kinds=("plain",), shard=shard, accumulation=2, **rest)
 
 
-def cases(world: int) -> tuple[Case, ...]:
-    """Cells of one world, pairwise."""
-    return tuple(case_of(cell) for cell in cells(AXES, allowed=lambda cell: allowed(cell, world)))
+def cases(world: int, full: bool = False) -> tuple[Case, ...]:
+    """Cells of one world, pairwise or all."""
+    return tuple(case_of(cell) for cell in cells(AXES, allowed=lambda cell: allowed(cell, world), full=full))
 
 
-FOUR = cases(4)
+FOUR = cases(4, FULL_GRID)
 EIGHT = cases(8) if FULL_GRID else ()
 
 
