@@ -195,8 +195,7 @@ def build_engine(
     spread_experts(model, mesh)  # the stages were planned with the stock forward; nothing has been read yet
     keep_adapters_low_rank(model)
     tensors = split_tensors(model, plan, mesh) if plan is not None else None  # of a stage what it keeps
-    # Not before: stages are planned with forwards of their own. Before sequences are split, so that rows are seen whole.
-    compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)
+    compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # of whole rows
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)

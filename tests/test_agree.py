@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist.checksum import checksum
-from hf_dist.pipelined import _digest
+from hf_dist.checksum import batch_digest, checksum
 from tests.harness import run_ranks
 
 
@@ -111,16 +110,16 @@ def test_a_checksum_depends_on_every_element_and_its_place_and_on_nothing_else(d
 def test_the_digest_of_a_window_sees_the_end_the_order_and_large_integers() -> None:
     ids = torch.randint(0, 1 << 60, (4, 9_000), generator=torch.Generator().manual_seed(0))
     window = [{"input_ids": ids, "weights": torch.rand(5)}, {"input_ids": ids + 1}]
-    own = _digest(window)
+    own = batch_digest(window)
     assert own.dtype == torch.float64
-    assert torch.equal(own, _digest([{k: v.clone() for k, v in batch.items()} for batch in window]))
+    assert torch.equal(own, batch_digest([{k: v.clone() for k, v in batch.items()} for batch in window]))
 
     def changed(ids: torch.Tensor) -> bool:
-        return not torch.equal(own, _digest([window[0] | {"input_ids": ids}, window[1]]))
+        return not torch.equal(own, batch_digest([window[0] | {"input_ids": ids}, window[1]]))
 
     last = ids.clone()
     last[-1, -1] += 1
     assert changed(last)
     assert changed(ids.flip(1))
     assert changed(ids[[1, 0, 2, 3]])
-    assert not torch.equal(own, _digest(window[::-1]))
+    assert not torch.equal(own, batch_digest(window[::-1]))

@@ -47,7 +47,8 @@ class BlockCheckpoint:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, recomputed in backward."""
-        function = functools.partial(Tape().call, function)
+        if not torch.compiler.is_compiling():  # who would break the graph: then nothing of the block is compiled
+            function = functools.partial(Tape().call, function)
         copies = self.host_copies
         if copies is None or not args or not isinstance(args[0], torch.Tensor):
             return checkpoint(function, *args, **self._passed, **kwargs)

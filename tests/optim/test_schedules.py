@@ -174,5 +174,5 @@ def test_any_torch_scheduler_is_built_by_its_own_name() -> None:
 def test_what_cannot_be_honoured_is_refused_by_path(type: str, params: dict[str, Any], path: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_scheduler(type, params, _optimizer(1.0))
-    assert [problem.path for problem in caught.value.problems] == [path]
-    assert words in str(caught.value)
+    told = {problem.path: str(problem) for problem in caught.value.problems}  # beside others, where several are wrong
+    assert words in told[path]
