@@ -70,7 +70,7 @@ def start(layout: Layout, seed: int = 0) -> Any:
     more = MORE[layout.more]
     config: dict[str, Any] = {
         "train_batch_size": ROWS,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": 1 if layout.dp == 4 else 2,
         "gradient_clipping": 1.0,
         **more,
         "zero_optimization": {"stage": layout.stage, **more.get("zero_optimization", {})},
