@@ -46,7 +46,7 @@ class SplitSequence:
         """Calls of attention on parts of a sequence."""
         region = _region(model, self.model)
         self.at_once = region is not model
-        self.arguments = Arguments.of(region, self.model if region is model else region)
+        self.arguments = Arguments.of(region, region if self.at_once else self.model)
         self._documents_of = attention.documents_of
         self._cut: Cut | None = None
         self._random: Any = None
@@ -237,12 +237,10 @@ def refuse_by_config(model: nn.Module) -> None:
         raise ModelError(
             f"{_KEY}: {name} is not a transformers model, and its attention cannot be reached. Remove the key."
         )
-    reasons = {
-        "it has an encoder and a decoder, of two lengths": bool(getattr(config, "is_encoder_decoder", False)),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ModelError(f"{_KEY}: {name} cannot be split over ranks: {reason}. Remove the key.")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{_KEY}: {name} cannot be split over ranks: it has an encoder and a decoder, of two lengths. Remove the key."
+        )
 
 
 def _last_of(region: nn.Module, model: nn.Module) -> nn.Module:
