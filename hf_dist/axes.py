@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from hf_dist.errors import ConfigError, Problem
 
 AXES: Mapping[str, tuple[str, ...]] = {
-    "pp": ("world", "model", "batch"),  # pipeline stages
+    "pp": ("world", "model", "batch", "replica"),  # pipeline stages
     "dp_replicate": ("world", "dp", "data"),  # copies of what is sharded (HSDP)
-    "dp_shard": ("world", "dp", "data", "shard"),  # ZeRO's shards
-    "cp": ("world", "dp", "shard", "batch"),  # parts of a sequence
-    "tp": ("world", "model", "batch"),  # parts of a matrix
+    "dp_shard": ("world", "dp", "data", "shard", "replica"),  # ZeRO's shards
+    "cp": ("world", "dp", "shard", "batch", "replica"),  # parts of a sequence
+    "tp": ("world", "model", "batch", "replica"),  # parts of a matrix
 }
 """Axis -> the views it belongs to; outermost first. The views:
 
@@ -30,6 +30,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     shard   ranks that ZeRO shards dense weights over
     model   ranks that hold one copy of the model between them
     batch   ranks that read the same rows
+    replica ranks that hold one copy of all states between them
 """
 EXPERTS: tuple[str, ...] = ("edp", "ep")
 """What the axes of `shard` are to the experts of a layer: `ep` neighbours hold different ones, `edp` ranks share each."""

@@ -25,10 +25,11 @@ from hf_dist.config import (
     settled,
     solve_batch,
 )
+from hf_dist.config.refusals import refuse
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.estimate.memory_budget import keep_by_budget
-from hf_dist.estimate.state_bytes import OptimizerStates
+from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.experts.low_rank import keep_adapters_low_rank
 from hf_dist.experts.router_loss import router_loss_for
 from hf_dist.experts.spread import check_experts, expert_counts, spread_experts
@@ -37,8 +38,7 @@ from hf_dist.loss import tiled_loss_for
 from hf_dist.machine import ranks_here
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
 from hf_dist.offload.storage import Storage, open_storage
-from hf_dist.optim.build import build_optimizer
-from hf_dist.optim.in_backward import steps_in_backward
+from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.pipelined import CutModel, Example, Pipeline, cut_model, example_of
@@ -108,14 +108,7 @@ def mesh_for(
 ) -> ParallelMesh:
     """The mesh that `config` asks for, for `model` where it is known. Every rank calls it; ranks whose configs differ are told
     so."""
-    cuts = {
-        "pipeline.stages": config.pipeline.stages,
-        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size,
-    }
-    for path, parts in cuts.items():
-        if config.compile.enabled and parts > 1:
-            reason = f"is not available together with {path} above 1"
-            raise ConfigError(Problem("compile.enabled", "true", reason, "Remove one of the two."))
+    refuse(config)  # what arguments have made of the file
     mesh = build_mesh(
         axes=functools.partial(axes_of, config, here=ranks_here(), experts=expert_counts(model) if model else ()),
         device=device,
@@ -174,7 +167,7 @@ def build_engine(
     if not trainable:
         model.requires_grad_(False)
     else:
-        steps_in_backward(config)  # refuses what cannot be, before weights are read
+        refuse(config)  # before weights are read; now nothing is "auto"
         # Before sharding: its hooks stay outside of what is recomputed, and a split model asks who recomputes.
         set_up_checkpointing(model, config)
     check_experts(model, mesh)
@@ -194,7 +187,7 @@ def build_engine(
         cut = cut_model(model, config.pipeline, mesh, precision, example)
     spread_experts(model, mesh)  # the stages were planned with the stock forward; nothing has been read yet
     keep_adapters_low_rank(model)
-    tensors = split_tensors(model, plan, mesh) if plan is not None else None  # of a stage what it keeps
+    tensors = split_tensors(model, plan, mesh, config) if plan is not None else None  # of a stage what it keeps
     compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # of whole rows
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
@@ -214,7 +207,7 @@ def build_engine(
     if trainable and (pipeline is None or mesh.pp.rank == pipeline.last):
         kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else model.modules()
         engine.tiled_loss = tiled_loss_for(model, set(kept), config, tensors.model.vocabulary if tensors else None)
-        engine.router_loss = router_loss_for(model, mesh, batch.accumulation, config.hf_dist.router_loss)
+        engine.router_loss = router_loss_for(model, sharded.mesh, batch.accumulation, config.hf_dist.router_loss)
     # After both, which see the arguments of whole rows, and before whose outputs are whole.
     split = engine.split_sequence = split_sequence(model, mesh, config.hf_dist.sequence_parallel)
     if split is not None:
@@ -243,6 +236,8 @@ def _shard(
     """The units and hooks of `model`, its blocks compiled if the config says so."""
     leaf = config.zero_optimization.leaf_module
     cut, tensors = parts
+    if config.local_sgd.enabled:  # what trains from here on asks no other replica
+        mesh = mesh.one_replica()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
     sharded = ShardedModel(
@@ -268,9 +263,7 @@ def _optimizer_of(model: nn.Module, config: DistConfig) -> torch.optim.Optimizer
     """What `optimizer` of the config asks for, over the parameters that train; None if it asks for none."""
     if config.optimizer is None:
         return None
-    # A group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
-    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    return build_optimizer(config.optimizer.type, config.optimizer.params, groups)
+    return optimizer_for(model, config.optimizer.type, config.optimizer.params)
 
 
 def _storage_for(

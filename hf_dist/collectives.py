@@ -106,7 +106,7 @@ class Handle:
             self._under_way.add(self)
 
     def complete(self, timeout: timedelta) -> None:
-        """Let what was started come to its end, without the result; for who leaves. Raises `RuntimeError` if it does not."""
+        """Wait for these transfers without using the result, before this rank leaves. Raises `RuntimeError` if one fails."""
         works, self._works = self._works, []
         for work in works:
             work.wait(timeout)
@@ -355,6 +355,17 @@ def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
     items: list[Any] = [None] * axis.size
     dist.all_gather_object(items, item, group=axis.group)
     return items
+
+
+def begin_gather(axis: MeshAxis, row: bytes) -> tuple[list[torch.Tensor], Any]:
+    """Every rank's `row`, of one length, in host memory, and the work under way: the caller looks whether it is complete.
+
+    Collective over `axis`, which has a group over gloo.
+    """
+    count_start()
+    own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(axis.size)]
+    return rows, dist.all_gather(rows, own, group=axis.group, async_op=True)
 
 
 def broadcast_object(axis: MeshAxis, item: Any, source: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,19 +23,21 @@ from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.errors import ModelError
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.experts.router_loss import RouterLoss
+from hf_dist.local_sgd.outer import OuterOptimizer, refuse_other_weights
 from hf_dist.log import say, warn_once
 from hf_dist.loss import TiledLoss
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import sent
 from hf_dist.offload.resting import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
-from hf_dist.optim.elementwise import check_elementwise
-from hf_dist.optim.fragment import Fragment
-from hf_dist.optim.in_backward import StepInBackward, steps_in_backward
+from hf_dist.optim.fragment import OfParameter
+from hf_dist.optim.in_backward import StepInBackward
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.raw_calls import route
+from hf_dist.optim.rounded import rounding_of
 from hf_dist.optim.skipped import SkippedSteps
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling
+from hf_dist.optim.stepping import check_whole, stepping_of
 from hf_dist.optim.taken_over import load_schedule, saved_options
 from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
@@ -42,6 +45,8 @@ from hf_dist.runner import Runner, Step, Whole
 from hf_dist.sequence import SplitSequence
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.window import Window
+
+_NUMBERS = itertools.count()
 
 
 class Engine:
@@ -72,6 +77,11 @@ class Engine:
         """The gradients of the microbatches since the last step."""
         self.runner: Runner = pipeline or Whole(sharded.model, self.window)
         """Runs the model, whole or in stages."""
+        self.outer: OuterOptimizer | None = None
+        """Lets replicas meet that train alone; None where all train together."""
+        if sharded.mesh.replicas is not None and sharded.trainable_groups:
+            self.outer = OuterOptimizer(sharded, config.local_sgd)
+            self.window.on_backward = self.outer.before_backward
         self.optimizer: torch.optim.Optimizer | None = None
         self.fragments: FragmentedOptimizer | None = None
         if optimizer is not None:
@@ -84,6 +94,8 @@ class Engine:
         """The auxiliary loss of a mixture's routers; None where the model has none."""
         self.split_sequence: SplitSequence | None = None
         """Hooks of a model whose sequences are split over ranks."""
+        self.number = next(_NUMBERS)
+        """Among the engines of this process; the same on every rank, as all ranks make the same."""
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.skips = SkippedSteps()
@@ -120,6 +132,11 @@ class Engine:
         return self.skips.last
 
     @property
+    def schedule_waits(self) -> bool:
+        """Whether the schedule leaves out the last step. Replicas that train alone skip different ones: theirs never does."""
+        return self.step_was_skipped and self.outer is None
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that were skipped so far."""
         return self.skips.count
@@ -139,10 +156,16 @@ class Engine:
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer`, made over the model's parameters, step this rank's fragments of them. Local."""
-        check_elementwise(optimizer)
+        stepping = stepping_of(optimizer)
+        check_whole(stepping, optimizer, self.config)
+        rounding = rounding_of(self.config, self.mesh.world.rank)
+        if self.outer is not None:
+            refuse_other_weights(optimizer)
         self.optimizer = optimizer
-        early = steps_in_backward(self.config)
-        self.fragments = FragmentedOptimizer(self.sharded, optimizer, one_by_one=early)
+        early = self.config.hf_dist.optimizer_in_backward
+        self.fragments = FragmentedOptimizer(
+            self.sharded, optimizer, one_by_one=early, stepping=stepping, rounding=rounding
+        )
         self.fragments.hook = route(optimizer, self)
         self.window.early = StepInBackward(self.fragments) if early else None
         self.window.puts_off = functools.partial(takes_scaling, optimizer)
@@ -152,6 +175,13 @@ class Engine:
         """`optimizer.add_param_group` was called: its parameters are trained from now on. Local; every rank does the same."""
         assert self.fragments is not None
         self.fragments.add_group()
+
+    def switch_optimizer(self, mode: str) -> None:
+        """Call `train` or `eval` of the optimizer, which may write weights. Collective at stages 1 and 2."""
+        assert self.fragments is not None
+        self.sharded.take_writes()
+        self.fragments.switch(mode)
+        self.sharded.weights_changed()
 
     # --------------------------------------------------------------------- a step
 
@@ -251,7 +281,7 @@ class Engine:
     def _end_window(self) -> None:
         self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0)
         self.apply_gradients()
-        if self.lr_scheduler is not None and not self.step_was_skipped:
+        if self.lr_scheduler is not None and not self.schedule_waits:
             self.lr_scheduler.step()
 
     def stepped_by_hand(self, closure: Callable[[], Any] | None) -> Any:
@@ -288,15 +318,22 @@ class Engine:
         self.global_steps += 1
         overflow, skip = self._is_skipped(summary.norm)
         self.sharded.synchronize_buffers()
-        if overflow:
-            self.window.close()
-            return
-        self.window.unscale()
-        used = summary.used
-        self._look_at_unused(used)
-        self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip))
-        self.sharded.weights_changed()
+        if not overflow:
+            self.window.unscale()
+            used = summary.used
+            self._look_at_unused(used)
+            self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip))
+        met = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
+        if met or not overflow:
+            self.sharded.weights_changed()
         self.window.close()
+
+    def meet(self) -> None:
+        """Let replicas that train alone meet now, unless they just have. Every rank calls it, between two windows."""
+        if self.outer is not None and not self.outer.met:
+            self.sharded.take_writes()
+            self.outer.meet(self.scaler)
+            self.sharded.weights_changed()
 
     def _is_skipped(self, norm: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
         """(whether the host leaves the step out, what tells the step itself whether to); moves the loss scale."""
@@ -356,6 +393,8 @@ class Engine:
         parts = [self.sharded.resident_nbytes()]
         if self.fragments is not None:
             parts.append(self.fragments.resident_nbytes())
+        if self.outer is not None:
+            parts.append(self.outer.resident_nbytes())
         return {tier.value: sum(part[tier] for part in parts) for tier in Tier}
 
     # ---------------------------------------------------------------- checkpoints
@@ -375,8 +414,10 @@ class Engine:
         """Make `directory` a checkpoint: the model as a folder that `from_pretrained` loads, and the training state.
 
         Every rank calls it. Raises `CheckpointError`; an older checkpoint of that name stays until the new one is complete.
-        With `checkpoint.async_save` the writing goes on in the background; `engine.writer.wait()` waits for it.
+        Replicas that train alone meet first. With `checkpoint.async_save` the writing goes on in the background;
+        `engine.writer.wait()` waits for it.
         """
+        self.meet()
         self.sharded.take_writes()
         self.writer.save(
             self,
@@ -448,5 +489,5 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
 
 
-def _is_used(fragment: Fragment, used: dict[tuple[int, int], bool]) -> bool:
-    return used.get((id(fragment.group), fragment.index), True)
+def _is_used(part: OfParameter, used: dict[tuple[int, int], bool]) -> bool:
+    return used.get((id(part.group), part.index), True)

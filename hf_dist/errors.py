@@ -37,6 +37,10 @@ class CheckpointError(HfDistError, ValueError):
     """A checkpoint is missing, incomplete, or was made by a layout that cannot be read here."""
 
 
+class OneRankError(HfDistError, RuntimeError):
+    """One rank alone has made a call that needs all of them."""
+
+
 class OverflowAtMinimumScaleError(HfDistError, RuntimeError):
     """fp16 gradients overflowed although the loss scale is already at its minimum."""
 

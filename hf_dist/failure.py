@@ -106,6 +106,15 @@ def leave_waiting(reason: str) -> None:
     _leave()
 
 
+def leave_alone(text: str) -> None:
+    """End this process from a thread: its main thread waits, in a call that does not return, for ranks that will not come."""
+    message = f"hf_dist: OneRankError on rank {os.environ.get('RANK', '0')}: {text}"
+    _leave_word(message)
+    if not _tell_launcher(message):
+        print_error("\n" + message)
+    _leave()
+
+
 def _leave() -> None:
     _flush_output()
     for wait in _unfinished:

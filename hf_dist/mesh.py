@@ -29,6 +29,7 @@ __all__ = [
     "build_mesh",
     "device_is_busy",
     "job_store",
+    "join_job",
     "leave_job",
     "own_address",
     "prepare_start",
@@ -65,6 +66,10 @@ class ParallelMesh:
     """Process groups that end with the mesh."""
     hosts: tuple[str, ...] = field(default=(), repr=False)
     """The machine of every rank."""
+    replicas: MeshAxis | None = None
+    """The ranks that hold the same in other replicas, of a mesh that is one replica (`one_replica`)."""
+    near: MeshAxis | None = None
+    """All ranks of the replica, of such a mesh."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         # Process groups cannot be copied, and a copied model belongs to the same processes.
@@ -133,6 +138,33 @@ class ParallelMesh:
         """
         return self.groups.connected("holders", [[line[stage] for stage in stages] for line in self.axes.lines("pp")])
 
+    def one_replica(self) -> ParallelMesh:
+        """The mesh as what trains a replica alone sees it: `dp_replicate` has one rank, `dp` and `data` end at the replica.
+
+        `world` and `axes` stay those of the job, for what all replicas do together. The mesh itself where there is one
+        replica. Collective over world.
+        """
+        if self.axes.size("dp_replicate") == 1:
+            return self
+        shard = self.views["shard"]
+        data = shard if self.cp.size == 1 else self.groups.connected("dp_shard", self.axes.lines("dp_shard"))
+        near = shard
+        if self.axes.size("dp_replicate") * shard.size != self.world.size:
+            near = self.groups.connected("replica", self.axes.lines("replica"))
+        alone = MeshAxis("dp_replicate", 1, 0, None)
+        views = {**self.views, "dp": shard, "data": data, "dp_replicate": alone}
+        return replace(self, views=views, replicas=self.views["dp_replicate"], near=near)
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank is of, on a mesh that is one; else 0."""
+        return 0 if self.replicas is None else self.replicas.rank
+
+    @property
+    def together(self) -> MeshAxis:
+        """Ranks that may be asked at every step: all, or those of the replica."""
+        return self.near or self.world
+
     @property
     def groups(self) -> GroupMaker:
         """Makes more groups, which end with the mesh."""
@@ -164,16 +196,7 @@ def build_mesh(
     Starts `torch.distributed` if nobody did: NCCL on GPUs, gloo on CPUs; a process without a launcher stays alone.
     Raises what `axes` raises, and `TopologyError` when `facts` differ.
     """
-    launch = detect_launch()
-    chosen = _choose_device(launch, device)
-    if chosen.type == "cuda":
-        global _gpu
-        _gpu = chosen
-        torch.cuda.set_device(chosen)
-    prepare_start()
-    if launch.world_size > 1 and not dist.is_initialized():
-        # No device_id, as accelerate: with one torch makes every later group by a call that the whole job takes part in.
-        dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
+    launch, chosen = join_job(device, timeout)
     ready = dist.is_initialized()
     if ready and chosen.type == "cpu":
         leave_in_order()
@@ -197,6 +220,24 @@ def build_mesh(
         # A rank that drops its mesh at once would close connections that others are still making.
         dist.barrier(device_ids=[chosen.index] if dist.get_backend() == "nccl" else None)
     return ParallelMesh(launch, chosen, backend, cut, views, control, background, timeout, groups.lease, hosts)
+
+
+def join_job(device: torch.device | str | None, timeout: timedelta) -> tuple[Launch, torch.device]:
+    """Start `torch.distributed` if nobody did and a launcher started several processes; who this one is, and its device.
+
+    Every process of the job calls it.
+    """
+    global _gpu
+    launch = detect_launch()
+    chosen = _choose_device(launch, device)
+    if chosen.type == "cuda":
+        _gpu = chosen
+        torch.cuda.set_device(chosen)
+    prepare_start()
+    if launch.world_size > 1 and not dist.is_initialized():
+        # No device_id, as accelerate: with one torch makes every later group by a call that the whole job takes part in.
+        dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
+    return launch, chosen
 
 
 def leave_job() -> None:

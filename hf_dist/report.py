@@ -8,10 +8,14 @@ import torch
 
 from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
+from hf_dist.estimate.draw_mesh import mesh_lines
+from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.estimate.overhead import measured
-from hf_dist.estimate.state_bytes import OptimizerStates, States
+from hf_dist.estimate.state_bytes import States
 from hf_dist.experts.spread import exchanges
+from hf_dist.local_sgd.outer import has_anchor
 from hf_dist.network import describe
+from hf_dist.offload.storage import MASTER_NBYTES
 from hf_dist.pipelined import Pipeline
 from hf_dist.sequence import SplitSequence
 from hf_dist.sharding.placement import Placement
@@ -44,8 +48,10 @@ def start_up_report(
         "layout": [
             sharded.mesh.describe(),
             f"weights {weights}, gradients {grads}, optimizer state {optim}",
+            *_mesh(sharded),
             *_second_copy(sharded),
             *_experts(sharded),
+            *_replicas(sharded, config),
         ],
         **({"network": network} if (network := _network(sharded)) else {}),
         **({"pipeline": pipeline.describe()} if pipeline else {}),
@@ -62,6 +68,16 @@ def start_up_report(
     for name, rows in parts.items():
         lines += [f"  {name if i == 0 else '':<9}  {row}" for i, row in enumerate(rows)]
     return "\n".join(lines)
+
+
+def _mesh(sharded: ShardedModel) -> list[str]:
+    """Who holds what, where that is more than one thing."""
+    mesh = sharded.mesh
+    several = [axis for axis in ("pp", "dp_replicate", "cp", "tp", "ep") if mesh.axes.size(axis) > 1]
+    if not several:
+        return []
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(mesh.hosts))}
+    return mesh_lines(mesh.axes, [numbers[host] for host in mesh.hosts] or [0] * mesh.axes.world)
 
 
 def _network(sharded: ShardedModel) -> list[str]:
@@ -88,6 +104,22 @@ def _second_copy(sharded: ShardedModel) -> list[str]:
     size = sharded.placements.second
     return [
         f"second copy of the weights among {size} neighbours: {size_text(nbytes)} per rank; gathers but the first use it"
+    ]
+
+
+def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
+    """Replicas that train alone: when they meet, and what that sends."""
+    section, axis = config.local_sgd, sharded.mesh.replicas
+    if axis is None:
+        return ['"local_sgd" has no effect: there is one replica'] if section.enabled else []
+    numel = sum(g.resting[1] - g.resting[0] for g in sharded.trainable_groups)
+    nbytes = 2 * (axis.size - 1) * MASTER_NBYTES * numel // axis.size
+    kind = "Nesterov momentum" if section.nesterov else "momentum"
+    momentum = f", {kind} {section.outer_momentum:g}" if section.outer_momentum else ""
+    outer = f"outer rate {section.outer_lr:g}{momentum}" if has_anchor(section) else "the mean of their weights"
+    return [
+        f"{axis.size} replicas train alone and meet every {section.every} steps ({outer}): {size_text(nbytes)} per rank "
+        f"and meeting, {size_text(nbytes // section.every)} per step; between meetings they send each other nothing"
     ]
 
 
@@ -148,12 +180,13 @@ def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
     learning = sum(g.layout.num_params for g in sharded.trainable_groups)
     states = States.of_engine(sharded, config, OptimizerStates.of_config(config))
     assumed = "" if config.optimizer is not None else " (if it is AdamW)"
+    here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""
     rows = [
         (what + (assumed if what.startswith("optimizer") else ""), f"{size_text(nbytes)}  {kind}")
         for what, nbytes, kind in states.rows()
     ]
     return [
-        f"{scaled(total)} parameters, {scaled(learning)} of them trained; per rank:",
+        f"{scaled(total)} parameters{here}, {scaled(learning)} of them trained; per rank:",
         *(_aligned(rows) if rows else []),
         *(
             ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]

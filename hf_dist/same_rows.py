@@ -1,4 +1,5 @@
-"""Ranks that compute one model together must read the same rows: one that does not is named, before it hangs the others."""
+"""Ranks that compute one model together must read the same rows, and draw the same random numbers: one that does not is named,
+before it hangs the others."""
 
 from __future__ import annotations
 
@@ -13,11 +14,19 @@ from hf_dist.axes import PATHS
 from hf_dist.checksum import batch_digest
 from hf_dist.errors import ModelError
 from hf_dist.mesh import ParallelMesh
+from hf_dist.random_streams import drops, stream_digest
 
 __all__ = ["compare_rows"]
 
 _AXES = ("tp", "cp")
 """Along a pipeline the schedule compares them (`pipelined.py`)."""
+_DIFFERENCES = (
+    (
+        "reads another batch",
+        "the same rows in the same order. Use one seed for all of them, and let the loader count data ranks, not processes.",
+    ),
+    ("draws other random numbers", "to drop the same elements. Seed them alike before the first forward."),
+)
 _CHECKED = 8
 _CHECK_EVERY = 64
 """Batches are compared in the first forwards, and then now and then: on a GPU the host waits for it."""
@@ -31,7 +40,7 @@ def compare_rows(model: nn.Module, mesh: ParallelMesh, rests: Callable[[], bool]
     axes = [axis for axis in _AXES if mesh.axes.size(axis) > 1]
     if not axes:
         return
-    calls = 0
+    calls, draws = 0, drops(model)
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal calls
@@ -40,23 +49,26 @@ def compare_rows(model: nn.Module, mesh: ParallelMesh, rests: Callable[[], bool]
         calls += 1
         if calls > _CHECKED and calls % _CHECK_EVERY:
             return
-        digest = batch_digest((args, kwargs)).reshape(1).to(mesh.device)
+        rows = batch_digest((args, kwargs)).reshape(1).to(mesh.device)
+        numbers = batch_digest(stream_digest() if draws else []).reshape(1).to(mesh.device)
         for axis in axes:
-            _compare_along(axis, digest, mesh)
+            _compare_along(axis, torch.cat([rows, numbers]), mesh)
 
     model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
-def _compare_along(axis: str, digest: torch.Tensor, mesh: ParallelMesh) -> None:
-    both = torch.cat([digest, -digest])
+def _compare_along(axis: str, digests: torch.Tensor, mesh: ParallelMesh) -> None:
+    both = torch.cat([digests, -digests])
     collectives.all_reduce(mesh.views[axis], both, op="max").wait()
-    if float(both[0]) == -float(both[1]):
+    most, least = both.tolist()[:2], (-both).tolist()[2:]
+    if most == least:
         return
-    everyone = collectives.all_gather_object(mesh.views[axis], float(digest))
-    other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    everyone = collectives.all_gather_object(mesh.views[axis], digests.tolist())
+    which = 0 if most[0] != least[0] else 1
+    other = next(rank for rank, theirs in enumerate(everyone) if theirs[which] != everyone[0][which])
     line = mesh.axes.line(axis, mesh.world.rank)
+    does, need = _DIFFERENCES[which]
     raise ModelError(
-        f"rank {line[other]} reads another batch than rank {line[0]}, with which it computes one model ({PATHS[axis]} "
-        f"{len(line)}): ranks {line[0]} to {line[-1]} need the same rows in the same order. Use the same seed on all of them, "
-        "and let the loader count data ranks, not processes."
+        f"rank {line[other]} {does} than rank {line[0]}, with which it computes one model ({PATHS[axis]} {len(line)}): "
+        f"ranks {line[0]} to {line[-1]} need {need}"
     )

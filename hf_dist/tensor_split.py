@@ -12,7 +12,7 @@ from hf_dist.boxes import TensorSlice
 from hf_dist.config import DistConfig, settled
 from hf_dist.errors import ConfigError, ModelError
 from hf_dist.mesh import ParallelMesh
-from hf_dist.sharding.group_axes import Combination
+from hf_dist.sharding.group_axes import Combination, Operation
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.held import held_slice, keep_slice
 from hf_dist.sharding.quantised import is_packed
@@ -24,7 +24,7 @@ from hf_dist.tensor_parallel.plan import SplitPlan, unwrapped
 from hf_dist.tensor_parallel.slices import sharing_of
 from hf_dist.tensor_parallel.split import SplitModel
 
-__all__ = ["TensorSplit", "plan_tensors", "split_tensors"]
+__all__ = ["TensorSplit", "keep_along_tp", "kinds_of_copies", "plan_of", "plan_tensors", "split_tensors"]
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,11 @@ def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> Sp
 
     Collective over world. Raises `ModelError`, on every rank, for a model that cannot be cut, or not between so many ranks.
     """
+    _refuse_packed(model)
     found: SplitPlan | str | None = None
     if mesh.world.rank == 0:
         try:
-            base, given = unwrapped(model)[0], config.tensor_parallel.partition_config
-            # Between pipeline stages whole sequences travel.
-            sequence = settled(config.hf_dist.sequence_regions) if mesh.pp.size == 1 else False
-            found = choose_plan(base, mesh.tp.size, find_unit_modules, given, sequence)
+            found = plan_of(model, config, mesh.tp.size, staged=mesh.pp.size > 1)
         except (ModelError, ConfigError) as error:
             found = str(error)
     found = collectives.broadcast_object(mesh.world, found)
@@ -61,38 +59,58 @@ def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> Sp
     return found
 
 
-def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh) -> TensorSplit:
+def plan_of(model: nn.Module, config: DistConfig, size: int, *, staged: bool) -> SplitPlan:
+    """What of `model` (real or on meta) is cut between `size` ranks. Local: seconds. `staged`: it is cut into stages, too."""
+    base, given = unwrapped(model)[0], config.tensor_parallel.partition_config
+    # Between pipeline stages whole sequences travel.
+    sequence = False if staged else settled(config.hf_dist.sequence_regions)
+    return choose_plan(base, size, find_unit_modules, given, sequence)
+
+
+def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh, config: DistConfig) -> TensorSplit:
     """Cut `model` in place along `tp`. Nothing is read of weights that are still in their files. Collective over world.
 
     Raises `ModelError`, on every rank, for sizes that do not divide, before anything is cut.
     """
     blocks = find_unit_modules(model)
     names = [name for name, _ in model.named_parameters()]
-    split = SplitModel(model, plan, MeshPeers(mesh.tp), keep=_keep, blocks=blocks)
+    early = config.tensor_parallel.tp_overlap_comm
+    split = SplitModel(model, plan, MeshPeers(mesh.tp), keep=keep_along_tp, blocks=blocks, overlap=early)
     # Every rank makes every group; other pipeline stages may share other numbers of heads.
     sizes = set().union(*collectives.all_gather_object(mesh.world, sharing_of(split.kept)))
     neighbours = {size: mesh.neighbours(size, "tp") or mesh.tp for size in sorted(sizes)}
-    equal = Combination(mesh.tp, "mean", at_end=True)  # replicas stay equal whatever a kernel does
-    parts = Combination(mesh.tp, "sum", at_end=True)
-    shared = {size: Combination(axis, "sum", at_end=True) for size, axis in neighbours.items()}
-    copies: dict[str, Sequence[Combination]] = {}
-    for name in names:
-        if name not in split.kept:
-            copies[name] = (parts if name in split.summed else equal,)
-        elif split.kept[name].sharing > 1:
-            copies[name] = (shared[split.kept[name].sharing],)
+    copies = {
+        name: (Combination(neighbours[among] if among else mesh.tp, operation, at_end=True),)
+        for name, (operation, among) in kinds_of_copies(split, names).items()
+    }
     for module in model.modules():
         if hasattr(type(module), "num_parameters"):
             replace_method(module, "num_parameters", _num_parameters)
     return TensorSplit(split, SlicedShare(copies, split.compute_with_whole))
 
 
-def _keep(param: nn.Parameter, held: TensorSlice) -> None:
-    if is_packed(param):
+def kinds_of_copies(split: SplitModel, names: Sequence[str]) -> dict[str, tuple[Operation, int]]:
+    """Parameters that other ranks of `tp` hold, too: how gradients are combined, over how many neighbours (0: all)."""
+    found: dict[str, tuple[Operation, int]] = {}
+    for name in names:
+        if name not in split.kept:  # replicas stay equal whatever a kernel does
+            found[name] = ("sum" if name in split.summed else "mean", 0)
+        elif split.kept[name].sharing > 1:
+            found[name] = ("sum", split.kept[name].sharing)
+    return found
+
+
+def _refuse_packed(model: nn.Module) -> None:
+    name = next((name for name, param in model.named_parameters() if is_packed(param)), None)
+    if name is not None:
         raise ModelError(
-            "tensor_parallel.autotp_size above 1 is not available for a base in 4 bits: its blocks run along the rows that "
-            "would be cut. Load the base without quantization_config, or use ZeRO-3 (QLoRA)."
+            f"tensor_parallel.autotp_size above 1 is not available for a base in 4 bits ({name}): its blocks run along the "
+            "rows that would be cut. Load the base without quantization_config, or use ZeRO-3 (QLoRA)."
         )
+
+
+def keep_along_tp(param: nn.Parameter, held: TensorSlice) -> None:
+    """Cut one parameter in place."""
     keep_slice(param, held, "tp")
 
 

@@ -87,6 +87,8 @@ class Window:
         """Steps groups before the window's end, if that is asked for."""
         self.puts_off: Callable[[], bool] = lambda: False
         """Whether the next step multiplies gradients on its way."""
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called whenever a backward reaches the model, before anything is stepped by it."""
         self._factor: torch.Tensor | None = None  # 0D, put off
         self._sharded = sharded
         self._loss_scale: float | None = None  # that the gradients hold, None while there are none
@@ -124,6 +126,7 @@ class Window:
 
     def begin_backward(self) -> bool:
         """A backward has reached the model, whoever started it; returns whether it is expected to be the last. Local."""
+        self.on_backward()
         self.apply_factor()
         scale = 1.0
         if _under_way is not None:

@@ -30,6 +30,7 @@ fi
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PATH="$venv/bin:$PATH"
 ruff check .
+codespell --skip "*/sweep/*.md,*/schema/*" --ignore-words-list fro,nd README.md configs examples hf_dist tests
 ruff format --check .
 mypy hf_dist
 # Two workers, a file at a time: what starts, waits and reads in one leaves its core to the other. -n 0 for one process.

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_dist.cli import doctor
+from hf_dist.cli import doctor, launch
+from hf_dist.config import LauncherSettings
+from hf_dist.errors import ConfigError
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -74,3 +77,70 @@ def test_config_that_cannot_be_read_exits_with_1_and_its_name(tmp_path: Path, te
     assert result.returncode == 1
     assert "unreadable.json" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+YAML = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config: {deepspeed_multinode_launcher: LAUNCHER, zero_stage: 3, offload_optimizer_device: cpu}
+distributed_type: DEEPSPEED
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 29511
+mixed_precision: bf16
+num_machines: MACHINES
+num_processes: 8
+use_cpu: false
+"""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`launched(words, machines, launcher)`: what torchrun would be asked to start, and accelerate's variables."""
+    from torch.distributed import run
+
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(run, "run", lambda arguments: found.update(vars(arguments), env=dict(os.environ)))
+
+    def start(words: list[str], machines: int = 1, launcher: str = "standard") -> dict[str, Any]:
+        path = tmp_path / "zero3.yaml"
+        path.write_text(YAML.replace("LAUNCHER", launcher).replace("MACHINES", str(machines)))
+        launch.launch(["--config_file", str(path), *words])
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("words", "run"),
+    [
+        (["train.py", "--a", "-m"], ["train.py", "--a", "-m"]),
+        (["-m", "trl.scripts.sft", "--config_file", "x"], ["-m", "trl.scripts.sft", "--config_file", "x"]),
+        (["-m", "hf_dist.run", "--config", "a.json", "train.py"], ["--config", "a.json", "train.py"]),
+    ],
+)
+def test_launch_reads_the_yaml_of_accelerate_without_deepspeed(words: list[str], run: list[str], launched: Any) -> None:
+    before = dict(os.environ)
+    found = launched(words, machines=2)
+    assert (found["module"], found["training_script"], found["training_script_args"]) == (True, "hf_dist.run", run)
+    assert (found["nnodes"], found["nproc_per_node"], str(found["node_rank"])) == ("2", "4", "1")
+    settings = LauncherSettings.from_environment(found["env"])
+    assert settings is not None
+    given = {key: setting.value for key, setting in settings.settings.items()}
+    assert given == {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"}
+    assert found["env"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher", "says"),
+    [
+        (["--cpu", "train.py"], "standard", "--cpu"),
+        (["--no_python", "train"], "standard", "--no_python"),
+        (["train.py"], "pdsh", 'deepspeed_multinode_launcher: pdsh .*Set it to "standard"'),
+    ],
+)
+def test_launch_refuses_what_would_drop_the_configuration(
+    words: list[str], launcher: str, says: str, launched: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        launched(words, machines=2, launcher=launcher)

@@ -29,7 +29,7 @@ CASES = {
     f"stage{stage}-{kind or 'none'}-{optimizer}": (stage, kind, optimizer)
     for stage in (0, 1, 2, 3)
     for kind in ("", *(("cpu",) if stage else ()), *(("cpu+cpu",) if stage == 3 else ()))
-    for optimizer in ("AdamW", "SGD")
+    for optimizer in ("AdamW", "SGD", "Muon", *(() if kind else ("Lamb", "Adafactor", "AdamW in bf16")))
 }
 
 
@@ -51,10 +51,12 @@ def llama(layers: int = 3) -> LlamaForCausalLM:
 def config_of(stage: int, kind: str, optimizer: str = "AdamW", **more: Any) -> dict[str, Any]:
     """A config whose `kind` is "", "cpu" (optimizer) or "cpu+cpu" (weights as well)."""
     offload = dict(zip(("offload_optimizer", "offload_param"), kind.split("+") if kind else (), strict=False))
-    params = {"lr": 1e-3, **({"momentum": 0.9} if optimizer == "SGD" else {})}
+    own: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adafactor": {"relative_step": False, "beta1": 0.9}}
+    own["AdamW in bf16"] = {"fp32_optimizer_states": False}
+    params = {"lr": 1e-3, **own.get(optimizer, {})}
     return {
         "train_micro_batch_size_per_gpu": MICRO,
-        "optimizer": {"type": optimizer, "params": params},
+        "optimizer": {"type": optimizer.removesuffix(" in bf16"), "params": params},
         "zero_optimization": {"stage": stage, **{key: {"device": device} for key, device in offload.items()}},
         "bf16": {"enabled": True},
         **more,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dist.watchdog import departure, thread
+from hf_dist.watchdog import departure, thread, watch
 from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
 from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers
@@ -173,6 +173,36 @@ def test_a_place_that_was_read_keeps_nothing_alive() -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_the_place_is_that_of_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under Ray Train, whose main thread waits for the one that runs the loop."""
+
+    class Fake:
+        """A running one."""
+
+        engines: set[object] = set()
+        thread = threading.main_thread().ident
+
+    class Engine:
+        """One that is made in the loop."""
+
+    fake, ready, seen = Fake(), threading.Event(), threading.Event()
+    monkeypatch.setattr("hf_dist.watchdog.thread._watchdog", fake)
+
+    def loop_of_the_user() -> None:
+        watch(Engine())
+        ready.set()
+        seen.wait(10)
+
+    trains = threading.Thread(target=loop_of_the_user)
+    trains.start()
+    ready.wait(10)
+    found = find_location({}, thread=fake.thread)
+    seen.set()
+    trains.join()
+    assert any("loop_of_the_user" in line for line in found.stack), found.stack
+    assert not any("loop_of_the_user" in line for line in find_location({}).stack)
 
 
 def test_a_place_is_read_from_another_thread() -> None:

@@ -6,6 +6,7 @@ moment leaves the previous checkpoint as it was, and at most a working folder th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -81,7 +82,7 @@ def move_files(working: Path, target: Path, last: str) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
     for old in target.iterdir():
-        if _WEIGHTS.match(old.name) and old.name not in names:
+        if (_WEIGHTS.match(old.name) or old.name == last) and old.name not in names:
             old.unlink()
     shutil.rmtree(working)
 
@@ -158,6 +159,22 @@ def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
+def complete(root: Path) -> list[Path]:
+    """Every complete checkpoint below `root`, whatever its name, the oldest first; those of the stock Trainer, too."""
+    found: list[tuple[int, float, Path]] = []
+    for path in root.iterdir() if root.is_dir() else ():
+        try:
+            stock = _NUMBERED.match(path.name) if (path / _TRAINER_STATE).is_file() else None
+            manifest = read_manifest(path) if not path.name.startswith(".") and path.is_dir() else None
+            if manifest is not None and not incomplete(path):
+                found.append((int(manifest.get("step", 0)), path.stat().st_mtime, path))
+            elif stock and manifest is None:
+                found.append((int(stock.group(1)), path.stat().st_mtime, path))
+        except (CheckpointError, OSError):  # damaged, or deleted while it was looked at
+            continue
+    return [path for _, _, path in sorted(found)]
+
+
 def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
     """Delete the oldest checkpoints beyond `limit`, never one in `keep` nor the newest complete one. One process.
 
@@ -172,11 +189,17 @@ def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
     surplus = len(found) - max(limit, len(kept & {p.resolve() for p in found}))
     doomed = [p for p in reversed(found) if p.resolve() not in kept][: max(surplus, 0)]
     for folder in doomed:
-        # Renamed first: a kill in the middle of a deletion must not leave half a checkpoint under its name.
-        half = root / f"{_WORKING}{folder.name}-deleted"
-        os.rename(folder, half)
-        shutil.rmtree(half, ignore_errors=True)
+        remove(folder)
     return doomed
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; one that is not there is no error. One process."""
+    # Renamed first: a kill in the middle of a deletion must not leave half a checkpoint under its name.
+    half = folder.parent / f"{_WORKING}{folder.name}-deleted"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, half)
+    shutil.rmtree(half, ignore_errors=True)
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:

@@ -218,7 +218,7 @@ def _take_optimizer(
             # torch's own step counter is 0-dimensional, and so may be a parameter: only the name tells them apart.
             if tuple(tensor.shape) == shapes[name] and key != "step":
                 tensors[f"optimizer.{key}.{name}"] = tensor
-            elif tensor.numel() == 1:
+            elif tensor.numel() == 1 or fragments.sees_whole:
                 tensors[f"optimizer_scalar.{key}.{name}"] = tensor
             else:
                 reason = (

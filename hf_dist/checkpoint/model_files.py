@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,19 +32,24 @@ PLAN = "hf_dist_weights.json"
 class ModelFiles:
     """The files of one model."""
 
-    plan: WeightPlan
+    plan: WeightPlan | None
+    """None where the code of a library writes the weights with the small files."""
     buffers: Sequence[OwnedPart] = ()
     """Persistent buffers, equal on every rank; rank 0 writes them."""
     write_small_files: Callable[[Path], None] = lambda _: None
     """Configuration and the like; called on rank 0 with the folder."""
+    with_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Every rank is inside while small files are written: there they may be made of the weights. Collective to enter."""
 
     def write(self, folder: Path, parts: Sequence[OwnedPart], axis: MeshAxis) -> None:
         """Write the weights of all ranks. Collective over `axis`. Raises `CheckpointError` on every rank."""
-        write_weights(folder, self.plan, [*parts, *self.buffers] if axis.rank == 0 else list(parts), axis)
+        if self.plan is not None:
+            write_weights(folder, self.plan, [*parts, *self.buffers] if axis.rank == 0 else list(parts), axis)
 
     def write_plan(self, folder: Path) -> None:
         """Write where everything is. One rank."""
-        (folder / PLAN).write_text(json.dumps(self.plan.to_json()) + "\n", encoding="utf-8")
+        if self.plan is not None:
+            (folder / PLAN).write_text(json.dumps(self.plan.to_json()) + "\n", encoding="utf-8")
 
 
 Maker = Callable[[ShardedModel, str | int], "ModelFiles | None"]
@@ -73,6 +79,12 @@ def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
         for group in sharded.groups
         for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True)
     }
+
+
+def weights_nbytes(sharded: ShardedModel) -> int:
+    """Bytes of all weights in the dtypes that they are saved in."""
+    dtypes = loaded_dtypes(sharded)
+    return sum(held_slice(p).whole_numel * dtypes[name].itemsize for name, p in sharded.whole.named_parameters())
 
 
 def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:

@@ -30,6 +30,8 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
         problem = f"{directory / folder.STATE} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
     agree(engine.mesh.world, problem, CheckpointError)
     engine.sharded.weights_changed()
+    if engine.outer is not None:
+        engine.outer.restart()
     return missing
 
 
@@ -78,8 +80,16 @@ def check_readable(directory: Path) -> None:
 
 def restore_random_state(mesh: ParallelMesh, directory: Path, *, seed: int, step: int) -> None:
     """Put this rank's generators where they were; a rank that did not exist then gets a state of its own. Local."""
-    values = read_rank_values(directory / folder.STATE, mesh.world.rank)
+    values = read_rank_values(directory / folder.STATE, draws_like(mesh))
     if values:
         random_state.restore(values)
     else:
-        random_state.derive(seed, step, mesh.world.rank)
+        random_state.derive(seed, step, draws_like(mesh))
+
+
+def draws_like(mesh: ParallelMesh) -> int:
+    """The rank whose saved generators this one takes up: the first that reads its rows, so that they go on alike.
+
+    In the layout that saved, these ranks may have read others.
+    """
+    return mesh.axes.line("batch", mesh.world.rank)[0]

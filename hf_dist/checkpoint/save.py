@@ -6,9 +6,11 @@ begin -> small files -> [copy to the host] -> weights and training state -> seal
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +24,19 @@ from hf_dist.checkpoint import dcp, folder
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.model_files import PLAN, ModelFiles
 from hf_dist.checkpoint.owned_part import OwnedPart
-from hf_dist.checkpoint.training_state import Stateful, check_states, owned_parts, saved_state, write_common
+from hf_dist.checkpoint.training_state import (
+    Stateful,
+    check_states,
+    owned_parts,
+    saved_state,
+    whole_parts,
+    write_common,
+)
 from hf_dist.errors import CheckpointError
 from hf_dist.log import say
-from hf_dist.mesh import MeshAxis, ParallelMesh, use_in_thread
+from hf_dist.mesh import DEFAULT_TIMEOUT, MeshAxis, ParallelMesh, job_store, use_in_thread
 from hf_dist.offload.host import host_empty
+from hf_dist.on_one_rank import REMEDY
 from hf_dist.sizes import size_text
 from hf_dist.version import __version__
 
@@ -93,19 +103,20 @@ class CheckpointWriter:
         if request.training_state and engine.fragments is not None:
             with together(axis, str, CheckpointError):
                 check_states(engine.fragments)
-        with _all_or_none(axis, request.final):
-            if axis.rank == 0:
-                folder.begin(request.final)
-                request.files.write_small_files(working)
-                request.files.write_plan(working)
-                request.write_more_files(working)
-        with _all_or_none(axis, request.final):
-            # A folder that only this machine has would be found empty when it is too late.
-            if not working.is_dir():
-                raise CheckpointError(
-                    f"{working} was made by rank 0 and is not there: the folder is not shared between machines"
-                )
-            request.on_every_rank(working)
+        with request.files.with_weights():
+            with _all_or_none(axis, request.final):
+                if axis.rank == 0:
+                    folder.begin(request.final)
+                    request.files.write_small_files(working)
+                    request.files.write_plan(working)
+                    request.write_more_files(working)
+            with _all_or_none(axis, request.final):
+                # A folder that only this machine has would be found empty when it is too late.
+                if not working.is_dir():
+                    raise CheckpointError(
+                        f"{working} was made by rank 0 and is not there: the folder is not shared between machines"
+                    )
+                request.on_every_rank(working)
         snapshot = self._snapshot(engine, request)
         self.stall_seconds = time.perf_counter() - started
         if not self.in_background:
@@ -127,7 +138,7 @@ class CheckpointWriter:
         self.wait()
         axis = self.mesh.background
         working = folder.working_folder(target / "model")
-        with _all_or_none(axis, target):
+        with files.with_weights(), _all_or_none(axis, target):
             if axis.rank == 0:
                 folder.begin(target / "model")
                 files.write_small_files(working)
@@ -138,6 +149,35 @@ class CheckpointWriter:
         with _all_or_none(axis, target):
             if axis.rank == 0:
                 folder.move_files(working, target, last=PLAN)
+
+    def save_model_here(self, engine: Stateful, target: Path, files: Callable[[], ModelFiles]) -> None:
+        """`save_model` of weights that rank 0 has whole: it writes alone, as under DDP, and waits for nobody.
+
+        Others that call it, too, return when the folder is there. Raises `CheckpointError` wherever it is called.
+        """
+        self.wait()
+        if self.mesh.world.rank:
+            problem = _words.wait_for(engine)
+            if problem:
+                raise CheckpointError(problem)
+            return
+        problem = f"{target}: rank 0 was interrupted while it wrote"
+        working, alone = folder.working_folder(target / "model"), MeshAxis("alone", 1, 0, None)
+        try:
+            with _all_or_none(alone, target):
+                folder.begin(target / "model")
+                made = files()
+                with made.with_weights():
+                    made.write_small_files(working)
+                made.write_plan(working)
+                made.write(working, list(whole_parts(engine.sharded)), alone)
+                folder.move_files(working, target, last=PLAN)
+            problem = ""
+        except CheckpointError as error:
+            problem = str(error)
+            raise
+        finally:
+            _words.tell(engine, problem)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until nothing is being written. Local."""
@@ -220,6 +260,39 @@ class CheckpointWriter:
             nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
             stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
             say(f"{final}: {size_text(nbytes)} written in {self.total_seconds:.1f} s{stall}")
+
+
+class _Words:
+    """What rank 0 says of its own saves, in the job's store; one of a process."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, int]] = Counter()
+
+    def _key(self, engine: Stateful) -> str:
+        # By engine and step: a rank that has not made all calls of rank 0 is in time with it again at the next step.
+        place = (engine.number, engine.global_steps)
+        self._counts[place] += 1
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return f"hf_dist/saved/{restart}/{place[0]}/{place[1]}/{self._counts[place]}"
+
+    def tell(self, engine: Stateful, problem: str) -> None:
+        key, store = self._key(engine), job_store()
+        if store is not None:
+            store.set(key, problem)
+
+    def wait_for(self, engine: Stateful) -> str:
+        """The problem of rank 0, "" for none."""
+        key, store = self._key(engine), job_store()
+        if store is None:
+            return ""
+        try:
+            store.wait([key], DEFAULT_TIMEOUT)
+        except RuntimeError as error:
+            return f"rank 0 has not saved the model, which this rank was told to do ({type(error).__name__}). {REMEDY}"
+        return store.get(key).decode()
+
+
+_words = _Words()
 
 
 def _host_like(value: torch.Tensor) -> torch.Tensor:

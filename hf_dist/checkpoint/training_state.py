@@ -3,6 +3,8 @@
     weights.<parameter>                  interval of the master weights
     optimizer.<key>.<parameter>          interval of an optimizer state shaped like the parameter (exp_avg, ...)
     optimizer_scalar.<key>.<parameter>   one value per parameter (step)
+    replica.<number>.optimizer...        the same of a replica that trains alone, but for the first: those have the plain names
+    outer.momentum.<parameter>           interval of the outer momentum of replicas that train alone
     rank.<rank>.<key>                    what belongs to one rank (random state)
 
 No name contains a rank's layout, so any other layout finds its part.
@@ -23,9 +25,11 @@ from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.errors import CheckpointError
+from hf_dist.local_sgd.outer import OuterOptimizer
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.resting import Tier, opened
 from hf_dist.optim.attach import FragmentedOptimizer
+from hf_dist.optim.compound import is_part, put
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.taken_over import take_options
 from hf_dist.sharding.group import FlatGroup
@@ -33,6 +37,8 @@ from hf_dist.sharding.runtime import ShardedModel
 
 COMMON = "common.pt"
 """Numbers and strings that are equal on every rank: param group options, schedule, scaler, counters."""
+
+_OUTER, _REPLICA, _STATES = "outer.momentum.", "replica.", ("optimizer.", "optimizer_scalar.")
 
 Take = Callable[[str, Any], Any]
 """How a tensor (or `Sliceable`) enters the checkpoint under a name: as it is, or as a copy on the host."""
@@ -50,6 +56,9 @@ class Stateful(Protocol):
 
     sharded: ShardedModel
     fragments: FragmentedOptimizer | None
+    outer: OuterOptimizer | None
+    number: int
+    global_steps: int
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -67,6 +76,8 @@ class Stateful(Protocol):
 
 def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, OwnedPart]]:
     """The parts of all weights that this rank writes: of several ranks with the same elements one owns them."""
+    if sharded.mesh.replica:
+        return  # equal in the first replica, whenever they have met
     for group in (g for g in sharded.groups if g.axes.owns):
         start, stop = (position - group.resting[0] for position in group.owned)
         values = group.master.part(start, stop)
@@ -79,12 +90,34 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
                 yield group, OwnedPart(slot.name, slot.held, first, last, values.narrow(0, at, last - first))
 
 
+def whole_parts(sharded: ShardedModel) -> Iterator[OwnedPart]:
+    """All weights from this rank alone: see `whole_here`. Local."""
+    for group in sharded.groups:
+        group.take_writes()
+        masters = group.resting == (0, group.layout.numel)
+        for slot, param in zip(group.layout.slots, group.params, strict=True):
+            values = group.master.part(slot.offset, slot.stop) if masters else param.detach().reshape(-1)
+            yield OwnedPart(slot.name, slot.held, 0, slot.numel, values)
+
+
+def whole_here(sharded: ShardedModel) -> bool:
+    """Whether each rank has all weights with all bits of theirs. Local, and equal on all ranks."""
+    cut = any(sharded.mesh.axes.size(axis) > 1 for axis in ("pp", "tp", "ep"))
+    return not cut and all(
+        group.resting == (0, group.layout.numel)
+        or (group.is_replicated and all(dtype == group.dtype for dtype in group.loaded_dtypes))
+        for group in sharded.groups
+    )
+
+
 def check_states(fragments: FragmentedOptimizer) -> None:
     """Raise `CheckpointError` for a state of the optimizer that has neither an element for each of its parameter nor is one
     value: what belongs to blocks of a fragment, such as the scales of 8-bit states, means nothing in another layout. Local.
 
     A tensor that is the same for all parameters (a table of 8-bit values) is no such state.
     """
+    if fragments.sees_whole:
+        return  # then it belongs to a tensor, whatever its shape
     found: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for fragment in fragments.fragments:
         for key, value in fragments.scalars(fragment):
@@ -111,31 +144,74 @@ def saved_state(
         for group, part in parts
         if group.trainable
     }
+    if engine.outer is not None and not engine.mesh.replica:
+        state |= _outer_state(engine.outer, take)
     if engine.fragments is None:
         return state
+    own = _of_replica(engine.mesh.replica)
     for fragment in engine.fragments.fragments:
-        first, last, offset = _owned_interval(fragment)
+        first, last = fragment.written
         if last == first or not fragment.group.axes.owns:
             continue
-        slot = fragment.group.layout.slots[fragment.index]
+        slot, offset = fragment.slot, first - fragment.first
         for key, elements in engine.fragments.states(fragment):
-            name = f"optimizer.{key}.{fragment.name}"
+            name = f"{own}optimizer.{key}.{fragment.name}"
             values = take(name, elements.narrow(0, offset, last - first))
             state[name] = FlatSlice(values, first, slot.held)
         for key, value in engine.fragments.scalars(fragment):
-            if value is not None and first == 0 and slot.held.in_whole(0) == 0:  # one rank's, whoever holds the others
-                name = f"optimizer_scalar.{key}.{fragment.name}"
+            has_value = isinstance(value, (torch.Tensor, int, float))
+            if has_value and first == 0 and slot.held.in_whole(0) == 0:  # one rank's, whoever holds the others
+                name = f"{own}optimizer_scalar.{key}.{fragment.name}"
                 state[name] = take(name, _scalar(value))
     return state
 
 
-def _owned_interval(fragment: Fragment) -> tuple[int, int, int]:
-    """(start, stop) within its slice of the parameter that this rank writes, and where that begins in the fragment."""
-    group = fragment.group
-    slot = group.layout.slots[fragment.index]
-    first, last = group.layout.fragment(slot, group.axes.shard.rank)
-    begins = group.resting[0] + fragment.start - slot.offset
-    return first, last, first - begins
+def _of_replica(number: int) -> str:
+    """What the names of a replica's own states begin with."""
+    return f"{_REPLICA}{number}." if number else ""
+
+
+def _outer_state(outer: OuterOptimizer, take: Take) -> dict[str, FlatSlice]:
+    """The outer momentum. Anchors are the weights: replicas meet before a save."""
+    state = {}
+    for group, momentum in outer.states():
+        if not group.axes.owns:
+            continue
+        for slot in group.layout.slots:
+            first, last = group.layout.fragment(slot, group.axes.shard.rank)
+            if last > first:
+                name, at = f"{_OUTER}{slot.name}", slot.offset + first - group.resting[0]
+                values = take(name, momentum.part(at, at + last - first))
+                state[name] = FlatSlice(values, first, slot.held)
+    return state
+
+
+def _fill_outer(outer: OuterOptimizer, stored: Stored, read: Read) -> None:
+    """The outer momentum of this rank's shards; zeros where none is stored. Local."""
+    for group, momentum in outer.states():
+        with opened(momentum, changed=True) as values:
+            values.zero_()
+            wanted: dict[str, FlatSlice | torch.Tensor] = {}
+            for slot in group.layout.slots:
+                start, stop = group.fragment(slot)
+                if stop > start and f"{_OUTER}{slot.name}" in stored:
+                    first = group.resting[0] + start - slot.offset
+                    wanted[f"{_OUTER}{slot.name}"] = FlatSlice(values[start:stop], first, slot.held)
+            if wanted:
+                read(wanted)
+
+
+def _for_replica(stored: Stored, read: Read, replica: int) -> tuple[Stored, Read]:
+    """`stored` and `read` as if a checkpoint held the states of one replica; those that it has are dealt out in turn."""
+    numbers = {int(name.split(".")[1]) for name in stored if name.startswith(_REPLICA)}
+    own = _of_replica(replica % (len(numbers) + 1))
+    names = {name.removeprefix(own): name for name in stored if own and name.startswith(own)}
+
+    def read_own(wanted: dict[str, FlatSlice | torch.Tensor]) -> None:
+        read({names.get(name, name): values for name, values in wanted.items()})
+
+    plain = {name: kind for name, kind in stored.items() if not (own and name.startswith(_STATES))}
+    return {**plain, **{short: stored[name] for short, name in names.items()}}, read_own
 
 
 def _scalar(value: Any) -> torch.Tensor:
@@ -166,7 +242,10 @@ def load_state(engine: Stateful, folder: Path, *, weights_only: bool = False) ->
             optimizer, names = engine.fragments.optimizer, engine.fragments.param_names
             same = take_options(optimizer, names, common.get("optimizer"), folder.parent)
             engine.fragments.has_own_options = not same
-            fill_optimizer(engine.fragments, stored if same else {}, read)
+            own, read_own = _for_replica(stored, read, engine.mesh.replica)
+            fill_optimizer(engine.fragments, own if same else {}, read_own)
+        if engine.outer is not None:
+            _fill_outer(engine.outer, stored, read)
         engine.load_plain_state(common)
     return missing
 
@@ -205,7 +284,7 @@ def fill_weights(groups: Iterable[FlatGroup], stored: Stored, read: Read) -> Non
 
 def fill_optimizer(fragments: FragmentedOptimizer, stored: Stored, read: Read) -> None:
     """Make the optimizer's state of this rank's fragments what is stored; as it was at first where nothing is. Local."""
-    for some in _rounds(fragments.batches, lambda batch: batch.groups[0]):
+    for some in _rounds((b for b in fragments.batches if b.groups), lambda batch: batch.groups[0]):
         with ExitStack() as stack:
             scalars: Scalars = []
             wanted: dict[str, FlatSlice | torch.Tensor] = {}
@@ -233,7 +312,8 @@ def _rounds(parts: Iterable[_Part], group_of: Callable[[_Part], FlatGroup]) -> I
 def set_scalars(scalars: Scalars) -> None:
     """Put values that were read into the optimizer's state; plain numbers become plain again."""
     for owner, key, value in scalars:
-        owner[key] = value.item() if value.dtype in (torch.float64, torch.int64, torch.bool) else value
+        is_number = value.dim() == 0 and value.dtype in (torch.float64, torch.int64, torch.bool)
+        put(owner, key, value.item() if is_number else value)
 
 
 def optimizer_targets(
@@ -253,22 +333,26 @@ def optimizer_targets(
     }
     targets: dict[str, FlatSlice | torch.Tensor] = {}
     for fragment in some:
-        slot = fragment.group.layout.slots[fragment.index]
-        first = fragment.group.resting[0] + fragment.start - slot.offset
+        slot, first = fragment.slot, fragment.first
         state: dict[str, Any] = {}
         device = fragment.tensor.device
+        if any(is_part(key) for _, key in keys.get(fragment.name, ())):
+            state = fragments.structure(fragment)
         for kind, key in keys.get(fragment.name, ()):
             name = f"{kind}.{key}.{fragment.name}"
             shape, dtype = stored[name]
             if kind == "optimizer":
-                state[key] = torch.empty(fragment.stop - fragment.start, dtype=dtype, device=device)
-                targets[name] = FlatSlice(state[key], first, slot.held)
+                # Stepped in fp32; a batch that keeps bf16 rounds again, to the same bits.
+                dtype = torch.float32 if dtype is torch.bfloat16 else dtype
+                flat = torch.empty(fragment.stop - fragment.start, dtype=dtype, device=device)
+                scalars.append((state, key, flat.view(fragment.shape)))
+                targets[name] = FlatSlice(flat, first, slot.held)
             else:
                 # torch keeps step counters on the CPU, unless one kernel reads them there.
                 value = torch.empty(shape, dtype=dtype, device=device if on_device[id(fragment.tensor)] else "cpu")
                 targets[name] = value
                 scalars.append((state, key, value))
-        if state:
+        if keys.get(fragment.name):
             fragments.optimizer.state[fragment.tensor] = state
     return targets
 

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hf_dist.cli import bench, check, checkpoint, config, doctor, env, plan, schedule, tune
+from hf_dist.cli import bench, check, checkpoint, config, doctor, env, launch, mesh, plan, schedule, tune, watch
 from hf_dist.errors import HfDistError
 
 __all__ = ["app", "main"]
@@ -25,11 +25,14 @@ app.command()(env.env)
 app.command()(doctor.doctor)
 app.command()(check.check)
 app.command()(bench.bench)
+app.command(context_settings=launch.SETTINGS)(launch.launch)
 app.command()(checkpoint.export)
 app.command()(checkpoint.inspect)
 app.command()(schedule.schedule)
+app.command()(mesh.mesh)
 app.command()(plan.plan)
 app.command()(tune.tune)
+app.command()(watch.watch)
 app.add_typer(config.app, name="config")
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from hf_dist.bench.asked import Asked
+from hf_dist.cli.options import signature_of
 from hf_dist.errors import HfDistError
 
 __all__ = ["bench"]
@@ -86,20 +85,4 @@ def bench(**options: Any) -> None:
         sys.exit(1)
 
 
-def _signature() -> inspect.Signature:
-    """The fields of `Asked` as parameters that typer reads: so many are one object."""
-    hints = get_type_hints(Asked)
-    parameters = []
-    for field in dataclasses.fields(Asked):
-        default: Any = field.default if field.default is not dataclasses.MISSING else inspect.Parameter.empty
-        kind: Any = hints[field.name]
-        if field.name == "more":
-            default, kind = None, list[Path] | None
-        annotation = Annotated[kind, _OPTIONS[field.name]]
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-    return inspect.Signature(parameters)
-
-
-bench.__signature__ = _signature()  # type: ignore[attr-defined]
+bench.__signature__ = signature_of(Asked, _OPTIONS, {"more": list[Path] | None})  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from hf_dist.hf.proof import Asked, Proof
+    from hf_dist.hf.proof.compare import Blamed
 
 __all__ = ["check"]
 
@@ -50,7 +52,7 @@ def check(
 ) -> None:
     """Prove that a config on several ranks gives the numbers of one process: loss, gradient norm, weights, save and resume.
 
-    Exit code 0: equal. 1: it differs, and the first tensor that does is named.
+    Exit code 0: equal. 1: it differs, and the first tensor that does is named; of several axes each is then tried alone.
     """
     from hf_dist.hf.proof import Asked, prepare, prove, quiet
 
@@ -81,6 +83,13 @@ def check(
         sys.exit(1)
 
 
+def _blame(parts: Sequence[Blamed]) -> str:
+    """The axis that differs alone, or that the others are equal without."""
+    alone = [part.axes.removesuffix(" alone") for part in parts if part.axes.endswith(" alone") and not part.equal]
+    without = [part.axes.removeprefix("without ") for part in parts if part.axes.startswith("without ") and part.equal]
+    return ", ".join(alone or without) or "no axis by itself: only all of them together differ"
+
+
 def _print(asked: Asked, proof: Proof) -> None:
     console = Console(width=max(140, Console().width), highlight=False)
     where = f"on {asked.world} ranks, {proof.precision}, against one process"
@@ -97,4 +106,10 @@ def _print(asked: Asked, proof: Proof) -> None:
     if proof.differs:
         more = f" and {len(proof.differs) - 1} more tensors" if len(proof.differs) > 1 else ""
         console.print(f"first to differ: {proof.differs[0]}{more}, after step {proof.differs_at}", markup=False)
+    for part in proof.blamed:
+        first = f", first: {part.first}" if part.first else ""
+        outcome = "equal" if part.equal else f"fails: {part.error}" if part.error else f"differs{first}"
+        console.print(f"{part.axes}: {outcome}", markup=False)
+    if proof.blamed:
+        console.print(f"likely to blame: {_blame(proof.blamed)}", markup=False)
     console.print("equal" if proof.equal else "NOT equal")

@@ -13,11 +13,11 @@ Name = Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b, interleaved_
 Stages = Annotated[int, typer.Option("--stages", help="Pipeline ranks.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", help="Microbatches of one optimizer step.")]
 Virtual = Annotated[int, typer.Option("--virtual-stages", help="Stages per rank, for interleaved_1f1b.")]
-Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the picture here.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Also write the picture here, as SVG.")]
 
 
 def schedule(
-    name: Name = "1f1b", stages: Stages = 4, microbatches: Microbatches = 8, virtual: Virtual = 1, svg: Svg = None
+    name: Name = "1f1b", stages: Stages = 4, microbatches: Microbatches = 8, virtual: Virtual = 1, output: Output = None
 ) -> None:
     """Draw a pipeline schedule, with its bubble and the microbatches each stage keeps."""
     from hf_dist.pipeline.draw import draw_svg, draw_text
@@ -27,6 +27,6 @@ def schedule(
     plan = make_schedule(name, stages, microbatches, virtual)
     validate(plan)
     print(draw_text(plan))
-    if svg is not None:
-        svg.write_text(draw_svg(plan), encoding="utf-8")
-        print(f"wrote {svg}")
+    if output is not None:
+        output.write_text(draw_svg(plan), encoding="utf-8")
+        print(f"wrote {output}")

@@ -16,6 +16,9 @@ OPTIMIZER_ARGUMENTS: Mapping[str, frozenset[str]] = {
         "Adam": f"{_ADAM} {_DEEPSPEED_ADAM}",
         "AdamW": f"{_ADAM} {_DEEPSPEED_ADAM}",
         "Adagrad": f"{_DECAY} lr_decay initial_accumulator_value eps fused fp32_optimizer_states {_KERNELS}",
+        "Muon": f"{_DECAY} muon_lr adam_lr momentum betas eps adjust_lr_fn ns_dtype ns_method",
+        "Lamb": f"{_DECAY} betas eps bias_correction eps_inside_sqrt max_coeff min_coeff max_grad_norm",
+        "Adafactor": f"{_DECAY} eps clip_threshold decay_rate beta1 scale_parameter relative_step warmup_init",
         "Lion": f"{_DECAY} betas set_grad_none fp32_optimizer_states",
         "SGD": f"{_DECAY} momentum dampening nesterov fused {_KERNELS}",
         "Adadelta": f"{_DECAY} rho eps capturable {_KERNELS}",
@@ -27,7 +30,7 @@ OPTIMIZER_ARGUMENTS: Mapping[str, frozenset[str]] = {
         "Rprop": f"lr etas step_sizes capturable {_KERNELS}",
     }.items()
 }
-"""Optimizers that look at each element on its own: Lion, and classes of torch.optim, with DeepSpeed's switches."""
+"""Classes of torch.optim with DeepSpeed's switches, Lion, and those that must see whole tensors: Muon, Lamb, HF's Adafactor."""
 
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
 _ONE_CYCLE = (

@@ -68,6 +68,7 @@ def examine(
     sources = _sources(typed, "")
     sources |= {path: source for path, source in filled.items() if path in sources}
     note_coercions(typed, config, findings)
+    config._provenance = Provenance(sources=sources)  # a row may ask whether a default was written
     check_together(config, sources, findings)
     if config.hf_dist.strict:
         _refuse_notes(findings)

@@ -13,19 +13,24 @@ from hf_dist.config.rows import Status
 from hf_dist.config.spelling import closest, did_you_mean
 from hf_dist.config.support import SUPPORT
 
-_WHOLE_TENSOR = "looks at whole tensors, which are split here"
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     **{
-        name: "is a 1-bit optimizer, which is not supported: it changes the update (and DeepSpeed has none with ZeRO)"
+        name: "is a 1-bit optimizer, which is not supported: it changes the update (and DeepSpeed has none with ZeRO); "
+        "communication_data_type, hf_dist.reduce_once_per_window and mics_shard_size send less as well"
         for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
     },
     **{name: "is not supported: it needs the mup package" for name in ("MuAdam", "MuAdamW", "MuSGD")},
-    **{name: f"is not available yet in this version of hf_dist: it {_WHOLE_TENSOR}" for name in ("Lamb", "Muon")},
-    **{name: f"is not supported: it {_WHOLE_TENSOR}" for name in ("Adafactor", "LBFGS")},
+    "LBFGS": "is not supported: it searches along a direction of all parameters at once",
     "SparseAdam": "is not supported: gradients are dense here",
 }
 """Optimizers known by name and not served, with the clause that says why."""
-_NEAREST: Mapping[str, str] = {"OneBitAdam": "Adam", "ZeroOneAdam": "Adam", "MuAdam": "Adam", "MuSGD": "SGD"}
+_NEAREST: Mapping[str, str] = {
+    "OneBitAdam": "Adam",
+    "OneBitLamb": "Lamb",
+    "ZeroOneAdam": "Adam",
+    "MuAdam": "Adam",
+    "MuSGD": "SGD",
+}
 """What comes nearest to them; AdamW for the others."""
 
 _NEEDS_CODE = "needs Python objects, which a JSON file cannot hold"
@@ -42,11 +47,18 @@ _OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
     **dict.fromkeys(("momentum", "rho", "alpha", "lambd", "t0", "lr_decay", "momentum_decay"), values.real()),
     **dict.fromkeys(("etas", "step_sizes"), values.pair(values.real())),
     "initial_accumulator_value": values.real(),
+    **dict.fromkeys(("muon_lr", "adam_lr", "max_coeff", "min_coeff", "clip_threshold", "beta1"), values.real()),
+    "decay_rate": values.real(-10.0),
+    **dict.fromkeys(("eps_inside_sqrt", "scale_parameter", "relative_step", "warmup_init"), values.flag),
+    "adjust_lr_fn": values.choice("original", "match_rms_adamw"),
+    "ns_dtype": values.choice("bf16", "fp32"),
     "dampening": values.real(),
     **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "nesterov", "centered"), values.flag),
     **dict.fromkeys(("maximize", "capturable", "differentiable", "decoupled_weight_decay"), values.flag),
-    **dict.fromkeys(("foreach", "fused"), values.flag),
+    **dict.fromkeys(("foreach", "fused", "fp32_optimizer_states"), values.flag),
 }
+_OWN_VALUES: Mapping[tuple[str, str], values.Coerce] = {("Adafactor", "eps"): values.pair(values.real())}
+"""By optimizer and argument: what it means by a name that others have, too."""
 _RATE = values.reals()
 _SCHEDULER_VALUES: Mapping[str, values.Coerce] = {
     "warmup_min_lr": values.or_auto(_RATE),
@@ -94,7 +106,7 @@ def checked_optimizer(section: Any, findings: Findings) -> dict[str, Any] | None
             if not row.accepted(value):
                 findings.note(path, row.reason)
         else:
-            _keep(result, path, _OPTIMIZER_VALUES.get(key, _plain), value, findings)
+            _keep(result, path, _OWN_VALUES.get((name, key)) or _OPTIMIZER_VALUES.get(key, _plain), value, findings)
     if result.get("amsgrad") and name in ("Adam", "AdamW") and not result.get("torch_adam"):
         fix = 'Add "torch_adam": true to "optimizer.params".'
         findings.problem("optimizer.params.amsgrad", 'needs "torch_adam"', fix, found=True)

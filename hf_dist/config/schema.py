@@ -42,6 +42,7 @@ from hf_dist.config.training_sections import (
     ElasticityConfig,
     FlopsProfilerConfig,
     LayerDropConfig,
+    LocalSgdConfig,
 )
 
 
@@ -98,6 +99,8 @@ class DistConfig(Frozen):
     """`tensor_parallel`: matrices cut between neighbouring ranks."""
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     """`expert_parallel`: experts spread over ranks."""
+    local_sgd: LocalSgdConfig = LocalSgdConfig()
+    """`local_sgd`: replicas that train alone between meetings."""
     tensorboard: TensorboardConfig = TensorboardConfig()
     """`tensorboard`: the training log in TensorBoard."""
     wandb: WandbConfig = WandbConfig()
@@ -149,6 +152,20 @@ class DistConfig(Frozen):
         if values.settled(self.fp16.enabled):
             return "fp16"
         return "bf16" if values.settled(self.bf16.enabled) else "fp32"
+
+    @property
+    def shard_group_size(self) -> int | None:
+        """Ranks that share one copy of what is sharded, None when all do that hold the same layers.
+
+        `mics_shard_size` is read at stage 3 only, as in DeepSpeed, unless the copies train alone; where nothing is sharded
+        each rank then is one.
+        """
+        zero = self.zero_optimization
+        if zero.stage != 3 and not self.local_sgd.enabled:
+            return None
+        if zero.mics_shard_size > 0:
+            return zero.mics_shard_size
+        return 1 if zero.stage == 0 and self.local_sgd.enabled else None
 
     def source_of(self, path: str) -> str:
         """Where the value at `path` comes from; "default" when nobody set it."""

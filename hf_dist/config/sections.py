@@ -92,6 +92,8 @@ class Bf16Config(Frozen):
     """`bf16.enabled`: whether weights and activations are bf16."""
     check_grad_overflow: Flag = True
     """`bf16.check_grad_overflow`: whether a step with inf or nan gradients is skipped."""
+    bf16_optimizer_states: Flag = False
+    """`bf16.bf16_optimizer_states`: whether optimizer states rest in bf16; they are stepped in fp32."""
 
 
 class DataTypesConfig(Frozen):
@@ -172,16 +174,9 @@ class ZeroConfig(Frozen):
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     """`zero_optimization.leaf_module`: modules gathered as one, with all their children."""
     mics_shard_size: ShardSize = -1
-    """`zero_optimization.mics_shard_size`: ranks that share one copy of all states, at stage 3; -1 is all data ranks."""
+    """`zero_optimization.mics_shard_size`: ranks that share one copy of all states (3, or `local_sgd`); -1: all data ranks."""
     zero_hpz_partition_size: Count = 1
     """`zero_optimization.zero_hpz_partition_size`: ranks with a second copy of the weights, for later gathers (3); 1 is off."""
-
-    @property
-    def shard_group_size(self) -> int | None:
-        """Ranks that share one copy of the model, None when all data ranks do."""
-        if self.stage != 3:
-            return None  # as in DeepSpeed, which reads it at stage 3 only
-        return self.mics_shard_size if self.mics_shard_size > 0 else None
 
 
 class AioConfig(Frozen):
@@ -231,6 +226,8 @@ class TensorParallelConfig(Frozen):
 
     autotp_size: Degree = 1
     """`tensor_parallel.autotp_size`: ranks between which each layer is cut; 0, 1, or "auto", is no cut."""
+    tp_overlap_comm: Flag = False
+    """`tensor_parallel.tp_overlap_comm`: the sum of an input's gradient begins before weight gradients are computed."""
     partition_config: dict[str, Any] | None = None
     """`tensor_parallel.partition_config`: which weights are cut by rows or columns, in place of the model's own plan."""
 
@@ -327,6 +324,8 @@ class HfDistSection(Frozen):
     """`hf_dist.reduce_once_per_window`: whether gradients are reduced in the last microbatch only, whole until then (2, 3)."""
     optimizer_in_backward: Flag = False
     """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; without clipping."""
+    stochastic_rounding: Flag = False
+    """`hf_dist.stochastic_rounding`: whether optimizer states in bf16 are rounded up or down by chance, right in the mean."""
     router_loss: RouterLossScope = "global"
     """`hf_dist.router_loss`: "global" takes the auxiliary loss of a mixture's routers over all ranks, "local" each rank's."""
     stall_report_seconds: Real = 60.0

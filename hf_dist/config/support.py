@@ -18,7 +18,6 @@ from hf_dist.config.rows import (
     idle,
     is_any_of,
     is_off,
-    is_true,
     later,
     moved,
     refused,
@@ -35,8 +34,15 @@ _RESHARD = idle("every checkpoint can be loaded by any layout")
 _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
 _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
 _ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, lambda value: False)
-_LAMB = later("Remove the key; it belongs to LAMB.", lambda value: False)
-_MUON = later("Remove the key; it belongs to Muon.", lambda value: False)
+
+# What saves as much, with the same numbers.
+_WEIGHTS_TRAVEL = (
+    "weights travel unquantized; hf_dist.memory_budget and mics_shard_size send them less often or less far"
+)
+_GRADIENTS_TRAVEL = (
+    "gradients travel unquantized; communication_data_type, hf_dist.reduce_once_per_window and mics_shard_size "
+    "send less"
+)
 
 _TOP = {
     **rows("", "prescale_gradients", idle("the mean is the same in either order", is_off)),
@@ -69,7 +75,6 @@ _OPTIMIZER = {
         "optimizer.params", "lr betas eps weight_decay torch_adam adam_w_mode bias_correction amsgrad momentum", USED
     ),
     **rows("optimizer.params", "set_grad_none", idle("gradients are always set to None")),
-    **rows("optimizer.params", "fp32_optimizer_states", later("Remove the key or set it to true.", is_true)),
     **rows(
         "optimizer.params",
         "max_grad_norm",
@@ -82,8 +87,12 @@ _OPTIMIZER = {
     **rows("optimizer.params", "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler", _ONE_BIT),
     **rows("optimizer.params", "local_step_scaler local_step_clipper coeff_beta", _ONE_BIT),
     **rows("optimizer.params", "factor_max factor_min factor_threshold", _ONE_BIT),
-    **rows("optimizer.params", "max_coeff min_coeff eps_inside_sqrt", _LAMB),
-    **rows("optimizer.params", "muon_lr adam_lr ns_method", _MUON),
+    **rows("optimizer.params", "max_coeff min_coeff eps_inside_sqrt muon_lr adam_lr fp32_optimizer_states", USED),
+    **rows(
+        "optimizer.params",
+        "ns_method",
+        idle("Newton-Schulz runs as torch's does, in bf16 (gram is DeepSpeed's default)"),
+    ),
 }
 
 _SCHEDULER = {
@@ -103,7 +112,6 @@ _PRECISION = {
     **rows("fp16", "opt_level", _NOT_A_KEY),
     **rows("bf16", "immediate_grad_update", _PERFORMANCE),
     **rows("bf16", "bf16_master_weights_and_grads", later("Remove the key; master weights are fp32.")),
-    **rows("bf16", "bf16_optimizer_states", later("Remove the key; optimizer states are fp32.")),
     **rows("bf16", f"auto_cast {_LOSS_SCALE_KEYS}", idle("bf16 has no loss scale")),
     **rows(
         "amp",
@@ -153,10 +161,10 @@ _ZERO = {
     **rows(_Z, "legacy_stage1", refused("no longer exists", _REMOVE)),
     **rows(_Z, "round_robin_gradients memory_efficient_linear override_module_apply", _PERFORMANCE),
     **rows(_Z, "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks", _PERFORMANCE),
-    **rows(_Z, "zero_quantized_weights", idle("weights travel unquantized", is_off)),
-    **rows(_Z, "zero_quantized_gradients", idle("gradients travel unquantized", is_off)),
+    **rows(_Z, "zero_quantized_weights", idle(_WEIGHTS_TRAVEL, is_off)),
+    **rows(_Z, "zero_quantized_gradients", idle(_GRADIENTS_TRAVEL, is_off)),
     **rows(_Z, "zero_quantized_nontrainable_weights", later(_REMOVE)),
-    **rows(_Z, "zeropp_loco_param", idle("gradients travel unquantized")),
+    **rows(_Z, "zeropp_loco_param", idle(_GRADIENTS_TRAVEL)),
     **rows(_Z, "mics_hierarchical_params_gather", _PERFORMANCE),
     **rows(_Z, "save_muon_momentum_buffer_in_memory", _OFFLOAD_DETAIL),
     **rows(_Z, "grad_hooks", _PERFORMANCE),
@@ -187,7 +195,6 @@ _PARALLEL = {
     **rows("tensor_parallel", "dtype", idle("follows fp16 and bf16")),
     **rows("tensor_parallel", "keep_module_on_host", idle("from_pretrained reads each rank's part only", is_off)),
     **rows("tensor_parallel", "preset_model", idle("the plan is the model's own, and verified")),
-    **rows("tensor_parallel", "tp_overlap_comm", idle("not built yet; the result is the same", is_off)),
     **rows("tensor_parallel", "tensor_parallel.mpu tensor_parallel.tp_group", refused("is not JSON", _REMOVE)),
     **rows("tensor_parallel", "injection_policy_tuple", refused("is not supported", _REMOVE)),
     **rows("tensor_parallel", "replace_with_kernel_inject", refused("is for inference only", _REMOVE)),
@@ -340,7 +347,13 @@ FREE_FORM = frozenset({"optimizer.params", "scheduler.params", "zero_optimizatio
 STRICT = frozenset(
     {
         *("zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
-        *("zero_optimization.leaf_module", "tensor_parallel", "tensor_parallel.tensor_parallel", "pipeline"),
+        *(
+            "zero_optimization.leaf_module",
+            "tensor_parallel",
+            "tensor_parallel.tensor_parallel",
+            "pipeline",
+            "local_sgd",
+        ),
         *("fp16", "bf16", "data_types", "optimizer", "scheduler", "hf_dist"),
         *("tensorboard", "wandb", "csv_monitor", "comms_logger"),
     }

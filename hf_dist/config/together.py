@@ -1,4 +1,4 @@
-"""Keys beside each other: what contradicts, what has no effect because of another key, what was read as another type."""
+"""Keys beside each other: contradictions, what has no effect because of another key, what was read as another type."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from hf_dist.config.batch import MICRO, STEPS, TRAIN
 from hf_dist.config.curriculum import check_curriculum
 from hf_dist.config.findings import Findings
+from hf_dist.config.refusals import refused
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.values import is_auto, shown
 
@@ -39,13 +40,24 @@ _NEEDS = (
         tuple(
             f"{_ZERO}.{key}"
             for key in (
-                *("stage3_prefetch_bucket_size", "mics_shard_size", "zero_hpz_partition_size", "leaf_module"),
+                *("stage3_prefetch_bucket_size", "zero_hpz_partition_size", "leaf_module"),
                 "offload_param",
             )
         ),
         lambda config: config.zero_optimization.stage == 3,
         "read at stage 3 only",
     ),
+    Needs(
+        (f"{_ZERO}.mics_shard_size",),
+        lambda config: config.zero_optimization.stage == 3 or config.local_sgd.enabled,
+        "read at stage 3 only",
+    ),
+    Needs(
+        tuple(f"local_sgd.{key}" for key in ("outer_lr", "outer_momentum", "nesterov")),
+        lambda config: config.local_sgd.enabled,
+        "local_sgd.every is 0",
+    ),
+    Needs(("local_sgd.nesterov",), lambda config: config.local_sgd.outer_momentum > 0, "outer_momentum is 0"),
     Needs(("hf_dist.memory_budget",), lambda config: config.zero_optimization.stage == 3, "read at stage 3 only"),
     Needs(
         ("hf_dist.reduce_once_per_window",),
@@ -122,7 +134,7 @@ _SWITCHES = frozenset(
 _SAY_NOTHING = frozenset(
     {
         *(f"{_PARAM}.device", f"{_OPTIMIZER}.device", f"{_ZERO}.mics_shard_size"),
-        *("pipeline.stages", "pipeline.reshard_per_microbatch", "tensor_parallel.autotp_size"),
+        *("pipeline.stages", "pipeline.reshard_per_microbatch", "tensor_parallel.autotp_size", "local_sgd.nesterov"),
     }
 )
 """Keys whose value "none", 1, -1 or false asks for nothing, or is what switches the rest off."""
@@ -142,11 +154,11 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
     _check_batch(config, sources, findings)
     check_curriculum(config.curriculum_learning, findings)
     _check_warm_up(config, findings)
-    _check_precision(config, findings)
+    for row, clause in refused(config):
+        if row.other not in wrong:  # of a stage that is no number nobody knows what it is beside
+            findings.problem(row.path, clause, row.fix, found=config.value_at(row.path))
     _check_shard_groups(config, findings)
     _check_offload(config, findings, wrong)
-    _check_pipeline(config, findings)
-    _check_tensor_parallel(config, findings)
     _check_partition(config, findings)
     _check_intervals(config, findings)
 
@@ -191,58 +203,16 @@ def _check_warm_up(config: DistConfig, findings: Findings) -> None:
         findings.problem("scheduler.params.warmup_num_steps", expected, fix, found=warm_up)
 
 
-def _check_precision(config: DistConfig, findings: Findings) -> None:
-    if config.fp16.enabled is True and config.bf16.enabled is True:
-        fix = "Set one of them to false."
-        findings.problem("bf16.enabled", 'contradicts "fp16.enabled", which is true too', fix, found=True)
-
-
 def _check_shard_groups(config: DistConfig, findings: Findings) -> None:
-    zero = config.zero_optimization
-    mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
-    if mics > 0 and hpz > 1 and mics != hpz:
-        expected = f'contradicts "mics_shard_size" {mics}, which keeps all states within its groups'
-        findings.problem(f"{_ZERO}.zero_hpz_partition_size", expected, "Keep one of the two.", found=hpz)
-    if hpz > 1 and zero.stage == 3 and config.expert_parallel.enabled:
-        expected = 'is not available together with "expert_parallel"'
-        findings.problem(f"{_ZERO}.zero_hpz_partition_size", expected, "Remove the key.", found=hpz)
-    if mics == 0:
+    if config.zero_optimization.mics_shard_size == 0:
         findings.problem(f"{_ZERO}.mics_shard_size", "is not -1 (off) or at least 1", "Remove the key.", found=0)
 
 
 def _check_offload(config: DistConfig, findings: Findings, wrong: set[str]) -> None:
     zero = config.zero_optimization
-    if zero.offload_optimizer.device != "none" and zero.stage == 0 and f"{_ZERO}.stage" not in wrong:
-        expected = "needs optimizer state that is sharded: at stage 0 every rank would offload and step all of it"
-        fix = f'Set "{_ZERO}.stage" to 1, 2 or 3, or the device to "none".'
-        findings.problem(f"{_OPTIMIZER}.device", expected, fix, found=zero.offload_optimizer.device)
     for path, section in ((_OPTIMIZER, zero.offload_optimizer), (_PARAM, zero.offload_param)):
         if section.device == "nvme" and not section.nvme_path and f"{path}.nvme_path" not in wrong:
             findings.problem(f"{path}.nvme_path", 'is missing; device "nvme" needs a folder', 'Add "nvme_path": "...".')
-
-
-def _check_tensor_parallel(config: DistConfig, findings: Findings) -> None:
-    if config.tensor_parallel.autotp_size > 1 and config.expert_parallel.enabled:
-        expected = 'contradicts "expert_parallel": the experts of a layer would be cut twice'
-        fix = "Remove one of the two sections."
-        findings.problem("tensor_parallel.autotp_size", expected, fix, found=config.tensor_parallel.autotp_size)
-
-
-def _check_pipeline(config: DistConfig, findings: Findings) -> None:
-    pipeline = config.pipeline
-    if pipeline.stages == 1:
-        return
-    if config.progressive_layer_drop.enabled:
-        expected = 'is not available together with "pipeline.stages" above 1'
-        findings.problem("progressive_layer_drop.enabled", expected, "Set it to false.", found=True)
-    if pipeline.virtual_stages > 1 and pipeline.schedule != "interleaved_1f1b":
-        expected = f'needs "schedule": "interleaved_1f1b"; "{pipeline.schedule}" runs one stage per rank'
-        fix = 'Set "schedule" to "interleaved_1f1b", or remove the key.'
-        findings.problem("pipeline.virtual_stages", expected, fix, found=pipeline.virtual_stages)
-    if pipeline.reshard_per_microbatch and pipeline.schedule == "zb_h1" and config.zero_optimization.stage == 3:
-        expected = 'contradicts "schedule": "zb_h1", which needs the weights of a microbatch again after its backward'
-        fix = 'Remove the key, or set "schedule" to "1f1b".'
-        findings.problem("pipeline.reshard_per_microbatch", expected, fix, found=True)
 
 
 def _check_partition(config: DistConfig, findings: Findings) -> None:

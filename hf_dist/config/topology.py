@@ -25,7 +25,7 @@ def axes_of(config: DistConfig, processes: int, *, here: int | None = None, expe
     try:
         sizes: dict[str, Any] = {
             "pp": config.pipeline.stages,
-            "shard": zero.shard_group_size,
+            "shard": config.shard_group_size,
             "tp": config.tensor_parallel.autotp_size,
             "cp": config.sequence_parallel_size,
         }

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import PlainValidator
 
 from hf_dist.config import values
-from hf_dist.config.sections import Count, Flag, Frozen, Real, Share, Text
+from hf_dist.config.sections import Count, Flag, Frozen, Real, Share, Text, Whole
 
 NeededCount = Annotated[int, PlainValidator(values.needed(values.whole(1)))]
 Counts = Annotated[tuple[int, ...], PlainValidator(values.needed(lambda value: tuple(values.wholes(value, 1))))]
@@ -15,6 +15,7 @@ Growth = Annotated[
     Literal["fixed_linear", "fixed_root", "fixed_discrete"],
     PlainValidator(values.choice("fixed_linear", "fixed_root", "fixed_discrete")),
 ]
+Momentum = Annotated[float, PlainValidator(values.real(below=1.0))]
 FromMinusOne = Annotated[int, PlainValidator(values.whole(-1))]
 
 
@@ -35,6 +36,24 @@ class ElasticityConfig(Frozen):
     """`elasticity.prefer_larger_batch`: which of two global batches is taken that fit as many numbers of ranks."""
     ignore_non_elastic_batch_info: Flag = False
     """`elasticity.ignore_non_elastic_batch_info`: whether batch sizes elsewhere in the file are passed over."""
+
+
+class LocalSgdConfig(Frozen):
+    """The `local_sgd` section: copies of what is sharded train alone, and meet every so many steps."""
+
+    every: Whole = 0
+    """`local_sgd.every`: optimizer steps from one meeting of the replicas to the next; 0 is off."""
+    outer_lr: Real = 1.0
+    """`local_sgd.outer_lr`: learning rate of the outer SGD, whose gradient is what the replicas moved on average."""
+    outer_momentum: Momentum = 0.0
+    """`local_sgd.outer_momentum`: momentum of the outer SGD; 0 with `outer_lr` 1 is the mean of the weights, without state."""
+    nesterov: Flag = False
+    """`local_sgd.nesterov`: whether the outer momentum is Nesterov's."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether replicas train alone."""
+        return self.every > 0
 
 
 class CurriculumSchedule(Frozen):

@@ -29,6 +29,7 @@ from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep
 from hf_dist.activation.host_copies import NUM_KEPT
 from hf_dist.activation.tiled_mlp import mlps_of
 from hf_dist.config import DistConfig, settled
+from hf_dist.estimate.sliced import Crossed, MetaPeers, Sliced, crossed_backward
 from hf_dist.loss.chunks import loss_nbytes
 from hf_dist.loss.tiles import TILE_BYTES, saves_memory
 from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
@@ -38,6 +39,33 @@ _PLAIN_LOSS_NBYTES = 12
 """Per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits themselves are gone by then."""
 _ALL = -2
 """Marks what `all` returned."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Sizes of one call: rows of the batch and positions of this rank, heads and their widths."""
+
+    rows: int
+    length: int
+    heads: int
+    key_heads: int
+    widths: int
+    """Of a key and a value together."""
+    itemsize: int
+    flops: int
+
+
+@dataclass
+class Work:
+    """Of one forward, or of a part of it."""
+
+    flops: int = 0
+    """Of matrix products and attention."""
+    attention: list[AttentionCall] = field(default_factory=list)
+    crossed: Crossed = field(default_factory=dict)
+    """Collectives over `tp`."""
+    again: Crossed = field(default_factory=dict)
+    """Those of them that a recomputation makes: it ends where the last tensor was saved."""
 
 
 @dataclass
@@ -56,6 +84,8 @@ class Block:
     """Outputs of matrix products and attention, which selective checkpointing keeps."""
     mlp: int = 0
     """The part of `saved` that an MLP saves, without its input: what `mlp_tiles` computes again, a tile at a time."""
+    work: Work = field(default_factory=Work)
+    """What its forward computes and sends."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +101,7 @@ class Kept:
     """Gradients of activations, while one block is in backward."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Activations:
     """One forward of a model with a microbatch."""
 
@@ -86,6 +116,10 @@ class Activations:
     width: int = 0
     learns: bool = True
     """Whether the head is trained."""
+    rest: Work = field(default_factory=Work)
+    """Of the forward outside the blocks."""
+    backward: Crossed = field(default_factory=dict)
+    """Collectives over `tp` of the whole backward, without those of blocks that run again."""
 
     def kept(self, config: DistConfig, checkpointing: bool = False, paths: frozenset[str] | None = None) -> Kept:
         """Under `config`. `checkpointing`: asked for by the Trainer's argument. `paths`: the blocks of a pipeline stage."""
@@ -125,11 +159,16 @@ class Activations:
 
 
 def measure_activations(
-    model: nn.Module, config: DistConfig, batch: Mapping[str, Any], args: Sequence[Any] = ()
+    model: nn.Module,
+    config: DistConfig,
+    batch: Mapping[str, Any],
+    args: Sequence[Any] = (),
+    slices: Sliced | None = None,
 ) -> Activations:
     """Run `model(*args, **batch)` on meta in the dtype of `config`. Local; `model` (real or on meta) stays as it was.
 
-    `batch`: arguments without labels; only the shapes of its tensors matter. Raises what the model raises on meta.
+    `batch`: arguments without labels; only the shapes of its tensors matter; `slices`: what one rank runs of a
+    model whose matrices are cut. Raises what the model raises on meta.
     """
     model = meta_twin(model)
     precision = precision_for(config, model)
@@ -147,14 +186,17 @@ def measure_activations(
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
     model.train()
     _group_experts(model)
-    recorder = _Recorder(model)
+    peers = slices.cut(model) if slices is not None else None
     trace = _Unpadded(
         list(model.parameters()), read=lambda p: frozenset(), decide=lambda s: None, drawn=lambda: frozenset()
     )
+    recorder = _Recorder(model, trace, peers)
     arguments, named = to_meta((tuple(args), dict(batch)))
     recorder.ignore((arguments, named))
     with on_meta(trace), _fused_attention(recorder), recorder, saved_tensors_hooks(recorder.pack, lambda t: t):
-        model(*arguments, **named)
+        output = model(*arguments, **named)
+    recorder.found.rest.flops += trace.flops - sum(block.work.flops for block in recorder.found.blocks)
+    recorder.found.backward = crossed_backward(tree_leaves(dict(output) if isinstance(output, Mapping) else output))
     return recorder.found
 
 
@@ -193,9 +235,12 @@ def text_batch(model: nn.Module, micro: int, seq: int) -> dict[str, Any]:
 class _Recorder(TorchDispatchMode):
     """Adds up what is saved, by block; as a dispatch mode it also sees which outputs are costly."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trace: MetaTrace, peers: MetaPeers | None = None) -> None:
         super().__init__()
         self.found = Activations()
+        self._trace, self._peers = trace, peers
+        self._before = 0  # flops when the block began
+        self._send_from(self.found.rest)
         self._block: Block | None = None
         self._input: int | None = None
         self._seen: set[int] = set()
@@ -234,6 +279,8 @@ class _Recorder(TorchDispatchMode):
             hidden = args[0] if args else kwargs.get("hidden_states")
             self._block = Block(path)
             self._input = None
+            self._before = self._trace.flops
+            self._send_from(self._block.work)
             self.found.blocks.append(self._block)
             if isinstance(hidden, torch.Tensor):
                 self._block.input = hidden.untyped_storage().nbytes()
@@ -244,7 +291,24 @@ class _Recorder(TorchDispatchMode):
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        assert self._block is not None
+        self._block.work.flops += self._trace.flops - self._before
         self._block = self._input = None
+        self._send_from(self.found.rest)
+
+    def _send_from(self, work: Work) -> None:
+        """What crosses from now on is of this part of the model."""
+        if self._peers is not None:
+            self._peers.crossed = work.crossed
+
+    def attends(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> None:
+        """One call of attention; causal kernels compute half of the scores."""
+        work = self.found.rest if self._block is None else self._block.work
+        widths = key.shape[-1] + value.shape[-1]
+        rows, heads, length, _ = query.shape
+        flops = 2 * rows * heads * length * key.shape[-2] * widths // (2 if causal else 1)
+        work.attention.append(AttentionCall(rows, length, heads, key.shape[1], widths, query.element_size(), flops))
+        self._trace.flops += flops
 
     def _enter_mlp(self, module: nn.Module, args: Any) -> None:
         self._mlp = self._number(args[0]) if args and isinstance(args[0], torch.Tensor) else None
@@ -260,6 +324,8 @@ class _Recorder(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves `tensor`."""
         number = self._number(tensor)
+        if self._block is not None:
+            self._block.work.again = dict(self._block.work.crossed)
         if number in self._seen:
             return tensor
         self._seen.add(number)
@@ -325,6 +391,7 @@ def _fused_attention(recorder: _Recorder) -> Iterator[None]:
     ) -> torch.Tensor:
         if attn_mask is not None and attn_mask.requires_grad:  # T5's bias: no fused kernel gives it a gradient
             return before(query, key, value, attn_mask, *args, **kwargs)
+        recorder.attends(query, key, value, causal=bool(kwargs.get("is_causal", False)))
         out, rows = _FusedAttention.apply(query, key, value, attn_mask)
         recorder.add_costly(out, rows)
         return out

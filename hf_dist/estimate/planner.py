@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +17,19 @@ from hf_dist.config import DistConfig, axes_of, settled
 from hf_dist.errors import HfDistError
 from hf_dist.estimate.activations import Activations, measure_activations, text_batch
 from hf_dist.estimate.expert_traffic import advice, choices
+from hf_dist.estimate.layer_traffic import layer_traffic
 from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.residency import budget_nbytes, keep_within
+from hf_dist.estimate.sliced import Sliced, merged, sliced
 from hf_dist.estimate.state_bytes import States
+from hf_dist.estimate.wire import Traffic, state_traffic
 from hf_dist.experts.spread import expert_counts
+from hf_dist.local_sgd.outer import num_outer_states
 from hf_dist.pipeline import make_schedule, plan_stages, simulate
 from hf_dist.pipeline.planned_split import PlannedSplit
+from hf_dist.sequence.layout import SequenceLayout, layout_for
+from hf_dist.sequence.split import heads_of
+from hf_dist.sharding.held import cut_along
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,8 @@ class Planner:
         self.device = device
         self.beside = beside
         self._num_experts = expert_counts(model)
-        self._measured: dict[tuple[int, int, str], Activations | str] = {}
+        self._measured: dict[tuple[int, int, str, int], Activations | str] = {}
+        self._cut: dict[Any, Sliced] = {}
         self._splits: dict[tuple[int, Any], PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
@@ -87,10 +96,19 @@ class Planner:
             schedule = make_schedule(config.pipeline.schedule, stages, count, config.pipeline.virtual_stages)
             in_flight = max(simulate(schedule).in_flight[s] for s in mine)
             is_last = split.num_stages - 1 in mine
+        slices = self.slices(config)
         states = States.of_model(
-            self.model, config, num_shards=axes.size("shard"), ep=axes.size("ep"), names=names, holders=holders
+            self.model if slices is None else slices.model,
+            config,
+            num_shards=axes.size("shard"),
+            ep=axes.size("ep"),
+            names=names,
+            holders=holders,
+            copies=slices.copies if slices else None,
         )
-        measured = self._activations(config)
+        if axes.size("dp_replicate") > 1:
+            states = replace(states, outer_states=num_outer_states(config.local_sgd))
+        measured = self.activations(config)
         known = isinstance(measured, Activations)
         return MemoryPlan(
             states,
@@ -101,6 +119,32 @@ class Planner:
             pp_rank,
             "" if known else str(measured),
             self.beside(config),
+        )
+
+    def traffic(self, config: DistConfig) -> Traffic:
+        """What one rank sends in a step, by axis; of the fullest stage."""
+        axes = self._axes(config)
+        found = state_traffic(self.plan(config).states, axes)
+        measured = self.activations(config)
+        if isinstance(measured, Activations):
+            more = layer_traffic(
+                measured,
+                axes,
+                config,
+                microbatches=settled(config.gradient_accumulation_steps) or 1,
+                layout=self.layout(config),
+                checkpointing=self.workload.checkpointing,
+            )
+            found |= {axis: merged(found.get(axis, {}), own) for axis, own in more.items()}
+        return found
+
+    def layout(self, config: DistConfig) -> SequenceLayout | None:
+        """How ranks share sequences."""
+        if config.sequence_parallel_size == 1:
+            return None
+        heads, cut = heads_of(self.model), config.tensor_parallel.autotp_size
+        return layout_for(
+            config.sequence_parallel_size, heads // math.gcd(heads, cut), config.hf_dist.sequence_parallel
         )
 
     def expert_lines(self, config: DistConfig) -> list[str]:
@@ -121,15 +165,27 @@ class Planner:
         here = min(self.world_size, RANKS_PER_MACHINE)
         return axes_of(config, self.world_size, here=here, experts=self._num_experts)
 
-    def _activations(self, config: DistConfig) -> Activations | str:
+    def slices(self, config: DistConfig) -> Sliced | None:
+        """What a rank holds where matrices are cut, and the model is not yet."""
+        size = config.tensor_parallel.autotp_size
+        if size == 1 or any(cut_along(p) == "tp" for p in self.model.parameters()):
+            return None
+        key = (size, config.hf_dist.sequence_regions, config.pipeline.stages > 1)
+        if key not in self._cut:
+            self._cut[key] = sliced(self.model, config)
+        return self._cut[key]
+
+    def activations(self, config: DistConfig) -> Activations | str:
+        """Of one microbatch of a rank; why there are none, in words."""
         micro = settled(config.train_micro_batch_size_per_gpu) or self.workload.micro
         seq = -(-self.workload.seq // config.sequence_parallel_size)
-        key = (micro, seq, config.dtype)
+        slices = self.slices(config)
+        key = (micro, seq, config.dtype, id(slices))
         if key not in self._measured:
             try:
                 args, batch = self.workload.arguments or ((), text_batch(self.model, micro, seq))
                 args, batch = tree_map(lambda x: _own_positions(x, self.workload.seq, seq), (args, batch))
-                self._measured[key] = measure_activations(self.model, config, batch, args)
+                self._measured[key] = measure_activations(self.model, config, batch, args, slices)
             except HfDistError:
                 raise
             except Exception as error:  # whatever a model's own code does on meta

@@ -12,68 +12,22 @@ import torch
 from torch import nn
 
 from hf_dist.config import DistConfig, settled
+from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.experts.spread import expert_slices
+from hf_dist.local_sgd.outer import num_outer_states
 from hf_dist.offload.nvme import disk_nbytes
 from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
-from hf_dist.optim.build import build_optimizer
-from hf_dist.sharding.at_rest import GroupAtRest, plan_at_rest
-from hf_dist.sharding.held import held_slice
+from hf_dist.optim.owners import assigned, heaviest_first
+from hf_dist.sharding.at_rest import GroupAtRest, TensorAtRest, plan_at_rest
+from hf_dist.sharding.held import cut_along, held_slice
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay, placements_for
-from hf_dist.sharding.precision import Precision, precision_for
+from hf_dist.sharding.precision import MASTER_DTYPE, Precision, precision_for
 from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.unit import reads_weights_in_backward
 from hf_dist.sharding.units import find_unit_modules, travel_together, unit_members
-
-_PROBE_NUMEL = 64
-
-
-@dataclass(frozen=True)
-class OptimizerStates:
-    """What an optimizer keeps for a trained tensor."""
-
-    elements: tuple[int, ...] = (4, 4)
-    """Bytes per element of each of its states that have the tensor's shape; Adam has two."""
-    nbytes: int = 4
-    """Of everything else that it keeps per tensor, such as its step."""
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerStates:
-        """Read from the states that it has, else found by one step of an optimizer like it on a small tensor."""
-        for param, state in optimizer.state.items():
-            found = cls._read(param, state)
-            if found.elements:
-                return found
-        # Not a copy: that would share states, and a schedule's wrapped `step`, with the original.
-        probe = type(optimizer).__new__(type(optimizer))
-        param = nn.Parameter(torch.zeros(_PROBE_NUMEL))
-        try:
-            torch.optim.Optimizer.__init__(probe, [param], dict(optimizer.defaults))
-            return cls._stepped(probe, param)
-        except Exception:  # somebody's class, which wants more than its options: a plan is not worth an error
-            return cls()
-
-    @classmethod
-    def of_config(cls, config: DistConfig) -> OptimizerStates:
-        """Of the config's optimizer; of the Trainer's AdamW if it has none."""
-        if config.optimizer is None:
-            return cls()
-        param = nn.Parameter(torch.zeros(_PROBE_NUMEL))
-        return cls._stepped(build_optimizer(config.optimizer.type, config.optimizer.params, [param]), param)
-
-    @classmethod
-    def _stepped(cls, optimizer: torch.optim.Optimizer, param: nn.Parameter) -> OptimizerStates:
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-        return cls._read(param, optimizer.state.get(param, {}))
-
-    @classmethod
-    def _read(cls, param: torch.Tensor, state: Mapping[str, Any]) -> OptimizerStates:
-        found = [v for v in state.values() if isinstance(v, torch.Tensor)]
-        shaped = tuple(v.element_size() for v in found if v.shape == param.shape)
-        return cls(shaped, sum(v.numel() * v.element_size() for v in found if v.shape != param.shape))
 
 
 @dataclass(frozen=True)
@@ -84,6 +38,8 @@ class PlannedGroup:
     dtype: torch.dtype
     trainable: bool
     at_rest: GroupAtRest
+    copies: tuple[str, int] | None = None
+    """Of what other ranks of `tp` hold, too: how gradients are combined, over how many neighbours (0: all)."""
 
     @property
     def nbytes(self) -> int:
@@ -164,8 +120,12 @@ class States:
     config: DistConfig
     storage: Storage
     optimizer: OptimizerStates
+    rank: int = 0
+    """Among those that ZeRO shards dense weights over."""
     stays: Mapping[str, Stay] = field(default_factory=dict)
     """By path: units whose gathered weights are kept longer or shorter than `placements` says."""
+    outer_states: int = 0
+    """fp32 tensors beside the master weights, of replicas that train alone."""
 
     @classmethod
     def of_engine(cls, sharded: ShardedModel, config: DistConfig, optimizer: OptimizerStates | None = None) -> States:
@@ -185,7 +145,9 @@ class States:
             config,
             sharded.storage,
             optimizer or OptimizerStates(),
+            sharded.mesh.shard.rank,
             {u.name: u.stay for u in sharded.units},
+            0 if sharded.mesh.replicas is None else num_outer_states(config.local_sgd),
         )
 
     @classmethod
@@ -199,11 +161,12 @@ class States:
         ep: int = 1,
         names: frozenset[str] | None = None,
         holders: Mapping[str, Any] | None = None,
+        copies: Mapping[str, tuple[str, int]] | None = None,
     ) -> States:
         """Those of a model that may be on meta, with a resolved config, on `rank` of `num_shards`. Nothing is allocated.
 
         `ep`: ranks, of those, that hold different experts; `names`: parameters of this rank's pipeline stages (None: all);
-        `holders`: of those, what other stages hold, too.
+        `holders`: of those, what other stages hold, too; `copies`: what other ranks of `tp` hold, too.
         """
         zero = config.zero_optimization
         placements, precision = placements_for(config), precision_for(config, model)
@@ -211,10 +174,13 @@ class States:
         leaf = (zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes)
         units = []
         modules = find_unit_modules(model, leaf)
-        slices, spread = expert_slices(model, ep, rank % ep), object()
+        slices = expert_slices(model, ep, rank % ep)
+        along = {name: "ep" if name in slices else cut_along(p) for name, p in model.named_parameters()}
+        rows: dict[object, object] = {}
 
-        def row(name: str) -> object:
-            return spread if name in slices else (holders or {}).get(name)
+        def row(name: str) -> object:  # one object for those that the engine would give the same axes
+            key = (along[name], (copies or {}).get(name), id((holders or {}).get(name)))
+            return rows.setdefault(key, key)
 
         for path, members in unit_members(model, modules).items():
             named = [(n, p) for n, p in members if names is None or n in names]
@@ -234,12 +200,12 @@ class States:
                     storage=storage,
                     grads=precision.grads,
                 )
-                groups.append(PlannedGroup(layout, dtype, first.requires_grad, at_rest))
+                groups.append(PlannedGroup(layout, dtype, first.requires_grad, at_rest, (copies or {}).get(name)))
             if named or not path:
                 needed = not path or reads_weights_in_backward([modules[path]])
                 units.append(PlannedUnit(path, tuple(groups), needed))
         ordered = _in_module_order(model, units)
-        return cls(ordered, placements, precision, config, storage, OptimizerStates.of_config(config))
+        return cls(ordered, placements, precision, config, storage, OptimizerStates.of_config(config), rank)
 
     @property
     def groups(self) -> list[PlannedGroup]:
@@ -264,6 +230,8 @@ class States:
             if group.trainable:
                 found.gradients[at_rest.gradient.tier] += at_rest.gradient.nbytes
                 self._add_optimizer(group, found.optimizer)
+                self._add_outer(group, found.optimizer)
+        found.optimizer[Tier.DEVICE] += self._owned_nbytes()
         if self._frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:
             found.gradients[Tier.DEVICE] = max(u.reduced for u in self.units)
         found.buffers[Tier.HOST] = self._buffer_nbytes()
@@ -284,18 +252,37 @@ class States:
         rows.append(("weights kept gathered", self.kept_nbytes, "at most"))
         return [row for row in rows if row[1]]
 
+    def _add_outer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
+        stepped = group.at_rest.master or group.at_rest.shard
+        tier = Tier.DEVICE if stepped is None else stepped.tier
+        start, stop = group.at_rest.interval
+        held[tier] += self.outer_states * TensorAtRest(tier, stop - start, MASTER_DTYPE).nbytes
+
     def _add_optimizer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
         at_rest = group.at_rest
         stepped = at_rest.master or at_rest.shard
         tier = Tier.DEVICE if stepped is None else stepped.tier
         start, stop = at_rest.interval
-        overlaps = [min(s.stop, stop) - max(s.offset, start) for s in group.layout.slots]
-        fragments = [n for n in overlaps if n > 0]
         if tier is Tier.DISK:
             held[Tier.DISK] += sum(disk_nbytes(size * (stop - start), torch.uint8) for size in self.optimizer.elements)
-            held[Tier.HOST] += len(fragments) * self.optimizer.nbytes
-        else:
-            held[tier] += sum(fragments) * sum(self.optimizer.elements) + len(fragments) * self.optimizer.nbytes
+        for slot in group.layout.slots:
+            numel = min(slot.stop, stop) - max(slot.offset, start)
+            if numel > 0 and self.optimizer.of_whole is None:
+                elements, nbytes = self.optimizer.of_slot(slot)
+                held[Tier.HOST if tier is Tier.DISK else tier] += nbytes
+                held[tier] += 0 if tier is Tier.DISK else numel * sum(elements)
+
+    def _owned_nbytes(self) -> int:
+        """Of the states that rest at the owners of whole tensors."""
+        whole = self.optimizer.of_whole
+        trained = [group for group in self.groups if group.trainable]
+        if whole is None or not trained:
+            return 0
+        tensors = sorted(
+            ((math.prod(s.shape), s.name, s.shape) for g in trained for s in g.layout.slots), key=heaviest_first
+        )
+        owners = assigned([numel for numel, *_ in tensors], [0.0] * trained[0].layout.num_shards)
+        return sum(whole(shape) for (*_, shape), owner in zip(tensors, owners, strict=True) if owner == self.rank)
 
     def _buffer_nbytes(self) -> int:
         shards = [g.at_rest.interval[1] - g.at_rest.interval[0] for g in self.groups]
@@ -314,6 +301,10 @@ class States:
         other = replace(self, stays=stays)
         other.__dict__["nbytes"] = self.nbytes
         return other
+
+    def with_config(self, config: DistConfig) -> States:
+        """The same states under a config that differs in what does not rest: the number of microbatches."""
+        return replace(self, config=config)
 
     def stay(self, unit: PlannedUnit) -> Stay:
         """How long its gathered weights are kept."""

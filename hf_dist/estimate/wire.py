@@ -1,4 +1,4 @@
-"""Collectives of one rank in one step, exactly: which, how many, and the bytes that it sends.
+"""Collectives of one rank in one step for weights and gradients, exactly: which, how many, and the bytes that it sends.
 
     stage          0                1                     2                   3
     gathers        -                1                     1                   k (2 units - root - last unit - embedding)
@@ -7,55 +7,94 @@
 of every group of every unit, in a step of k microbatches, and one all-reduce for the norm of the gradient. A gather and a
 reduce-scatter among n ranks send (n - 1) / n of the group, padding included, an all-reduce twice that. Groups of parameters
 that are not trained are gathered only, at stage 3. With a second copy of the weights (`zero_hpz_partition_size`) all gathers
-of a group but the first are among the ranks that share it; of what is not trained, all. Every unit is taken to be used and
-reached by backward.
+of a group but the first are among the ranks that share it; of what is not trained, all. A pipeline gathers and reduces once
+per step. What ranks of `tp` hold alike is combined over it at the end, all of one kind at once. Every unit is taken to be
+used and reached by backward. Replicas that train alone (`local_sgd`) send each other, once in so many steps, what they moved:
+the mean of a step is given. What activations send: `layer_traffic.py`.
 """
 
 from __future__ import annotations
 
-from hf_dist.errors import TopologyError
-from hf_dist.estimate.state_bytes import States
-from hf_dist.sharding.placement import Placement
+import torch
+
+from hf_dist.axes import Axes
+from hf_dist.config import settled
+from hf_dist.estimate.sliced import Crossed, add, merged
+from hf_dist.estimate.state_bytes import PlannedUnit, States
+from hf_dist.sharding.placement import Placement, Stay
+from hf_dist.sharding.precision import MASTER_DTYPE
+
+__all__ = ["Traffic", "state_traffic", "step_traffic"]
+
+Traffic = dict[str, Crossed]
+"""By axis, as `axes.py` names it: (number, bytes) by operation."""
 
 
-def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) -> dict[str, tuple[int, int]]:
-    """(number, bytes sent) of one rank's collectives in a step, by the names of `hf_dist.collectives`.
+def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) -> Crossed:
+    """(number, bytes sent) of one rank's collectives in a step, by the names of `hf_dist.collectives`, over all axes.
 
-    `accumulation`: microbatches; `replicas`: copies of the sharded states (HSDP). Raises `TopologyError` for a pipeline.
+    `accumulation`: microbatches; `replicas`: copies of the sharded states (HSDP). Of a model that is whole on its ranks.
     """
-    if states.config.pipeline.stages > 1:
-        raise TopologyError("pipeline.stages is above 1: what stages send each other is not planned")
-    found: dict[str, tuple[int, int]] = {}
+    shard = max((g.layout.num_shards for g in states.groups), default=1)
+    config = states.config.replaced({"gradient_accumulation_steps": (accumulation, "plan")})
+    axes = Axes({"dp_replicate": replicas, "dp_shard": shard})
+    return merged(*state_traffic(states.with_config(config), axes).values())
 
-    def add(op: str, ranks: int, nbytes: int, times: int) -> None:
+
+def state_traffic(states: States, axes: Axes) -> Traffic:
+    """Of one rank's weights, gradients and norm in a step, by axis; `states`: of a rank of `axes`."""
+    accumulation = settled(states.config.gradient_accumulation_steps) or 1
+    found: Traffic = {}
+
+    def send(axis: str, op: str, ranks: int, nbytes: int, times: int = 1) -> None:
         if ranks > 1 and times:
-            count, total = found.get(op, (0, 0))
             sent = (2 if op == "all_reduce" else 1) * (ranks - 1) * nbytes // ranks
-            found[op] = count + times, total + times * sent
+            add(found.setdefault(axis, {}), op, times * sent, times)
 
+    alone = states.config.local_sgd.enabled and axes.size("dp_replicate") > 1
     placements, precision = states.placements, states.precision
     shards_params, shards_optim = placements.params is Placement.SHARD, placements.optim is Placement.SHARD
     windows = accumulation if placements.grads is Placement.SHARD else 1
     num_trained = 0
+    alike: dict[tuple[str, int, torch.dtype], int] = {}
     for unit in states.units:
-        stays = unit is states.units[0] or unit is states.units[-1]  # from forward to backward
-        uses = accumulation * (2 if unit.needed_in_backward and not stays else 1)
+        uses = _uses(states, unit, accumulation)
         for group in unit.groups:
             shards = group.layout.num_shards
+            axis = "shard" if shards == axes.size("shard") else "edp"
             if shards_params:
                 second = group.at_rest.second
                 far = uses if second is None else min(uses, int(group.trainable))
-                add("all_gather", shards, group.nbytes, far)
-                add("all_gather", placements.second, group.nbytes, uses - far)
+                send(axis, "all_gather", shards, group.nbytes, far)
+                send(axis, "all_gather", placements.second, group.nbytes, uses - far)
             if not group.trainable:
                 continue
             num_trained += len(group.layout.slots)
             if shards_optim and not shards_params:
-                add("all_gather", shards, group.nbytes, 1)
+                send(axis, "all_gather", shards, group.nbytes, 1)
             on_wire = group.layout.numel * precision.reduce.itemsize
-            add("reduce_scatter" if shards_optim else "all_reduce", shards, on_wire, windows)
+            send(axis, "reduce_scatter" if shards_optim else "all_reduce", shards, on_wire, windows)
             held = group.at_rest.gradient
-            add("all_reduce", replicas, held.numel * held.dtype.itemsize, 1)
-    ranks = replicas * max((g.layout.num_shards for g in states.groups), default=1)
-    add("all_reduce", ranks, 4 * (1 + num_trained), 1)
+            between = MASTER_DTYPE if alone else held.dtype
+            send("dp_replicate", "all_reduce", axes.size("dp_replicate"), held.numel * between.itemsize)
+            if group.copies is not None:
+                kind = (*group.copies, held.dtype)
+                alike[kind] = alike.get(kind, 0) + held.numel * held.dtype.itemsize
+    for (_, among, _), nbytes in alike.items():
+        send("tp", "all_reduce", among or axes.size("tp"), nbytes)
+    norm = "shard" if alone else "dp"
+    send(norm, "all_reduce", axes.size(norm), 4 * (1 + num_trained))
+    send("model", "all_reduce", axes.size("model"), 4)
+    if alone and "dp_replicate" in found:
+        every = states.config.local_sgd.every
+        found["dp_replicate"] = {op: (n // every, b // every) for op, (n, b) in found["dp_replicate"].items()}
     return found
+
+
+def _uses(states: States, unit: PlannedUnit, accumulation: int) -> int:
+    """Gathers of a unit in a step, where weights rest sharded."""
+    ends = states.config.pipeline.stages == 1 and (unit is states.units[0] or unit is states.units[-1])
+    stay = max(states.stay(unit), Stay.BACKWARD) if ends else states.stay(unit)
+    if stay is Stay.WINDOW:
+        return 1
+    return accumulation * (2 if unit.needed_in_backward and stay is Stay.USE else 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.operations import recursively_apply
 from torch import nn
 
 from hf_dist import collectives, failure, watchdog
@@ -34,26 +33,31 @@ from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
 from hf_dist.hf.data import make_seekable
-from hf_dist.hf.generation import let_generate_gather
+from hf_dist.hf.evaluation import ShorterBatch
+from hf_dist.hf.gathers import GathersMixin
+from hf_dist.hf.generation import let_generate
 from hf_dist.hf.listed import listed_gradients
 from hf_dist.hf.loading import stream_while_alive
+from hf_dist.hf.local_sgd import let_local_sgd_work
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
-from hf_dist.hf.optimizer import DistOptimizer
+from hf_dist.hf.optimizer import DistOptimizer, set_beside
 from hf_dist.hf.parallelism import given_parallelism, with_parallelism
 from hf_dist.hf.peft import inactive_adapters_trainable, let_adapters_work, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.router_loss import cover_trl
+from hf_dist.hf.saving import let_save_pretrained
+from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
+from hf_dist.hf.vllm_sync import let_vllm_gather
 from hf_dist.launch import detect_launch
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, prepare_start, wait_for_job
+from hf_dist.on_one_rank import every_rank
 from hf_dist.pipelined import Example
 from hf_dist.sharding.guard import replace_method
-from hf_dist.sharding.placement import Placement
-from hf_dist.sharding.units import containers
 from hf_dist.window import joint_clip
 
 
-class DistAccelerator(LoopCheckpointsMixin, Accelerator):
+class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
     """An `Accelerator` whose `prepare` shards the model in place, as the JSON says; everything else is accelerate's.
 
     `DistAccelerator(dist_config="zero3.json", ...)` for a loop of one's own, with accelerate's other arguments; without
@@ -99,6 +103,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         return adopted
 
     def _init_dist(self, config: DistConfig) -> None:
+        let_local_sgd_work()
         launch = detect_launch()
         if launch.world_size != self.state.num_processes:
             raise ConfigError(
@@ -122,29 +127,16 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         """The Trainer's model; None in a loop of one's own."""
         self.calls_model: Callable[[nn.Module, dict[str, Any]], Any] | None = None
         """How training calls the model with a batch; None: `model(**batch)`."""
+        self.modules_beside: Callable[[], list[nn.Module]] = list
+        """What the Trainer trains beside its model: a loss with parameters of its own."""
         self._example_loader: Any = None
+        self.shorter_batch = ShorterBatch()
         self.timeout: timedelta = DEFAULT_TIMEOUT
         self._mesh: ParallelMesh | None = None
         self._first_model: nn.Module | None = None  # that a loop of one's own has prepared
         self._may_reduce = True
         self._micro_batch: int | None = None
         """Rows per rank and batch of the loader that a loop of one's own trains with, once it is known."""
-
-    @property
-    def num_processes(self) -> int:
-        """Processes that read different rows: the ranks of a pipeline share theirs. Loaders and losses count with it."""
-        return self.axes.size("data") if "axes" in vars(self) else int(self.state.num_processes)
-
-    @property
-    def process_index(self) -> int:
-        """Coordinate among `num_processes`; `is_main_process` still means one process of the job."""
-        rank = int(self.state.process_index)
-        return self.axes.coordinate("data", rank) if "axes" in vars(self) else rank
-
-    @property
-    def _shares_rows(self) -> bool:
-        """Whether several ranks read the same rows, so that accelerate's own gathers would count them more than once."""
-        return self.axes.size("batch") > 1
 
     def draw_alike(self) -> None:
         """Ranks that read the same rows go on with the same random numbers: scripts may have seeded each rank by its number.
@@ -221,6 +213,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shard `model` in place and return it. A second model in evaluation mode is frozen and has no training state."""
+        let_vllm_gather()
         if self.engine_of(model) is not None:
             set_up_checkpointing(model, self.dist_config)  # a second `train()` has used HF's switch again
         else:
@@ -245,13 +238,8 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             cover_trl(engine)
             self._give_no_sync(model)
             (self.engines if trainable else self.frozen).append(engine)
-            shares = engine.sharded.placements.params is Placement.SHARD and self.mesh.shard.size > 1
-            if shares or self.mesh.axes.size("ep") > 1:
-                # HF's `generate` then keeps all ranks in step until the longest is done.
-                for module in containers(model, engine.sharded.units):
-                    module.__dict__["_is_fsdp_managed_module"] = True
-                    self.let_save_pretrained(module)
-                    let_generate_gather(engine, module)
+            let_generate(engine)
+            let_save_pretrained(engine)
         if model not in self._models:
             self._models.append(model)
         return model
@@ -289,7 +277,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """accelerate's, with batches that a resume can seek."""
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
-        if self._shares_rows:
+        if self._shares_rows or self.dist_config.local_sgd.enabled:
             self._share_data(given)
         loader = super().prepare_data_loader(*args, **kwargs)
         sought = make_seekable(loader)
@@ -298,14 +286,14 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         return sought
 
     def _share_data(self, loader: Any) -> None:
-        """Ranks that read the same batches (those of a pipeline) do so each for itself."""
+        """Ranks that read the same batches (those of a pipeline) do so each for itself, and so do replicas that train alone."""
         if self.dispatch_batches:
             raise ConfigError(
                 Problem(
                     "dispatch_batches",
                     "True",
                     "one process would deal batches to all others, of which several share a batch when a model or its "
-                    "sequences are split",
+                    "sequences are split, or train alone (local_sgd)",
                     "Remove it; every process then reads the data itself.",
                 )
             )
@@ -322,8 +310,9 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         """Bind `optimizer` to the engine of the model whose parameters it holds."""
         if not isinstance(optimizer, DistOptimizer):
             engine = self._engine_holding(p for group in optimizer.param_groups for p in group["params"])
+            beside = set_beside(optimizer, engine, self.modules_beside())
             engine.attach_optimizer(optimizer)
-            optimizer = DistOptimizer(optimizer, engine, self._own_clipping())
+            optimizer = DistOptimizer(optimizer, engine, self._own_clipping(), beside)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         return optimizer
@@ -360,39 +349,12 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
             self.frozen.clear()
         return freed
 
-    def gather(self, tensor: Any) -> Any:
-        """accelerate's, over the data ranks: the ranks of a pipeline hold the same."""
-        if not self._shares_rows:
-            return super().gather(tensor)
-        return recursively_apply(self._gather, tensor, error_on_other_type=True)
-
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        rows = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
-        axis, own = self.mesh.data, rows.view(-1).view(torch.uint8)
-        full = torch.empty(axis.size * own.numel(), dtype=torch.uint8, device=own.device)
-        full[axis.rank * own.numel() : (axis.rank + 1) * own.numel()] = own
-        collectives.all_gather(axis, full).wait()
-        return full.view(tensor.dtype).view(axis.size * rows.shape[0], *rows.shape[1:])
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """accelerate's, over the data ranks."""
-        if not self._shares_rows or not (use_gather_object or _has_objects(input_data)):
-            return super().gather_for_metrics(input_data, use_gather_object)
-        rows = [row for rows in collectives.all_gather_object(self.mesh.data, input_data) for row in rows]
-        last = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
-        return rows[: self.gradient_state.remainder] if last else rows
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """accelerate's, over the data ranks."""
-        if not self._shares_rows or reduction == "none":
-            return super().reduce(tensor, reduction, scale)
-
-        def one(value: torch.Tensor) -> torch.Tensor:
-            value = value.clone()
-            collectives.all_reduce(self.mesh.data, value, op=reduction).wait()
-            return value * scale
-
-        return recursively_apply(one, tensor, error_on_other_type=True)
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """accelerate's, which counts processes, counting data ranks."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self._shares_rows and self._schedulers[-1] is prepared:
+            self._schedulers[-1] = prepared = DataRankScheduler.of(prepared, self.mesh.data.size)
+        return prepared
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Global norm of the gradients of `parameters` before clipping; equal on every rank.
@@ -429,7 +391,7 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step was skipped because of a gradient that is not finite."""
-        return any(engine.step_was_skipped for engine in self.engines)
+        return any(engine.schedule_waits for engine in self.engines)
 
     # ----------------------------------------------------------------- state
 
@@ -437,9 +399,12 @@ class DistAccelerator(LoopCheckpointsMixin, Accelerator):
         """Full weights on the CPU of the main process, an empty dict elsewhere. Every rank calls it."""
         engine = self.engine_of(model)
         if engine is not None:
+            every_rank(self.mesh, "accelerator.get_state_dict()")
+            engine.meet()
             return full_state_dict(engine, keep=self.is_main_process)
         engine = self.engine_containing(model)
         if engine is not None:
+            every_rank(self.mesh, "accelerator.get_state_dict()")
             return part_state_dict(engine, model, keep=self.is_main_process)
         return dict(super().get_state_dict(model, unwrap))
 
@@ -465,11 +430,3 @@ def _held_weakly(method: Callable[[], bool]) -> Callable[[], bool]:
         return True if found is None else found()
 
     return call
-
-
-def _has_objects(data: Any) -> bool:
-    try:
-        recursively_apply(lambda x: x, data, error_on_other_type=True)
-    except TypeError:
-        return True
-    return False

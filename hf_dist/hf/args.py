@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
 
 from hf_dist import failure, watchdog
 from hf_dist.config import (
@@ -65,6 +66,8 @@ class DistArgsMixin:
     )
 
     _counts_processes = False
+    speaks_alone = False
+    """Whether HF's helpers that gather over all processes are to take this one for the only one."""
 
     def __post_init__(self) -> None:
         deepspeed = getattr(self, "deepspeed", None)
@@ -127,6 +130,11 @@ class DistArgsMixin:
             )
         if arguments.n_gpu > 1:  # plain `python` on a machine with several GPUs: one rank, never nn.DataParallel
             arguments._n_gpu = 1
+
+    @property
+    def parallel_mode(self) -> Any:
+        """HF's; "not parallel" for a moment while replicas log that train alone."""
+        return ParallelMode.NOT_PARALLEL if self.speaks_alone else super().parallel_mode  # type: ignore[misc]
 
     @property
     def world_size(self) -> int:

@@ -16,7 +16,7 @@ from hf_dist import collectives
 from hf_dist.checkpoint import folder, foreign, random_state, resume
 from hf_dist.checkpoint.model_files import ModelFiles
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
-from hf_dist.checkpoint.training_state import read_rank_values
+from hf_dist.checkpoint.training_state import read_rank_values, whole_here
 from hf_dist.engine import Engine
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
@@ -25,6 +25,7 @@ from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
 from hf_dist.hf.state_dict import loading
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
 from hf_dist.log import say
+from hf_dist.on_one_rank import every_rank
 from hf_dist.optim.taken_over import load_schedule
 
 _SCHEDULER = "scheduler.pt"
@@ -92,11 +93,11 @@ class CheckpointingMixin:
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """HF's, with the same question: an evaluation may take longer than the time that is left."""
         if self.is_in_train and self.accelerator.even_batches:  # type: ignore[attr-defined]
-            self._leave_if_told()
+            self._leave_if_told(in_evaluation=True)
         return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
-    def _leave_if_told(self) -> None:
-        number = self._stop.agreed() if self._stop is not None else 0
+    def _leave_if_told(self, in_evaluation: bool = False) -> None:
+        number = self._told(in_evaluation)  # type: ignore[attr-defined]
         if not number:
             return
         step = self.state.global_step
@@ -226,7 +227,7 @@ class CheckpointingMixin:
         self.state.save_to_json(str(working / "trainer_state.json"))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that `from_pretrained` loads, at every ZeRO stage, written by all ranks. Every rank calls it.
+        """A folder that `from_pretrained` loads, at every ZeRO stage. Every rank calls it, or rank 0 where it has all weights.
 
         `_save_checkpoint` calls it as HF's does, for the sake of overrides, with the folder that will be `checkpoint-N`; the
         weights are then written with the rest, after it returns.
@@ -240,8 +241,13 @@ class CheckpointingMixin:
             if self.accelerator.mesh.world.rank == 0:
                 self._working[1].write_small_files(target)
             return
-        files = trainer_files(self, engine)
-        self.checkpoint_writer.save_model(engine, target, files)
+        if engine.outer is None and whole_here(engine.sharded):
+            self.checkpoint_writer.save_model_here(engine, target, lambda: trainer_files(self, engine, alone=True))
+        else:
+            every_rank(engine.mesh, "trainer.save_model()")
+            files = trainer_files(self, engine)
+            engine.meet()
+            self.checkpoint_writer.save_model(engine, target, files)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")  # type: ignore[attr-defined]
 
@@ -414,6 +420,6 @@ class CheckpointingMixin:
         in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
         if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:
             state = Path(str(checkpoint)) / folder.STATE
-            values = read_rank_values(state, self.accelerator.mesh.world.rank) if state.is_dir() else None
+            values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else None
             self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]

@@ -4,18 +4,31 @@ The loader fills the last batches with samples from the start of the set, so tha
 drops their predictions, but the mean loss of the batch that holds some of each still counts them; and HF divides the loss of
 a batch by the tokens of all ranks' batches. Source: transformers 5.23 `Trainer.evaluation_loop`, `Seq2SeqTrainer.evaluate`;
 accelerate 1.15 `BatchSamplerShard`, `GradientState`.
+
+[Note: rows and samples]
+
+A collator may make two rows of one sample (TRL's preferences: all chosen, then all rejected), or none that can be told
+(images of several sizes). Only where every value of a batch has one entry per sample are samples taken out of it; other
+batches are computed as they are, which counts the filling in the loss, as stock HF does. The batch of one rank is then shorter
+than the others', and whatever gathers in the step or after it would meet tensors of several lengths: `even_rows`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils.operations import recursively_apply
+from torch import nn
 
-__all__ = ["each_batch_by_itself", "on_rows_of_the_set"]
+from hf_dist import collectives
+from hf_dist.groups import MeshAxis
+
+__all__ = ["ShorterBatch", "each_batch_by_itself", "even_rows", "gathers_by_itself", "on_rows_of_the_set"]
 
 
 @contextmanager
@@ -29,39 +42,84 @@ def each_batch_by_itself(args: Any) -> Iterator[None]:
         args.average_tokens_across_devices = before
 
 
-def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]) -> Any:
-    """`step(inputs)` on the rows that are there for the first time; its results have as many rows as `inputs`. Local.
+class ShorterBatch:
+    """Whether the ranks' batches may have several lengths: from the step of a filled batch until its loader ends."""
 
-    The rows that it adds are dropped when the predictions are gathered. A batch without any new row, or with tensors that
-    do not have one entry per row (images of several sizes), is computed as it is.
+    def __init__(self) -> None:
+        self._loader: Callable[[], Any] = lambda: None
+
+    def begin(self, loader: Any) -> None:
+        """On every rank, whether its own batch is shorter or not."""
+        self._loader = weakref.ref(loader)
+
+    def is_here(self, state: Any) -> bool:
+        """Alike on all ranks; `state`: accelerate's GradientState."""
+        return state.active_dataloader is not None and self._loader() is state.active_dataloader
+
+
+def even_rows(axis: MeshAxis, value: Any) -> Any:
+    """Tensors, nested or not, with their last row repeated until they have as many as the longest of the ranks. Collective."""
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        missing = max(collectives.all_gather_object(axis, tensor.shape[0])) - tensor.shape[0]
+        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else tensor
+
+    return recursively_apply(one, value) if axis.size > 1 else value
+
+
+def gathers_by_itself(loss: Any) -> bool:
+    """Whether a Trainer's `loss` (sentence-transformers: a module, or one per dataset) compares rows of all ranks.
+
+    It gathers with torch's own calls, for which all ranks need equally many rows.
     """
-    count = _num_rows(inputs)
+    losses = loss.values() if isinstance(loss, dict) else [loss]
+    modules = [module for one in losses if isinstance(one, nn.Module) for module in one.modules()]
+    return any(getattr(module, "gather_across_devices", False) is True for module in modules)
+
+
+def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]) -> Any:
+    """`step(inputs)` on the samples that are there for the first time: [Note: rows and samples].
+
+    Its results may have fewer rows than `inputs`; the accelerator's gathers fill them up, and `gather_for_metrics` drops
+    what was filled. A batch without any new sample is computed as it is.
+    """
     state = accelerator.gradient_state
-    if count is None or not state.end_of_dataloader or state.remainder <= 0:
+    if not state.end_of_dataloader or state.remainder <= 0:
         return step(inputs)
+    accelerator.shorter_batch.begin(state.active_dataloader)
+    count = _samples(state, accelerator.num_processes)
     fresh = min(max(state.remainder - accelerator.process_index * count, 0), count)
-    if fresh in (0, count):
+    if fresh in (0, count) or not _has_a_row_per_sample(inputs, count):
         return step(inputs)
-
-    def filled(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != fresh:
-            return value
-        return torch.cat([value, value[-1:].expand(count - fresh, *value.shape[1:])])
-
-    loss, *outputs = step({key: value[:fresh] for key, value in inputs.items()})
-    return (loss, *tree_map(filled, outputs))
+    return step(type(inputs)({key: _first(value, fresh) for key, value in inputs.items()}))
 
 
-def _num_rows(inputs: Any) -> int | None:
-    """Rows of a batch whose values all have one entry per row, else None."""
+def _samples(state: Any, num_processes: int) -> int:
+    """Samples of this rank's last batch, with those that fill it; 0 where the loader does not say."""
+    if isinstance(state.active_dataloader, DataLoaderDispatcher):  # one batch of all ranks, cut evenly
+        return -(-int(state.remainder) // num_processes)
+    return int(getattr(state.active_dataloader, "total_batch_size", 0)) // num_processes
+
+
+def _has_a_row_per_sample(inputs: Any, count: int) -> bool:
+    """Whether all values of a batch have `count` entries, but for settings (`return_loss=True`)."""
     if not isinstance(inputs, Mapping):
-        return None
-    counts = set()
-    for value in inputs.values():
-        if isinstance(value, torch.Tensor) and value.dim():
-            counts.add(value.shape[0])
-        elif isinstance(value, list):
-            counts.add(len(value))
-        else:
-            return None
-    return counts.pop() if len(counts) == 1 else None
+        return False
+    rows = [value for value in inputs.values() if not _is_setting(value)]
+    return bool(rows) and all(_num_rows(value) == count for value in rows)
+
+
+def _is_setting(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _num_rows(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.dim() else None
+    return len(value) if isinstance(value, list) else None
+
+
+def _first(value: Any, count: int) -> Any:
+    return value if _is_setting(value) else value[:count]

@@ -6,30 +6,40 @@ import functools
 import weakref
 from typing import Any
 
-from torch import nn
-
 from hf_dist import collectives
 from hf_dist.engine import Engine
+from hf_dist.errors import ModelError
 from hf_dist.log import say_once
 from hf_dist.machine import free_nbytes
+from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import unsharded
 from hf_dist.sharding.guard import replace_method
+from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.units import containers
 from hf_dist.sizes import size_text
 
-__all__ = ["let_generate_gather"]
+__all__ = ["let_generate"]
 
 _SHARE = 0.5
 """Of the free memory for the weights; the rest is for the cache of keys and values, and for activations."""
 
 
-def let_generate_gather(engine: Engine, module: nn.Module) -> None:
-    """Have `module.generate(...)` gather the weights once; `module` is the prepared model or contains all its units. Local.
+def let_generate(engine: Engine) -> None:
+    """Have the prepared model, and what contains all its units, gather the weights once per `generate(_batch)`. Local.
 
     Collective then: every rank calls `generate`, with any number of prompts and any lengths. Inside the caller's own
-    `with hf_dist.gathered(model):` nothing is sent, and each rank may call it as often as it likes.
+    `with hf_dist.gathered(model):` nothing is sent, and each rank may call it as often as it likes. Nothing changes
+    where each rank has all weights.
     """
-    if hasattr(type(module), "generate"):
-        replace_method(module, "generate", functools.partial(_generate, weakref.ref(engine)))
+    shares = engine.sharded.placements.params is Placement.SHARD and engine.mesh.shard.size > 1
+    if not shares and engine.mesh.axes.size("ep") == 1:
+        return
+    for module in containers(engine.model, engine.sharded.units):
+        # HF's `generate` then keeps all ranks in step until the longest is done.
+        module.__dict__["_is_fsdp_managed_module"] = True
+        for name, instead in (("generate", _generate), ("generate_batch", _generate_batch)):
+            if hasattr(type(module), name):
+                replace_method(module, name, functools.partial(instead, weakref.ref(engine)))
 
 
 def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,6 +51,7 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
     spread = engine.mesh.axes.size("ep") > 1
     if all(group.pins and group.fresh for group in engine.sharded.groups):  # in a block that gathered everything
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
+    every_rank(engine.mesh, "model.generate()")
     needed = sum(g.layout.numel * g.full.element_size() for g in engine.sharded.groups if not g.resident)
     if not _fits(engine, needed):
         say_once(
@@ -51,6 +62,21 @@ def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: 
     with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
         # No rank waits for another inside: one that is done need not go on for the others.
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
+
+
+def _generate_batch(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """HF's continuous batching, on weights gathered once: ranks take other numbers of forwards, in a thread of its own."""
+    generate = type(model).generate_batch
+    engine = reference()
+    if engine is None:
+        return generate(model, *args, **kwargs)
+    if engine.mesh.axes.size("ep") > 1:
+        raise ModelError(
+            "generate_batch: tokens travel to experts on other ranks (expert_parallel) in every forward, and the ranks take "
+            "different numbers of them. Use model.generate, or set expert_parallel.enabled to false."
+        )
+    with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
+        return generate(model, *args, **kwargs)
 
 
 def _fits(engine: Engine, needed: int) -> bool:

@@ -9,6 +9,8 @@ Source of the hook: transformers/modeling_utils.py, `PreTrainedModel._load_pretr
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -21,7 +23,7 @@ from hf_dist.hf.dequantise import dequantised_as_read, dequantises
 from hf_dist.log import say_once
 from hf_dist.sharding.lazy import LazyWeight
 
-__all__ = ["from_pretrained", "stream_while_alive"]
+__all__ = ["from_pretrained", "stream_while_alive", "streaming"]
 
 _HOOK = "_load_pretrained_model"
 _stock: Any = None  # the static method of transformers while ours stands in for it
@@ -36,9 +38,16 @@ def from_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
     stock one in every parameter, buffer and message. Not streamed, with a line that says why: models that stay quantized,
     `device_map`, `.bin` and GGUF files, `state_dict=`.
     """
+    with streaming():
+        return model_class.from_pretrained(*args, **kwargs)
+
+
+@contextmanager
+def streaming() -> Iterator[None]:
+    """Inside, every `from_pretrained` of this process streams."""
     _begin()
     try:
-        return model_class.from_pretrained(*args, **kwargs)
+        yield
     finally:
         _end()
 

@@ -6,11 +6,8 @@ names: `scheduler.bin`, `scheduler_1.bin`, ... and `custom_checkpoint_0.pkl`, ..
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
 from hf_dist.optim.taken_over import load_schedule
-from hf_dist.sharding.guard import replace_method
 
 _CUSTOM = re.compile(r"^custom_checkpoint_(\d+)\.pkl$")
 
@@ -80,6 +76,7 @@ class LoopCheckpointsMixin:
             if project.automatic_checkpoint_naming:
                 folder.rotate(final.parent, project.total_limit, keep=[final])
 
+        self.engine.meet()
         self.engine.writer.save(
             self.engine,
             SaveRequest(
@@ -128,16 +125,8 @@ class LoopCheckpointsMixin:
             return
         if not safe_serialization:
             warn_once("save_model: safe_serialization=False has no effect, weights are written as safetensors")
+        engine.meet()
         engine.writer.save_model(engine, Path(save_directory), model_files(engine.sharded, max_shard_size))
-
-    def let_save_pretrained(self, model: nn.Module) -> None:
-        """Have `save_pretrained` of a model whose weights rest sharded write all of them, as scripts expect. Local.
-
-        `model.save_pretrained(folder)` then is collective: every rank calls it, as scripts for accelerate do.
-        """
-        if hasattr(model, "save_pretrained"):
-            instead = functools.partial(_save_pretrained, weakref.ref(self))  # weak: the model would keep the engines
-            replace_method(model, "save_pretrained", instead)
 
     # ------------------------------------------------------------------- folders
 
@@ -202,18 +191,6 @@ class LoopCheckpointsMixin:
             )
         for index, obj in enumerate(self._custom_objects):
             obj.load_state_dict(_plain(directory / f"custom_checkpoint_{index}.pkl"))
-
-
-def _save_pretrained(accelerator: Callable[[], Any], model: Any, save_directory: Any, **kwargs: Any) -> Any:
-    """The stock method, on the main rank, with the full weights unless others are given. Collective then."""
-    owner = accelerator()
-    if owner is None or owner.engine_containing(model) is None:
-        return type(model).save_pretrained(model, save_directory, **kwargs)
-    if kwargs.get("state_dict") is None:
-        kwargs["state_dict"] = owner.get_state_dict(model)
-    if not owner.is_main_process:
-        return None
-    return type(model).save_pretrained(model, save_directory, **kwargs)
 
 
 def _scheduler_name(index: int) -> str:

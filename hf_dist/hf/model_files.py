@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -21,6 +23,7 @@ from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.naming import buffer_parts, weight_plan_for
+from hf_dist.hf.saving import lent, lent_here, own_way
 from hf_dist.hf.state_dict import loaded_dtype, write_dtype
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -28,10 +31,14 @@ _HF_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def hf_model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles | None:
-    """Names, dtypes and files of `model.save_pretrained`; None for a module that has no such method."""
+    """Names, dtypes and files of `model.save_pretrained`; None for a plain module whose names are those of its parameters."""
     model: Any = sharded.model
-    if not hasattr(model, "save_pretrained"):
+    has_method = hasattr(model, "save_pretrained")
+    if own_way(sharded):
+        return _own_files(sharded, model.save_pretrained if has_method else functools.partial(_save_state, model))
+    if not has_method:
         return None
+    sharded.synchronize_buffers()
     return _files(
         sharded, max_shard_size, lambda folder: model.save_pretrained(folder, state_dict=_no_weights(sharded))
     )
@@ -40,9 +47,16 @@ def hf_model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFil
 register(hf_model_files)
 
 
-def trainer_files(trainer: Any, engine: Engine) -> ModelFiles:
-    """What the Trainer's `_save` writes: the model's files, tokenizer or processor, training arguments."""
+def trainer_files(trainer: Any, engine: Engine, *, alone: bool = False) -> ModelFiles:
+    """What the Trainer's `_save` writes: the model's files, tokenizer or processor, training arguments.
+
+    `alone`: of weights that this rank has whole, local then; else collective.
+    """
     size = engine.config.checkpoint.max_shard_size
+    if own_way(engine.sharded, trainer):
+        return _own_files(engine.sharded, trainer._save, alone=alone)
+    if not alone:
+        engine.sharded.synchronize_buffers()
     return _files(
         engine.sharded, size, lambda folder: trainer._save(str(folder), state_dict=_no_weights(engine.sharded))
     )
@@ -54,6 +68,18 @@ def _no_weights(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     if isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False):
         return {}
     return {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
+
+
+def _save_state(model: torch.nn.Module, folder: str) -> None:
+    """As HF's Trainer and accelerate do it."""
+    save_file(model.state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def _own_files(sharded: ShardedModel, save: Callable[[str], None], *, alone: bool = False) -> ModelFiles:
+    """Everything as the code of a library writes it, weights too."""
+    everyone = functools.partial(lent, sharded, keep=sharded.mesh.world.rank == 0)
+    weights = functools.partial(lent_here, sharded) if alone else everyone
+    return ModelFiles(None, write_small_files=lambda folder: save(str(folder)), with_weights=weights)
 
 
 def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> ModelFiles:
@@ -70,7 +96,6 @@ def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> Model
             shutil.copytree(scratch, folder, dirs_exist_ok=True)
         write_dtype(folder, loaded_dtype(sharded))
 
-    sharded.synchronize_buffers()
     buffers = [replace(b, values=b.values.clone()) for b in buffer_parts(sharded.model, plan)]
     return ModelFiles(plan, buffers, small_files)
 

@@ -1,22 +1,32 @@
-"""The optimizer as accelerate, HF schedulers and the Trainer see it."""
+"""The optimizer as accelerate, HF schedulers and the Trainer see it; parameters that are nobody's model's."""
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 
 from hf_dist.engine import Engine
+from hf_dist.errors import ModelError
+from hf_dist.log import say_once
+from hf_dist.sizes import size_text
 
 
 class DistOptimizer(AcceleratedOptimizer):
     """Steps the engine instead of the bare optimizer; `param_groups` and `state` are the inner optimizer's."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_norm: float = 0.0) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, max_norm: float = 0.0, beside: Beside | None = None
+    ) -> None:
         """`max_norm`: clip to it, also where the loop has not asked (`gradient_clipping` of the JSON); 0: do not."""
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.engine = engine
+        self.beside = beside
         self._max_norm = max_norm
         self._is_accelerate_prepared = True
 
@@ -29,12 +39,28 @@ class DistOptimizer(AcceleratedOptimizer):
             if self._max_norm:
                 self.engine.clip_grad_norm(self._max_norm)
             self.engine.apply_gradients()
-            self._is_overflow = self.engine.step_was_skipped
+            self._is_overflow = self.engine.schedule_waits
+            if self.beside is not None and not self.engine.step_was_skipped:
+                self.beside.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the window's gradients."""
         if self.gradient_state.sync_gradients:
             self.engine.zero_grad()
+            if self.beside is not None:
+                self.beside.zero_grad()
+
+    def train(self) -> None:
+        """The inner optimizer's `train`, if it has one: schedule-free ones keep other weights for it. Every rank calls it."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """The inner optimizer's `eval`, likewise."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        if callable(getattr(self.optimizer, mode, None)):
+            self.engine.switch_optimizer(mode)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's fragments, by parameter name."""
@@ -45,3 +71,70 @@ class DistOptimizer(AcceleratedOptimizer):
         """Restore `state_dict()` of the same rank and layout."""
         assert self.engine.fragments is not None
         self.engine.fragments.load_state_dict(state_dict)
+
+
+class Beside:
+    """Parameters in an optimizer that belong to no model but to a loss: each rank steps its own, as it does under DDP.
+
+    DDP exchanges the gradients of the model alone, and the Trainer clips, zeroes and saves those of the model alone.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, apart: set[int]) -> None:
+        """Take the parameters with these ids out of `optimizer`, into one of the same class with the same options."""
+        self._source = optimizer
+        self._own: Any = copy.copy(optimizer)
+        self._own._optimizer_step_pre_hooks = OrderedDict()
+        self._own._optimizer_step_post_hooks = OrderedDict()
+        self._own.state = defaultdict(dict)
+        self._own.param_groups = []
+        for group in optimizer.param_groups:
+            own = [p for p in group["params"] if id(p) in apart]
+            self._own.param_groups.append({**group, "params": own})
+            group["params"] = [p for p in group["params"] if id(p) not in apart]
+            self._own.state.update({p: optimizer.state.pop(p) for p in own if p in optimizer.state})
+
+    def step(self) -> None:
+        """With the options that the source has now: a schedule sets those. Local."""
+        for group, source in zip(self._own.param_groups, self._source.param_groups, strict=False):
+            group.update({key: value for key, value in source.items() if key != "params"})
+        type(self._own).step(self._own)  # of the class: a schedule has put its own on the source, and on this copy
+
+    def zero_grad(self) -> None:
+        """Drop the gradients. Local."""
+        for group in self._own.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+def set_beside(optimizer: torch.optim.Optimizer, engine: Engine, modules: Iterable[nn.Module]) -> Beside | None:
+    """What `optimizer` steps of `modules`, which the Trainer has beside its model; None where it is nothing. Local.
+
+    Raises `ModelError` under fp16, whose loss scale such gradients would keep.
+    """
+    model = {id(m) for m in engine.model.modules()}
+    others = {id(m): m for module in modules for m in module.modules() if id(m) not in model}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for p in engine.model.parameters()}
+    apart = {id(p): p for m in others.values() for p in m.parameters(recurse=False) if id(p) in stepped - held}
+    if not apart:
+        return None
+    named = sorted({type(m).__name__ for m in modules})
+    if engine.scaler is not None:
+        raise ModelError(
+            f"{', '.join(named)} has parameters of its own, {len(apart)} of them, whose gradients no loss scale is taken from: "
+            "train with bf16 instead of fp16"
+        )
+    for tensor in _tensors(others.values()):
+        tensor.data = tensor.data.to(engine.device)
+    nbytes = size_text(sum(p.nbytes for p in apart.values()))
+    say_once(
+        f"{', '.join(named)} has parameters of its own ({nbytes}): as under DDP each rank trains its own copy of them, and no "
+        "checkpoint has them"
+    )
+    return Beside(optimizer, set(apart))
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)

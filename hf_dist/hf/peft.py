@@ -25,10 +25,16 @@ from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.prepared import OWNER
 
-__all__ = ["inactive_adapters_trainable", "let_adapters_work", "refuse_prompt_learning"]
+__all__ = [
+    "adapted_modules",
+    "inactive_adapters_trainable",
+    "let_adapters_work",
+    "refuse_packed",
+    "refuse_prompt_learning",
+]
 
 
-def _adapted_modules(model: nn.Module) -> list[Any]:
+def adapted_modules(model: nn.Module) -> list[Any]:
     """Layers with adapters, and modules that PEFT trains in copies (`modules_to_save`)."""
     if "peft" not in sys.modules:
         return []
@@ -58,7 +64,7 @@ def inactive_adapters_trainable(model: nn.Module) -> Iterator[None]:
     model that trains no adapter, or that has only one.
     """
     adapters: dict[str, list[nn.Parameter]] = {}
-    for module in _adapted_modules(model):
+    for module in adapted_modules(model):
         for layer_name in module.adapter_layer_names:
             layers = attrgetter(layer_name)(module)
             for name, layer in layers.items() if isinstance(layers, (Mapping, nn.ModuleDict, nn.ParameterDict)) else ():
@@ -85,7 +91,7 @@ def let_adapters_work(engine: Engine) -> None:
     weights; all of them are collective then. What would bring new parameters, or take some away, raises `ModelError`.
     """
     model = engine.model
-    adapted = _adapted_modules(model)
+    adapted = adapted_modules(model)
     if not adapted:
         return
     for layer in adapted:
@@ -107,6 +113,13 @@ def let_adapters_work(engine: Engine) -> None:
 
 def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None:
     """PEFT's own merge of one layer on its full weights, adapters in fp32; the sum becomes everyone's. Collective."""
+    refuse_packed(layer)
+    with gathered(layer.parameters(), modifier_rank=0), _masters_in_place(layer):
+        getattr(type(layer), method)(layer, *args, **kwargs)
+
+
+def refuse_packed(layer: Any) -> None:
+    """Raise `ModelError` for a layer whose base has four bits per weight: no sum fits into it. Local."""
     packed = next((p for p in layer.get_base_layer().parameters() if type(p).__name__ == "Params4bit"), None)
     if packed is not None:
         raise ModelError(
@@ -114,8 +127,6 @@ def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None
             "have to be quantised anew. Save the adapter, and merge it into the base in full precision: "
             "`hf-dist export --merge-lora`, or PeftModel.from_pretrained(base, adapter).merge_and_unload()."
         )
-    with gathered(layer.parameters(), modifier_rank=0), _masters_in_place(layer):
-        getattr(type(layer), method)(layer, *args, **kwargs)
 
 
 def _with_embeddings(tuner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ def full_state_dict(engine: Engine, keep: bool = True) -> dict[str, torch.Tensor
         names.setdefault(id(value), []).append(name)
     aliases = {name: names.get(id(param), []) for name, param in whole.named_parameters()}
     owned: set[str] = set()
-    for name, tensor in _all_tensors(engine):
+    for name, tensor in all_tensors(engine.sharded):
         owned.update(aliases[name])
         if keep:
             state.update(dict.fromkeys(aliases[name], tensor.detach().to("cpu", copy=True)))
@@ -66,11 +66,11 @@ def part_state_dict(engine: Engine, part: nn.Module, keep: bool = True) -> dict[
     return {name: value.detach().cpu() for name, value in state.items()} if keep else {}
 
 
-def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+def all_tensors(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter in full, one after the other, also those of other pipeline stages. Collective."""
-    pp = engine.mesh.pp
+    pp = sharded.mesh.pp
     for stage in range(pp.size):
-        groups = [g for g in engine.sharded.groups if g.axes.is_first_holder]
+        groups = [g for g in sharded.groups if g.axes.is_first_holder]
         rows = [
             (s.name, s.held.whole, dtype)
             for g in groups
@@ -78,7 +78,7 @@ def _all_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         ]
         own = (tensor for group in groups for _, tensor in whole_tensors(group))
         for name, shape, dtype in collectives.broadcast_object(pp, rows, stage):
-            tensor = next(own) if stage == pp.rank else torch.empty(shape, dtype=dtype, device=engine.device)
+            tensor = next(own) if stage == pp.rank else torch.empty(shape, dtype=dtype, device=sharded.mesh.device)
             if pp.size > 1:
                 collectives.broadcast(pp, tensor.detach().contiguous().view(-1).view(torch.uint8), stage)
             yield name, tensor

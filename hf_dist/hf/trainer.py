@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,16 +20,17 @@ from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.curriculum import cut_batches
-from hf_dist.hf.evaluation import each_batch_by_itself, on_rows_of_the_set
+from hf_dist.hf.evaluation import each_batch_by_itself, gathers_by_itself, on_rows_of_the_set
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
 from hf_dist.hf.pipeline import PipelineMixin
+from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import tell_router_loss
 from hf_dist.hf.trl import TrlMixin
-from hf_dist.optim.build import build_optimizer
+from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
 
 
-class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
+class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
     Active when the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG); otherwise the base's behaviour.
@@ -59,6 +61,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         accelerator = DistAccelerator.adopt(self.accelerator, config)
         accelerator.own_model = self.model
         accelerator.calls_model = self._loss_of_example
+        accelerator.modules_beside = functools.partial(_modules_beside, weakref.ref(self))
         accelerator.timeout = self.args.ddp_timeout_delta
         self._gather_predictions()
 
@@ -110,8 +113,7 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         if self.dist is None or self.dist.optimizer is None or current is not None:
             return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
         section = self.dist.optimizer
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer: Any = build_optimizer(section.type, section.params, trainable)
+        self.optimizer: Any = optimizer_for(self.model, section.type, section.params)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -147,7 +149,8 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """HF's, after asking the model once whether its loss really is a sum over `num_items_in_batch`."""
         self._last_shape = shape_of(inputs)
-        tell_router_loss(self, getattr(self, "current_gradient_accumulation_steps", 1))
+        with self._in_replica():
+            tell_router_loss(self, getattr(self, "current_gradient_accumulation_steps", 1))
         self._settle_loss(model, inputs)
         if self._loss_is_mean:  # the rest of the first window still has the number
             num_items_in_batch = None
@@ -164,6 +167,8 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         if self.dist is None:
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
         with self._only_loss_is_read() if prediction_loss_only else contextlib.nullcontext():
+            if gathers_by_itself(getattr(self, "loss", None)):
+                return step(model, inputs, prediction_loss_only, *args, **kwargs)
             return on_rows_of_the_set(
                 self.accelerator, inputs, lambda rows: step(model, rows, prediction_loss_only, *args, **kwargs)
             )
@@ -191,6 +196,9 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
         if self.dist is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         self._draw_alike()
+        if self.accelerator._models and self.accelerator.engine_of(self.model) is None:
+            # HF prepares only where nothing was prepared before, and TRL has prepared its reference.
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self._gather_predictions()  # Seq2SeqTrainer has just chosen to keep what is there twice
         saved = (self.args.bf16_full_eval, self.args.fp16_full_eval)
         self.args.bf16_full_eval = self.args.fp16_full_eval = False
@@ -199,6 +207,19 @@ class DistTrainerMixin(CheckpointingMixin, PipelineMixin, TrlMixin):
                 return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.bf16_full_eval, self.args.fp16_full_eval = saved
+            # HF takes it off the time of every later evaluation, too, whose speed would then be negative.
+            self.__dict__.pop("model_preparation_time", None)
+
+
+def _modules_beside(reference: weakref.ref[Any]) -> list[nn.Module]:
+    """The modules that a Trainer has beside its model, such as a loss."""
+    trainer = reference()
+    found: list[nn.Module] = []
+    for name, value in vars(trainer).items() if trainer is not None else ():
+        values = value.values() if isinstance(value, dict) else [value]
+        if name not in ("model", "model_wrapped"):
+            found += [v for v in values if isinstance(v, nn.Module)]
+    return found
 
 
 def _like_stock(cls: Any) -> Any:

@@ -1,6 +1,6 @@
 """Logits that remember what is done to them until a cross-entropy takes them.
 
-The hidden states enter the head as `Hidden`; `linear` answers with `LazyLogits`, which remember what is done to them:
+The hidden states enter the head as `LinearInput`; `linear` answers with `LazyLogits`, which remember what is done to them:
 element by element with numbers (soft-capping, scaling, casts), or to their rows (views, the shift by one). Everything else
 reads them: then they are the plain logits with the usual graph. Behind them is one of two heads:
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from hf_dist.errors import ModelError
+from hf_dist.linear_input import LinearInput
 from hf_dist.loss.chunks import Cast, Computed
 from hf_dist.loss.tiles import Linear, saves_memory, tiled_cross_entropy
 from hf_dist.loss.vocabulary import VocabularySplit
@@ -47,29 +48,9 @@ class Use:
         self.gone = True
 
 
-class Hidden(torch.Tensor):
-    """Hidden states on their way into the head; `linear` of them waits, any other function sees a plain tensor."""
-
-    _use: Use
-
-    @staticmethod
-    def of(hidden: torch.Tensor, use: Use) -> Hidden:
-        """`hidden` for one call of the head."""
-        marked = hidden.as_subclass(Hidden)
-        marked._use = use
-        return marked
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is functional.linear and isinstance(args[0], Hidden) and not _is_marked(args[1:]):
-                bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-                use = args[0]._use
-                return _logits_of(Linear(args[0].as_subclass(torch.Tensor), args[1], bias, split=use.split), use)
-            args, kwargs = tree_map(_plain, (args, kwargs or {}))
-            return func(*args, **kwargs)
+def marked(hidden: torch.Tensor, use: Use) -> LinearInput:
+    """`hidden` for one call of the head: `linear` of it waits."""
+    return LinearInput.of(hidden, lambda x, weight, bias: _logits_of(Linear(x, weight, bias, split=use.split), use))
 
 
 def _logits_of(head: Linear, use: Use) -> LazyLogits:
@@ -80,14 +61,6 @@ def _logits_of(head: Linear, use: Use) -> LazyLogits:
         return LazyLogits.of(head, use, head.hidden.dtype)
     computed = head.computed()
     return LazyLogits.of(computed, use, computed.logits.dtype)
-
-
-def _is_marked(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(value, (Hidden, LazyLogits)) for value in args)
-
-
-def _plain(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, Hidden) else value
 
 
 _INTO_A_FUNCTION = (

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.log import say_once
-from hf_dist.loss.lazy_logits import Hidden, LazyLogits, Use
+from hf_dist.loss.lazy_logits import LazyLogits, Use, marked
 from hf_dist.loss.vocabulary import VocabularySplit
 
 
@@ -66,7 +66,7 @@ class TiledLoss:
             self._use is None or not args or type(args[0]) is not torch.Tensor
         ):  # a subclass (fake, DTensor) stays itself
             return None
-        return (Hidden.of(args[0], self._use), *args[1:])
+        return (marked(args[0], self._use), *args[1:])
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
         use, self._use = self._use, None

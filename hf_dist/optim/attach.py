@@ -1,29 +1,39 @@
-"""Any element-wise torch optimizer on sharded parameters: it steps *fragments*, 1-D views of the fp32 master weights.
+"""Any torch optimizer on sharded parameters: it steps *fragments*, 1-D views of the fp32 master weights.
 
 One fragment per parameter and rank (none where the rank holds no element of it), so weight decay, learning-rate groups,
 freezing and LoRA stay per parameter, and a parameter without a gradient on any rank is skipped exactly as in one process
 (no decay, no momentum). Alternative considered: one flat tensor per group, which is one kernel instead of many, but steps
 unused parameters too; torch's fused AdamW runs a hundred tensors as fast as one flat tensor.
+
+An optimizer that must see whole tensors has those that this rank owns in place of the fragments (`whole_step.py`); Muon's
+matrices are fragments too, stepped apart (`muon_step.py`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.offload.host import threads
 from hf_dist.offload.resting import Sliceable, Tier
-from hf_dist.optim.fragment import Fragment, make_fragments
+from hf_dist.optim.compound import leaves
+from hf_dist.optim.fragment import Fragment, Used, make_fragments
 from hf_dist.optim.fused_kernel import handed_on
+from hf_dist.optim.muon_step import MuonStep
 from hf_dist.optim.raw_calls import StepHook
-from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused
+from hf_dist.optim.rounded import RoundedBatch, Rounding
+from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused, restored
 from hf_dist.optim.step_scaling import StepScaling
+from hf_dist.optim.stepping import Stepping
+from hf_dist.optim.whole_step import WholeStep, carry_rules
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen
 from hf_dist.sharding.runtime import ShardedModel
@@ -32,10 +42,19 @@ from hf_dist.sharding.runtime import ShardedModel
 class FragmentedOptimizer:
     """Binds an optimizer to a sharded model: parameters become fragments, gradients are lent for the step."""
 
-    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        one_by_one: bool = False,
+        stepping: Stepping = Stepping.FRAGMENTS,
+        rounding: Rounding | None = None,
+    ) -> None:
         """Replace the parameters in `optimizer.param_groups` in place; the optimizer object stays the user's own.
 
-        `one_by_one`: every group may be stepped on its own (`step_group`).
+        `one_by_one`: every group may be stepped on its own (`step_group`). `stepping`: what the optimizer must see; `rounding`:
+        states rest in bf16.
 
         State that the optimizer already has (Adagrad makes its sums at construction) is cut like its parameters.
         Raises `ModelError` when the optimizer has parameters of another model.
@@ -44,16 +63,23 @@ class FragmentedOptimizer:
         self.optimizer = optimizer
         self.has_own_options = True
         """False when param groups took theirs from a checkpoint."""
-        self._one_by_one = one_by_one
-        everything = make_fragments(sharded.trainable_groups)
+        self._one_by_one = one_by_one or rounding is not None
+        self._of_group = functools.partial(RoundedBatch, rounding=rounding) if rounding is not None else None
+        self._whole = WholeStep(self._step_tensors) if stepping is Stepping.WHOLE else None
+        everything = [] if self._whole else make_fragments(sharded.trainable_groups)
         self._by_owner = {(id(f.group), f.index): f for f in everything}
+        self._muon = MuonStep(optimizer, self._by_owner) if stepping is Stepping.MUON else None
         self._positions = {id(p): (g, i) for g in sharded.groups for i, p in enumerate(g.params)}
         self.param_names: list[list[str]] = []
         """Full names in each param group, of all ranks' parameters, in the order the optimizer was made with."""
         self.hook: StepHook | None = None
         """Is told while this object steps the optimizer, so that it knows a step of user code from one of ours."""
+        self._find_owners(optimizer.param_groups)
+        before = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             self._cut_group(group)
+        carry_rules(optimizer, self._tensors_of(p for params in before for p in params))
+        everything = list(self._by_owner.values())
         self._initial = {
             f: {key: _remembered(value) for key, value in optimizer.state[f.tensor].items()}
             for f in everything
@@ -61,7 +87,7 @@ class FragmentedOptimizer:
         }
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.fragments = [f for f in everything if id(f.tensor) in stepped]
-        self.batches = make_batches(sharded.trainable_groups, self.fragments, one_by_one=one_by_one)
+        self.batches = self._batched(self.fragments)
         self._stepped: set[int] = set()  # ids of batches that `step_group` has stepped in this window
         self._narrowed: Narrowed | None = None  # of this window; options of param groups as they were at its first step
         self._open: deque[StepBatch] = deque()  # fetched, perhaps still on their way to disk
@@ -72,6 +98,27 @@ class FragmentedOptimizer:
             if any(f.tensor in optimizer.state for f in batch.fragments):
                 with self.opened(batch):  # states that were there before rest where the others will
                     pass
+
+    def _find_owners(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Give owners to the tensors in these param groups, the last of the optimizer's, where one must be whole. Local."""
+        first = len(self.optimizer.param_groups) - len(groups)
+        known = [[self._positions[id(p)] for p in group["params"] if id(p) in self._positions] for group in groups]
+        held = [[(flat, index) for flat, index in places if flat.trainable] for places in known]
+        if self._whole is not None:  # all at once: they are balanced over all groups
+            tensors = self._whole.add(place for places in held for place in places)
+            self._by_owner |= {(id(t.group), t.index): t for t in tensors}
+        if self._muon is not None:
+            for number, places in enumerate(held):
+                self._muon.add(first + number, places)
+
+    def _tensors_of(self, params: Iterable[Any]) -> dict[int, nn.Parameter]:
+        """What this rank steps of the model's parameters, by their ids."""
+        found = {
+            id(p): self._by_owner.get((id(self._positions[id(p)][0]), self._positions[id(p)][1]))
+            for p in params
+            if id(p) in self._positions
+        }
+        return {key: f.tensor for key, f in found.items() if f is not None}
 
     def _cut_group(self, group: dict[str, Any]) -> list[Fragment]:
         """Put this rank's fragments in the place of the parameters of a param group; which these are."""
@@ -113,14 +160,19 @@ class FragmentedOptimizer:
             self.optimizer.param_groups.pop()
             raise ValueError(f"some parameters appear in more than one parameter group, the first is {twice[0]}")
         check_still_frozen(flat for flat, _ in found if not flat.trainable)
+        self._find_owners([group])
         added = self._cut_group(group)
         self.fragments += added
         if self.on_device and not self._one_by_one:
-            self.batches = make_batches(self.sharded.trainable_groups, self.fragments)
+            self.batches = self._batched(self.fragments)
         else:  # others may have states on loan or on disk
-            self.batches += make_batches(self.sharded.trainable_groups, added, one_by_one=self._one_by_one)
+            self.batches += self._batched(added)
         self._narrowed = None
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
+
+    def _batched(self, fragments: Sequence[Fragment]) -> list[StepBatch]:
+        groups = self.sharded.trainable_groups
+        return make_batches(groups, fragments, one_by_one=self._one_by_one, of_group=self._of_group)
 
     @contextmanager
     def _stepping(self, scaling: StepScaling | None = None) -> Iterator[None]:
@@ -134,16 +186,47 @@ class FragmentedOptimizer:
                 self.hook.is_own = False
 
     @property
+    def sees_whole(self) -> bool:
+        """Whether states are of whole tensors, at their owners."""
+        return self._whole is not None
+
+    @property
     def on_device(self) -> bool:
         """Whether all that is stepped is on the device."""
         return all(batch.on_device for batch in self.batches)
 
-    def step(self, used: Callable[[Fragment], bool], scaling: StepScaling | None = None) -> None:
-        """Lend every used fragment its gradient, step as `scaling` says, take the gradients back. Local.
+    def step(self, used: Used, scaling: StepScaling | None = None) -> None:
+        """Lend every used fragment its gradient, step as `scaling` says, take the gradients back.
 
-        One call of the optimizer's step if all states stay on the device, else one per batch, while states on disk are
-        read ahead and written behind: see [Note: stepping in batches].
+        Local, but collective over the shard axes for an optimizer that sees whole tensors. One call of the optimizer's step
+        if all states stay on the device, else one per batch, while states on disk are read ahead and written behind: see
+        [Note: stepping in batches].
         """
+        if self._whole is not None:
+            self._whole.step(used)
+            self._deliver()
+            self.end_window()
+            return
+        if self._muon is not None:
+            muon, any_used = self._muon, used
+            muon.step(any_used)
+            self._step_fragments(lambda f: not muon.takes(f) and any_used(f), scaling)
+            self._deliver()  # of groups that have matrices only, and of ranks that step nothing else
+            return
+        self._step_fragments(used, scaling)
+
+    def _deliver(self) -> None:
+        for group in self.sharded.trainable_groups:
+            group.masters_changed()
+            group.write_back()
+
+    def _step_tensors(self, tensors: Sequence[Fragment]) -> None:
+        if self._narrowed is None:
+            self._narrowed = Narrowed(self.optimizer)
+        with self._narrowed.to(tensors), self._stepping():
+            self.optimizer.step()
+
+    def _step_fragments(self, used: Used, scaling: StepScaling | None) -> None:
         if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
             with handed_on(self.batches[0], self.optimizer, used), self._stepping(scaling):
                 self.optimizer.step()
@@ -154,6 +237,13 @@ class FragmentedOptimizer:
                 self._read_ahead(left[k + 1])
             self._step_batch(batch, used, scaling)
         self.end_window()
+
+    def switch(self, mode: str) -> None:
+        """Call the optimizer's own `mode` (train, eval), which may write weights. Local; follow with `weights_changed()`."""
+        narrowed = Narrowed(self.optimizer)
+        for batch in self.batches:
+            with self.opened(batch), narrowed.to(batch.fragments):
+                getattr(self.optimizer, mode)()
 
     def will_step(self, group: FlatGroup) -> None:
         """`step_group` comes next for `group`: begin to read what rests on disk. Local."""
@@ -181,9 +271,7 @@ class FragmentedOptimizer:
             self._open.append(batch)
             batch.fetch()
 
-    def _step_batch(
-        self, batch: StepBatch, used: Callable[[Fragment], bool], scaling: StepScaling | None = None
-    ) -> None:
+    def _step_batch(self, batch: StepBatch, used: Used, scaling: StepScaling | None = None) -> None:
         storage = self.sharded.storage
         if batch not in self._open:
             self._make_room()
@@ -236,9 +324,18 @@ class FragmentedOptimizer:
 
     def scalars(self, fragment: Fragment) -> Iterator[tuple[str, Any]]:
         """(key, value) of what the optimizer keeps for `fragment` as a whole, such as its step."""
-        for key, value in self.optimizer.state.get(fragment.tensor, {}).items():
+        for key, value in leaves(self.optimizer.state.get(fragment.tensor, {})):
             if not fragment.is_like(value):
                 yield key, value
+
+    def structure(self, fragment: Fragment) -> dict[str, Any]:
+        """A state as a first step makes it, for whoever fills it with other values. Local."""
+        assert self._whole is not None, "states of fragments are tensors and numbers"
+        narrowed = Narrowed(self.optimizer).to([fragment])
+        random = torch.random.fork_rng()
+        with self._whole.trial(fragment), restored(self.optimizer), self._stepping(), random, narrowed:
+            self.optimizer.step()
+        return self.optimizer.state[fragment.tensor]
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes of the optimizer's states at rest, by kind of memory; master weights are the groups'."""
@@ -277,14 +374,13 @@ class FragmentedOptimizer:
 
 def _cut(key: str, value: Any, fragment: Fragment) -> Any:
     """The fragment's part of a state tensor that is shaped like its parameter; anything else as it is."""
-    slot = fragment.group.layout.slots[fragment.index]
+    slot = fragment.slot
     whole = torch.Size(slot.held.whole)
     # torch's own step counter is 0-dimensional, and so may be a parameter: only the name tells them apart.
     if not isinstance(value, torch.Tensor) or value.shape != whole or key == "step":
         return value
-    first = fragment.group.resting[0] + fragment.start - slot.offset
-    part = slot.held.take(value.detach()).reshape(-1)[first : first + fragment.stop - fragment.start]
-    return part.to(fragment.tensor.device, torch.float32, copy=True)
+    part = slot.held.take(value.detach()).reshape(-1)[fragment.first : fragment.first + fragment.stop - fragment.start]
+    return part.to(fragment.tensor.device, torch.float32, copy=True).view(fragment.shape)
 
 
 def _remembered(value: Any) -> Any:

@@ -15,10 +15,13 @@ from torch import nn
 
 from hf_dist.config.params import read_optimizer
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.optim.adafactor import Adafactor
 from hf_dist.optim.bias_correction import leave_out_bias_correction
+from hf_dist.optim.lamb import Lamb
 from hf_dist.optim.lion import Lion
+from hf_dist.optim.muon import Muon, muon_groups
 
-__all__ = ["build_optimizer"]
+__all__ = ["build_optimizer", "optimizer_for"]
 
 T = TypeVar("T")
 
@@ -27,6 +30,19 @@ _ADAM_SWITCHES = {"torch_adam": False, "adam_w_mode": True, "bias_correction": T
 
 # "meta": the parameters are not placed yet, and both places they can go to have the kernels.
 _FUSED_DEVICES = {"cpu", "cuda", "meta"}
+
+
+_OWN: Mapping[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Adafactor": Adafactor, "Muon": Muon}
+"""Names for which torch has no class, or not the one that is meant."""
+
+
+def optimizer_for(model: nn.Module, type: str, params: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """`build_optimizer` over the parameters of `model` that train. Muon sorts them by their names and shapes."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if read_optimizer(type, params)[0] == "Muon":
+        return build_optimizer(type, params, muon_groups(named, read_optimizer(type, params)[1]))
+    # A group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
+    return build_optimizer(type, params, [{"params": [p for _, p in named]}])
 
 
 def build_optimizer(
@@ -40,18 +56,23 @@ def build_optimizer(
     `adam_w_mode: false`; their `weight_decay` is 0 unless given (with `torch_adam`: the default of torch).
     Classes with a fused kernel use it unless `foreach` or `fused` is given. No "auto" may be left in `params`.
 
-    Whether the optimizer can step fragments of a tensor is the question of `check_elementwise`, not of this.
+    What of a tensor the optimizer must see is the question of `stepping_of`, not of this.
 
     Raises:
         ConfigError: an unknown or unavailable type, or params it does not take; names all of them.
     """
     name, arguments = read_optimizer(type, params)
-    switches = {key: arguments.pop(key, default) for key, default in _ADAM_SWITCHES.items()}
+    arguments.pop("fp32_optimizer_states", None)  # of where states rest, not of the class
+    switches = dict(_ADAM_SWITCHES)
+    if name != "Lamb":  # which corrects its bias itself
+        switches = {key: arguments.pop(key, default) for key, default in _ADAM_SWITCHES.items()}
     cls = _optimizer_class(name, adam_w_mode=switches["adam_w_mode"])
     if name in ("Adam", "AdamW") and not switches["torch_adam"]:
         arguments.setdefault("weight_decay", 0.0)  # torch.optim.AdamW alone would decay by 0.01
     groups = _as_groups(parameters)
-    if _wants_fused(cls, arguments, groups):
+    if name == "Muon":  # its groups have the options, Muon's and Adam's
+        arguments = {}
+    if name not in _OWN and _wants_fused(cls, arguments, groups):
         arguments["fused"] = True
     optimizer = construct("optimizer", cls, groups, arguments)
     if name in ("Adam", "AdamW") and not switches["bias_correction"]:
@@ -60,8 +81,8 @@ def build_optimizer(
 
 
 def _optimizer_class(name: str, *, adam_w_mode: bool) -> type[torch.optim.Optimizer]:
-    if name == "Lion":
-        return Lion
+    if name in _OWN:
+        return _OWN[name]
     if name == "Adam" and adam_w_mode:  # "AdamW" stays decoupled whatever adam_w_mode says
         return torch.optim.AdamW
     cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)

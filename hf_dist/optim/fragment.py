@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hf_dist.offload.resting import Tier
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.layout import ParamSlot
+
+
+class OfParameter(Protocol):
+    """Something of one parameter."""
+
+    @property
+    def group(self) -> FlatGroup:
+        """Where it rests."""
+
+    @property
+    def index(self) -> int:
+        """Position in the group."""
+
+
+Used = Callable[[OfParameter], bool]
+"""Whether a parameter had a gradient on any rank."""
 
 
 @dataclass(eq=False)
@@ -29,9 +46,48 @@ class Fragment:
     """First element in `group.source` and `group.grad`."""
     stop: int
 
+    @property
+    def slot(self) -> ParamSlot:
+        """Of the parameter."""
+        return self.group.layout.slots[self.index]
+
+    @property
+    def first(self) -> int:
+        """Where it begins in the flattened parameter."""
+        return self.group.resting[0] + self.start - self.slot.offset
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the optimizer sees it."""
+        return (self.stop - self.start,)
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Interval of the flattened parameter whose states this rank writes into a checkpoint, if its group's axes say so."""
+        return self.group.layout.fragment(self.slot, self.group.axes.shard.rank)
+
     def is_like(self, value: Any) -> bool:
         """Whether an optimizer's state has an element for every one of the fragment; a step counter is 0-dimensional."""
-        return isinstance(value, torch.Tensor) and value.shape == (self.stop - self.start,)
+        return isinstance(value, torch.Tensor) and value.shape == self.shape and value.dim() > 0
+
+
+class WholeTensor(Fragment):
+    """A parameter that this rank owns (see [Note: owners]): all of it, in its shape, there for the step only."""
+
+    @property
+    def first(self) -> int:
+        """At the beginning."""
+        return 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        return self.slot.shape
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """All of it: nobody else has states of it."""
+        return 0, self.slot.numel
 
 
 def make_fragments(groups: list[FlatGroup]) -> list[Fragment]:

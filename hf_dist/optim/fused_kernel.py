@@ -8,7 +8,7 @@ parameters of a million elements).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist.offload.resting import Tier
-from hf_dist.optim.fragment import Fragment, lent
+from hf_dist.optim.fragment import Used, lent
 from hf_dist.optim.raw_calls import watched
 from hf_dist.optim.runs import Run, find_runs, groups_of, lay_side_by_side
 from hf_dist.optim.step_batch import StepBatch
@@ -37,7 +37,7 @@ _LISTS = 6
 
 
 @contextmanager
-def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Callable[[Fragment], bool]) -> Iterator[None]:
+def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Used) -> Iterator[None]:
     """Step `optimizer` inside, with gradients lent; afterwards weights follow the masters, and states go where they rest."""
     if not _applies(batch, optimizer):
         with lent(f for f in batch.fragments if used(f)):
@@ -70,6 +70,7 @@ def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:
     plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not watched(optimizer)
     return (
         plain
+        and batch.in_place
         and all(group.get("fused") for group in optimizer.param_groups)
         and all(g.master.tier is not Tier.DISK and g.master.get().device.type == "cpu" for g in batch.groups)
         and all(g.shard is not g.master and g.shard.tier is not Tier.DISK for g in batch.groups)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_dist.config import DistConfig, settled
-from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.errors import ModelError
 from hf_dist.offload.resting import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.clip import owned_norm
@@ -68,27 +67,3 @@ class StepInBackward:
         self.norms.clear()
         self._landing = None
         self._fragments.end_window()
-
-
-def steps_in_backward(config: DistConfig) -> bool:
-    """Whether the resolved `config` asks for it. Raises `ConfigError` when another key needs all gradients first."""
-    if not config.hf_dist.optimizer_in_backward:
-        return False
-    clipping = settled(config.gradient_clipping)
-    if clipping:
-        raise ConfigError(
-            Problem(
-                "gradient_clipping",
-                f"{clipping:g}",
-                f"needs the norm of all gradients before the first is stepped, which {KEY} rules out",
-                'Set "gradient_clipping": 0 (max_grad_norm=0 in the Trainer), or remove the other key.',
-            )
-        )
-    if settled(config.fp16.enabled):
-        reason = f"skips steps by a look at all gradients, which {KEY} rules out"
-        raise ConfigError(Problem("fp16.enabled", "true", reason, "Train in bf16, or remove the other key."))
-    path = "bf16.check_grad_overflow"
-    if config.bf16.check_grad_overflow and config.source_of(path) == "file":
-        reason = f"skips steps by a look at all gradients, which {KEY} rules out"
-        raise ConfigError(Problem(path, "true", reason, "Set it to false, or remove the other key."))
-    return True

@@ -7,13 +7,13 @@ each run and skips the others, as parameters without a gradient; the kernel's ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hf_dist.offload.host import host_zeros
-from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.fragment import Fragment, Used
 from hf_dist.sharding.layout import ALIGNMENT
 
 _STEP = "step"
@@ -57,7 +57,7 @@ class Run:
         self._states.append(dict(state))
         return True
 
-    def holds(self, optimizer: torch.optim.Optimizer, used: Callable[[Fragment], bool]) -> bool:
+    def holds(self, optimizer: torch.optim.Optimizer, used: Used) -> bool:
         """Whether it may be stepped as one: all have a gradient and the same step, and nobody put other states in the place."""
         grad = self.first.group.grad
         # Of another dtype it is lent as a copy, which does not lie beside the next one's.
@@ -74,7 +74,7 @@ class Run:
             step = number
         return True
 
-    def apart(self, optimizer: torch.optim.Optimizer, used: Callable[[Fragment], bool]) -> list[Run]:
+    def apart(self, optimizer: torch.optim.Optimizer, used: Used) -> list[Run]:
         """Each fragment that has a gradient by itself."""
         return [Run(f, optimizer.state.get(f.tensor, {})) for f in self.fragments if used(f)]
 

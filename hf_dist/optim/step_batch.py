@@ -7,13 +7,14 @@ once per batch. Options that the step itself writes (a counter in a param group)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hf_dist.offload.resting import Resting, Sliceable, Tier
+from hf_dist.optim.compound import leaves
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.runs import Run
 from hf_dist.sharding.group import FlatGroup
@@ -29,6 +30,8 @@ class StepBatch:
         self.groups = list(groups)
         self.fragments = list(fragments)
         self.on_device = all(g.master.tier is Tier.DEVICE for g in self.groups)
+        self.in_place = True
+        """Whether states are stepped where they rest."""
         self.runs: list[Run] | None = None
         """Which fragments can be stepped as one; None while nobody has looked since the states were last opened."""
         self.options: list[list[int]] = []
@@ -51,15 +54,15 @@ class StepBatch:
 
     def states(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Sliceable]]:
         """(key, 1-D elements like the fragment's) of the optimizer's states, which may be on disk."""
-        for key, value in optimizer.state.get(fragment.tensor, {}).items():
+        for key, value in leaves(optimizer.state.get(fragment.tensor, {})):
             if fragment.is_like(value):
-                yield key, value
+                yield key, value.reshape(-1)
 
     def nbytes(self, optimizer: torch.optim.Optimizer) -> dict[Tier, int]:
         """Bytes of the optimizer's states at rest, master weights not counted."""
         held = dict.fromkeys(Tier, 0)
         for fragment in self.fragments:
-            tensors = (v for v in optimizer.state.get(fragment.tensor, {}).values() if isinstance(v, torch.Tensor))
+            tensors = (v for _, v in leaves(optimizer.state.get(fragment.tensor, {})) if isinstance(v, torch.Tensor))
             held[fragment.group.master.tier] += sum(t.numel() * t.element_size() for t in tensors)
         return held
 
@@ -134,32 +137,38 @@ class SwappedBatch(StepBatch):
 
 
 def make_batches(
-    groups: Sequence[FlatGroup], fragments: Sequence[Fragment], *, one_by_one: bool = False
+    groups: Sequence[FlatGroup],
+    fragments: Sequence[Fragment],
+    *,
+    one_by_one: bool = False,
+    of_group: Callable[[FlatGroup, Sequence[Fragment]], StepBatch] | None = None,
 ) -> list[StepBatch]:
     """All fragments that stay on the device as one batch, those on the host in a few, and one for every group on disk.
 
-    `one_by_one`: one for every group, wherever it rests.
+    `one_by_one`: one for every group, wherever it rests; `of_group`: makes it.
     """
-    of_group: dict[int, list[Fragment]] = {}
+    own_of: dict[int, list[Fragment]] = {}
     for f in fragments:
-        of_group.setdefault(id(f.group), []).append(f)
-    groups = [g for g in groups if id(g) in of_group]
+        own_of.setdefault(id(f.group), []).append(f)
+    groups = [g for g in groups if id(g) in own_of]
     if one_by_one:
-        of = [(g, of_group[id(g)]) for g in groups]
+        of = [(g, own_of[id(g)]) for g in groups]
+        if of_group is not None:
+            return [of_group(g, own) for g, own in of]
         return [SwappedBatch(g, own) if g.master.tier is Tier.DISK else StepBatch([g], own) for g, own in of]
     here = [g for g in groups if g.master.tier is Tier.DEVICE]
-    batches = [StepBatch(here, [f for g in here for f in of_group[id(g)]])] if here or not groups else []
+    batches = [StepBatch(here, [f for g in here for f in own_of[id(g)]])] if here or not groups else []
     on_host: list[FlatGroup] = []
     for group in groups:
         if group.master.tier is Tier.DISK:
-            batches.append(SwappedBatch(group, of_group[id(group)]))
+            batches.append(SwappedBatch(group, own_of[id(group)]))
         elif group.master.tier is Tier.HOST:
             on_host.append(group)
             if sum(g.master.elements.numel() for g in on_host) >= _HOST_NUMEL:
-                batches.append(StepBatch(on_host, [f for g in on_host for f in of_group[id(g)]]))
+                batches.append(StepBatch(on_host, [f for g in on_host for f in own_of[id(g)]]))
                 on_host = []
     if on_host:
-        batches.append(StepBatch(on_host, [f for g in on_host for f in of_group[id(g)]]))
+        batches.append(StepBatch(on_host, [f for g in on_host for f in own_of[id(g)]]))
     return batches
 
 
@@ -174,18 +183,35 @@ class Narrowed:
 
     @contextmanager
     def to(self, fragments: Sequence[Fragment]) -> Iterator[None]:
-        """Only `fragments` are the optimizer's inside the block, in its own order."""
+        """Only `fragments` are the optimizer's inside the block, in its own order.
+
+        A group of which this rank has nothing is there each time: what the step counts in it is saved from any rank.
+        """
         wanted = {id(f.tensor) for f in fragments}
+        here = []
         try:
             for group, options, params in zip(self._groups, self._before, self._all, strict=True):
-                group.update(options)
                 group["params"] = [p for p in params if id(p) in wanted]
-            self.optimizer.param_groups = [g for g in self._groups if g["params"]]
+                if group["params"] or not params:
+                    group.update(options)
+                    here.append(group)
+            self.optimizer.param_groups = here
             yield
         finally:
             self.optimizer.param_groups = self._groups
             for group, params in zip(self._groups, self._all, strict=True):
                 group["params"] = params
+
+
+@contextmanager
+def restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Options of param groups that are changed inside the block are as before after it."""
+    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, options in zip(optimizer.param_groups, before, strict=True):
+            group.update(options)
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.random_streams import Streams, drops
 from hf_dist.sequence.forward import SequenceAxes, current, enter
 from hf_dist.sequence.inputs import Arguments, Cut, bound, cut_inputs
 from hf_dist.sequence.layout import layout_for
@@ -49,10 +50,8 @@ class SplitSequence:
         self.arguments = Arguments.of(region, region if self.at_once else self.model)
         self._documents_of = attention.documents_of
         self._cut: Cut | None = None
-        self._random: Any = None
         self.kernel = _set_attention(self.model, attention.register)
-        self._drops = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
-        self._drops |= any(float(getattr(m, "attention_dropout", 0) or 0) > 0 for m in _values(self.model))
+        self._streams = Streams(axes.cp.rank) if drops(model) else None
         for module in self.model.modules():
             if _looks_at_longest(module):
                 module.register_forward_pre_hook(_weakly(self._with_whole_positions), with_kwargs=True)
@@ -92,7 +91,8 @@ class SplitSequence:
         cut = cut_inputs(self.arguments, given, self.axes, documents_of)
         self._cut = cut
         enter(cut.forward)
-        self._draw_apart(module)
+        if self._streams is not None and module.training:
+            self._streams.own()  # its tokens are this rank's
         return (), cut.kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -100,7 +100,8 @@ class SplitSequence:
         if self._cut is not None:
             self._cut = None
             enter(None)
-            self._draw_together()
+            if self._streams is not None:
+                self._streams.alike()
 
     def _make_whole(self, module: nn.Module, args: Any, output: Any) -> Any:
         cut = self._cut
@@ -109,19 +110,6 @@ class SplitSequence:
         self._leave(module, args, output)
         self.num_calls += cut.forward.num_calls
         return whole_outputs(output, cut, is_mean=self.is_mean, at_once=self.at_once)
-
-    def _draw_apart(self, module: nn.Module) -> None:
-        """Ranks that share a sequence draw other random numbers for their tokens, and go on alike."""
-        if not (module.training and self._drops):
-            return
-        seed = int(torch.randint(2**62, ()))
-        self._random = _random_state()
-        torch.manual_seed((seed + self.axes.cp.rank) % 2**63)
-
-    def _draw_together(self) -> None:
-        state, self._random = self._random, None
-        if state is not None:
-            _set_random_state(state)
 
     def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Frequencies that depend on the longest position of the batch are those of the whole."""
@@ -146,16 +134,6 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if found is None else found(*args, **kwargs)
 
     return hook
-
-
-def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
-def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
 
 
 def sequence_axes(mesh: ParallelMesh, model: nn.Module, wanted: str | tuple[int, int]) -> SequenceAxes:
@@ -248,10 +226,6 @@ def _last_of(region: nn.Module, model: nn.Module) -> nn.Module:
     layers = getattr(region, "encoder", None)
     pools = region is not model and getattr(region, "pooler", None) is not None
     return layers if pools and isinstance(layers, nn.Module) else region
-
-
-def _values(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if "attention_dropout" in vars(m)]
 
 
 def _inner(model: nn.Module) -> nn.Module:

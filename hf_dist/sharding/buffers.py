@@ -70,6 +70,12 @@ class ChangingBuffers:
                 own = [buffers[n] for n, owner in zip(self._statistics, self._owners, strict=True) if owner == stage]
                 _broadcast(self.mesh.pp, own, stage)
 
+    @torch.no_grad()
+    def share(self, axis: MeshAxis) -> None:
+        """The values of the first rank of `axis` on all of them. Collective over it; nothing where none change."""
+        buffers = dict(self.model.named_buffers())
+        _broadcast(axis, [buffers[n] for n in sorted({*self._statistics, *self._observed})], 0)
+
     def _versions(self) -> dict[str, tuple[int, int]]:
         return {name: (id(buffer), buffer._version) for name, buffer in self.model.named_buffers()}
 

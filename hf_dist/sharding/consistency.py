@@ -80,11 +80,15 @@ def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSo
     return lazy_sources(model)
 
 
+WORTH_STREAMING = 100_000_000
+"""Bytes of host memory per rank that are worth a line in the log."""
+
+
 def tell_full_build(model: nn.Module, mesh: ParallelMesh) -> None:
     """One line on what it cost to build the whole model on every rank, where it was not streamed. Call before sharding."""
     sizes = [(p.numel() * p.element_size(), hasattr(p, LAZY)) for p in model.parameters()]
     built = sum(nbytes for nbytes, lazy in sizes if not lazy)
-    if mesh.world.size > 1 and 2 * built > sum(nbytes for nbytes, _ in sizes):
+    if mesh.world.size > 1 and built >= WORTH_STREAMING and 2 * built > sum(nbytes for nbytes, _ in sizes):
         say(
             f"the model was built in full on each of {mesh.world.size} ranks: {size_text(built)} of host memory per "
             "rank. Call from_pretrained after the DistTrainingArguments (or the DistAccelerator) were made, or "

@@ -148,6 +148,9 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     whole = group.access.whole(param)
     if whole is not None and group.resting != (0, group.layout.numel):
         collectives.all_reduce(group.axes.shard, whole, op="sum").wait()
+    if whole is not None:
+        for row in group.access.to_combine():  # of a copy: the window does it to the gradient itself, at its end
+            collectives.all_reduce(row.axis, whole.view(-1), row.operation).wait()
     if whole is None or group.share is None:
         return whole
     return joined(group, next(i for i, p in enumerate(group.params) if p is param), whole)

@@ -10,6 +10,7 @@ import torch
 from hf_dist.errors import ModelError
 from hf_dist.sharding.gradient_shard import GradientShard
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.group_axes import Combination
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.prepared import raw_grad, set_raw_grad
 
@@ -17,10 +18,13 @@ from hf_dist.sharding.prepared import raw_grad, set_raw_grad
 class GroupAccess:
     """The gradients of one group as user code sees them."""
 
-    def __init__(self, group: FlatGroup, land: Callable[[], None]) -> None:
-        """`land`: waits until what is on its way to the group's gradient is there; local."""
+    def __init__(
+        self, group: FlatGroup, land: Callable[[], None], to_combine: Callable[[FlatGroup], list[Combination]]
+    ) -> None:
+        """`land`: waits until what is on its way to the group's gradient is there; local. `to_combine`: what is still to
+        be done to it when the window ends."""
         self._of = weakref.ref(group)
-        self._land = land
+        self._land, self._to_combine = land, to_combine
         self._index = {id(p): i for i, p in enumerate(group.params)}
 
     @property
@@ -96,6 +100,10 @@ class GroupAccess:
                 set_raw_grad(p, None)
                 self._store(slot, value)
                 group.window.used[index] = True
+
+    def to_combine(self) -> list[Combination]:
+        """What the end of the window still does to these gradients. Local."""
+        return self._to_combine(self._group)
 
     @torch.no_grad()
     def whole(self, param: torch.Tensor) -> torch.Tensor | None:

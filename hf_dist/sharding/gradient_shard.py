@@ -69,8 +69,9 @@ class GradientShard(torch.Tensor):
                     return answer
                 if first._axis is None:
                     raise ModelError(
-                        f"p.grad of {first._name}: with pipeline.stages above 1 a rank has gradients of its own stages only. "
-                        "Clip with accelerator.clip_grad_norm_ or gradient_clipping; hf_dist.full_gradient(p) is one of them."
+                        f"p.grad of {first._name}: a rank has gradients of its own part of the model (stages, slices of "
+                        "matrices). Clip with accelerator.clip_grad_norm_ or gradient_clipping. hf_dist.full_gradient(p) is "
+                        "one of them."
                     )
                 if func in _PLAIN:  # who wants to be rid of autograd
                     return first

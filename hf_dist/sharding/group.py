@@ -356,7 +356,7 @@ class FlatGroup:
             self.master.release()
 
     def deliver(self, masters: torch.Tensor) -> None:
-        """`write_back` for who has opened `master` already. Local."""
+        """Like `write_back`, for a caller that already holds the master tensor. Local."""
         if self._stale_shard:
             self._stale_shard = False
             with torch.no_grad():

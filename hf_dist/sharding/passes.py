@@ -78,6 +78,8 @@ class Passes:
         """Called once with the arguments of the first forward that has a backward; it may say how long units stay."""
         self.window: Callable[[], Window | None] = lambda: None
         """Of the engine, a weak reference; None where there is none."""
+        self.paused = False
+        """Whether the modules hold whole weights that are not ours: a forward is this rank's own affair then."""
         self._depth = 0  # how many modules that contain every unit are in their forward
         self._mixed: MixedDtypes | None = None  # open during a forward that was given targets
         self._frame: FrameType | None = None  # of the outermost one's call, while it runs
@@ -120,7 +122,7 @@ class Passes:
         def bind(method: Callable[..., Any], index: int | None = None) -> Callable[..., Any]:
             def hook(*args: Any, **kwargs: Any) -> Any:
                 passes = me()
-                if passes is None:
+                if passes is None or passes.paused:
                     return None
                 unit = () if index is None else (passes.units[index],)
                 return method(passes, *unit, *args, **kwargs)

@@ -33,6 +33,9 @@ class GradientAccess(Protocol):
     def whole(self, param: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of the gradient, in the shape of the parameter."""
 
+    def to_combine(self) -> list[Any]:
+        """What the end of the window still does to them."""
+
     def adopt(self) -> None:
         """Take what user code has put on `.grad`."""
 

@@ -141,6 +141,10 @@ class Reducer:
                 if group.access is not None:
                     group.access.adopt()
 
+    def to_combine(self, group: FlatGroup) -> list[Combination]:
+        """What the end of the window still does to the gradient of `group`. Local."""
+        return [row for waiting, row in self._at_end if waiting is group]
+
     def settle(self) -> None:
         """Wait for the reductions in flight. Local."""
         while self._in_flight:

@@ -15,7 +15,7 @@ from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
 from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.group_axes import axes_by_name, held_between_stages
+from hf_dist.sharding.group_axes import Combination, axes_by_name, held_between_stages
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
 from hf_dist.sharding.held import cut_along
 from hf_dist.sharding.in_flight import InFlightLimits
@@ -90,8 +90,12 @@ class ShardedModel:
                 if (window := found.window()) is not None:
                     window.apply_factor()
 
+        def to_combine(group: FlatGroup) -> list[Combination]:
+            found = passes()
+            return [] if found is None else found.reducer.to_combine(group)
+
         for group in self.trainable_groups:
-            group.access = GroupAccess(group, land)
+            group.access = GroupAccess(group, land, to_combine)
 
     @property
     def whole(self) -> nn.Module:
@@ -124,7 +128,7 @@ class ShardedModel:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, units that stay for a window do, whichever stage's backward has ended. Freed at the end. Local."""
+        """Inside, `Stay.WINDOW` units stay gathered, also after a stage's last backward. They are freed at the end. Local."""
         held = [group for unit in self.units if unit.stay is Stay.WINDOW for group in unit.groups]
         for group in held:
             group.pins += 1

@@ -13,12 +13,14 @@ A sequence that does not divide is padded inside of a crossing and cut again; di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from hf_dist.tensor_parallel.peers import Peers
+from hf_dist.tensor_parallel.overlap import Crossed, crossed_early
+from hf_dist.tensor_parallel.peers import Peers, Started
 
 __all__ = [
     "columns_of",
@@ -29,10 +31,13 @@ __all__ = [
     "to_equal_gradient",
     "to_invariant",
     "to_replicated",
+    "to_replicated_early",
     "to_rows_of_sequence",
     "whole_columns",
     "whole_columns_replicated",
+    "whole_rows",
     "whole_sequence",
+    "whole_sequence_early",
     "whole_sequence_replicated",
 ]
 
@@ -94,11 +99,23 @@ def _own_of_sum(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: in
 
 
 def _join_columns(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
-    """`extra`: columns of the whole; they need not divide."""
-    width = -(-extra // peers.size)
-    parts = peers.parts(padded(tensor, tensor.ndim - 1, width))
-    widths = [(rank + 1) * extra // peers.size - rank * extra // peers.size for rank in range(peers.size)]
-    return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], -1)
+    return _joined(peers, tensor, tensor.ndim - 1, extra)
+
+
+def _joined(peers: Peers, tensor: torch.Tensor, dim: int, whole: int) -> torch.Tensor:
+    """All ranks' slices along `dim`, of which the whole has `whole`; they need not divide."""
+    parts = peers.parts(padded(tensor, dim, -(-whole // peers.size)))
+    lengths = [(rank + 1) * whole // peers.size - rank * whole // peers.size for rank in range(peers.size)]
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
+
+
+def _join_weight(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    return _joined(peers, tensor, 0, extra)
+
+
+def _own_of_weight(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> torch.Tensor:
+    first, last = columns_of(peers, extra)
+    return tensor[first:last].contiguous()
 
 
 def columns_of(peers: Peers, width: int) -> tuple[int, int]:
@@ -139,6 +156,8 @@ whole_columns = _crossing(_join_columns, _own_columns)
 """V -> I. `(tensor, peers, columns of the whole)`."""
 whole_columns_replicated = _crossing(_join_columns, _own_of_sum)
 """V -> R: inside of a region. `(tensor, peers, columns of the whole)`."""
+whole_rows = _crossing(_join_weight, _own_of_weight)
+"""V -> I, of a weight that is cut along its first dimension. `(tensor, peers, rows of the whole)`."""
 to_rows_of_sequence = _crossing(_own_rows, _join_rows)
 """I -> S. `(tensor, peers, length)`."""
 whole_sequence = _crossing(_join_rows, _own_rows)
@@ -147,3 +166,24 @@ whole_sequence_replicated = _crossing(_join_rows, _scatter_rows)
 """S -> R: where a region begins. `(tensor, peers, length)`."""
 sum_over_sequence = _crossing(_scatter_rows, _join_rows)
 """P -> S: where a region ends. `(tensor, peers, length)`."""
+
+
+# ---- the same two, of which the sum of backward begins early (`overlap.py`)
+
+
+def _begin_sum(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> Started:
+    return peers.start_sum(tensor)
+
+
+def _begin_scatter(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: int) -> Started:
+    return peers.start_scatter_sum(padded(tensor, 1, _up(extra, peers.size)), 1)
+
+
+def to_replicated_early(tensor: torch.Tensor, peers: Peers, products: Sequence[nn.Module]) -> Crossed:
+    """I -> R, read by `products`."""
+    return crossed_early(tensor, peers, _same, _begin_sum, 0, products)
+
+
+def whole_sequence_early(tensor: torch.Tensor, peers: Peers, length: int, products: Sequence[nn.Module]) -> Crossed:
+    """S -> R, read by `products`."""
+    return crossed_early(tensor, peers, _join_rows, _begin_scatter, length, products)

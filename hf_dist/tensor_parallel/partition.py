@@ -108,6 +108,13 @@ def _specs(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if spec.get("partition_type") not in ("column", "row", "skip"):
             found = repr(spec.get("partition_type"))
             problems.append(Problem(f"{where}.partition_type", found, 'is not "column", "row" or "skip"', ""))
+        dim, right = (
+            spec.get("partition_dim"),
+            {"column": (0,), "row": (1, -1)}.get(str(spec.get("partition_type")), ()),
+        )
+        if dim is not None and dim not in right:
+            expected = f"is not the dimension of a {spec.get('partition_type')} ({right[0] if right else 'none'})"
+            problems.append(Problem(f"{where}.partition_dim", repr(dim), expected, "Remove the key."))
         patterns = spec.get("patterns")
         if not isinstance(patterns, list | tuple) or not patterns:
             problems.append(Problem(f"{where}.patterns", "", "is not a list of regular expressions", ""))

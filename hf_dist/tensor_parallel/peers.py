@@ -8,8 +8,9 @@ inside of one.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +18,14 @@ from hf_dist import collectives
 from hf_dist.mesh import MeshAxis
 
 _SECONDS = 60.0
+
+
+class Started(NamedTuple):
+    """A sum under way."""
+
+    tensor: torch.Tensor
+    """Where it will be."""
+    wait: Callable[[], None]
 
 
 class Peers(Protocol):
@@ -42,6 +51,32 @@ class Peers(Protocol):
     def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Of the sum this rank's part, one of `size` equal ones along `dim`."""
 
+    def start_sum(self, tensor: torch.Tensor) -> Started:
+        """`sum`, which goes on beside what is computed until it is waited for."""
+
+    def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> Started:
+        """`scatter_sum` likewise."""
+
+
+class AtOnce(ABC):
+    """Peers whose sums are there when they have begun."""
+
+    @abstractmethod
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Peers.sum`."""
+
+    @abstractmethod
+    def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """As `Peers.scatter_sum`."""
+
+    def start_sum(self, tensor: torch.Tensor) -> Started:
+        """As `Peers.start_sum`."""
+        return Started(self.sum(tensor), lambda: None)
+
+    def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> Started:
+        """As `Peers.start_scatter_sum`."""
+        return Started(self.scatter_sum(tensor, dim), lambda: None)
+
 
 class MeshPeers:
     """Processes."""
@@ -52,16 +87,20 @@ class MeshPeers:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Peers.sum`. Collective."""
+        return _awaited(self.start_sum(tensor))
+
+    def start_sum(self, tensor: torch.Tensor) -> Started:
+        """As `Peers.start_sum`. Collective."""
         return self._reduced(tensor, "sum")
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Peers.max`. Collective."""
-        return self._reduced(tensor, "max")
+        return _awaited(self._reduced(tensor, "max"))
 
-    def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+    def _reduced(self, tensor: torch.Tensor, op: str) -> Started:
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        collectives.all_reduce(self.axis, out.view(-1), op=op).wait()
-        return out  # no view: models write into what their layers return
+        # No view: models write into what their layers return.
+        return Started(out, collectives.all_reduce(self.axis, out.view(-1), op=op).wait)
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """As `Peers.parts`. Collective."""
@@ -73,14 +112,29 @@ class MeshPeers:
 
     def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """As `Peers.scatter_sum`. Collective."""
+        return _awaited(self.start_scatter_sum(tensor, dim))
+
+    def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> Started:
+        """As `Peers.start_scatter_sum`. Collective."""
         pieces = tensor.detach().chunk(self.size, dim)
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         out = torch.empty(pieces[0].shape, dtype=tensor.dtype, device=tensor.device)
-        collectives.reduce_scatter(self.axis, flat, out.view(-1), op="sum").wait()
-        return out
+        handle = collectives.reduce_scatter(self.axis, flat, out.view(-1), op="sum")
+        read = [flat]  # until then
+
+        def wait() -> None:
+            handle.wait()
+            read.clear()
+
+        return Started(out, wait)
 
 
-class ThreadPeers:
+def _awaited(started: Started) -> torch.Tensor:
+    started.wait()
+    return started.tensor
+
+
+class ThreadPeers(AtOnce):
     """Threads of this process."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
+from hf_dist.random_streams import Streams
 from hf_dist.tensor_parallel import crossings
+from hf_dist.tensor_parallel.overlap import Crossed
 from hf_dist.tensor_parallel.peers import Peers
 from hf_dist.tensor_parallel.plan import ROW, pattern_of, stock_name
 
@@ -127,14 +129,17 @@ def _mixes_tokens(child: nn.Module) -> bool:
 class Stack:
     """One list of blocks: its crossings, and the length of the sequence in each call."""
 
-    def __init__(self, peers: Peers, is_whole: Callable[[], bool]) -> None:
-        """`is_whole`: whether parameters are whole for the moment, so that nothing crosses."""
+    def __init__(self, peers: Peers, is_whole: Callable[[], bool], streams: Streams | None = None) -> None:
+        """`is_whole`: whether parameters are whole for the moment, so that nothing crosses; `streams`: of who drops."""
         self.peers = peers
+        self._streams = streams
         self.is_whole = is_whole
         self.length = 0
         self._depth = 0  # of the module that calls the blocks
         self._plain = False  # this forward has no gradients
         self._lengths: dict[int, tuple[Any, int]] = {}
+        self._products: dict[int, list[weakref.ref[nn.Module]]] = {}
+        self._crossed: Crossed | None = None  # of the region under way
 
     def install(self, caller: nn.Module, blocks: list[nn.Module]) -> None:
         """Put the crossings around the first and the last block. `caller`: whose forward calls them."""
@@ -153,31 +158,35 @@ class Stack:
     def begins(self, child: nn.Module) -> None:
         """S -> R before `child`."""
         child.register_forward_pre_hook(
-            lambda module, args, kwargs: None if self.off else _first(args, kwargs, self._entered), with_kwargs=True
+            lambda module, args, kwargs: None if self.off else _first(args, kwargs, lambda x: self._entered(x, module)),
+            with_kwargs=True,
         )
 
     def ends(self, child: nn.Module) -> None:
         """P -> S behind `child`."""
         child.register_forward_hook(
-            lambda module, args, output: None if self.is_whole() else _changed(output, self._left), prepend=True
+            lambda module, args, output: (
+                None if self.is_whole() else _changed(output, lambda x: self._left(x, module.training))
+            ),
+            prepend=True,
         )
 
     def whole(self, child: nn.Module) -> None:
         """`child` sees all tokens: S -> I before it, I -> S behind it."""
+
+        def join(x: torch.Tensor) -> torch.Tensor:
+            self._same_tokens()
+            return crossings.whole_sequence(x, self.peers, self.length)
+
+        def split(x: torch.Tensor, training: bool) -> torch.Tensor:
+            self._own_tokens(training=training)
+            return crossings.to_rows_of_sequence(x, self.peers, self.length)
+
         child.register_forward_pre_hook(
-            lambda module, args, kwargs: (
-                None
-                if self.off
-                else _first(args, kwargs, lambda x: crossings.whole_sequence(x, self.peers, self.length))
-            ),
-            with_kwargs=True,
+            lambda module, args, kwargs: None if self.off else _first(args, kwargs, join), with_kwargs=True
         )
         child.register_forward_hook(
-            lambda module, args, output: (
-                None
-                if self.off
-                else _changed(output, lambda x: crossings.to_rows_of_sequence(x, self.peers, self.length))
-            ),
+            lambda module, args, output: None if self.off else _changed(output, lambda x: split(x, module.training)),
             prepend=True,
         )
 
@@ -198,12 +207,42 @@ class Stack:
         """Whether activations are I between regions in the forward under way."""
         return self.is_whole() or self._plain
 
-    def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        return crossings.whole_sequence_replicated(x, self.peers, self.length)
+    def _own_tokens(self, *, training: bool) -> None:
+        """What drops from here on drops of this rank's tokens. See [Note: streams]: not from the beginning of a block on."""
+        if self._streams is not None and training:
+            self._streams.own()
 
-    def _left(self, x: torch.Tensor) -> torch.Tensor:
+    def _same_tokens(self) -> None:
+        if self._streams is not None:
+            self._streams.alike()
+
+    def read_by(self, child: nn.Module, products: Sequence[nn.Module]) -> None:
+        """The sum behind `child` in backward begins early: `products` of it read its input, or are it."""
+        self._products[id(child)] = [weakref.ref(product) for product in products]
+        for product in products:
+            if product is not child:
+                product.register_forward_pre_hook(self._reads)
+
+    def _reads(self, product: nn.Module, args: Any) -> Any:
+        crossed = self._crossed
+        if crossed is None or not args or args[0] is not crossed.tensor:
+            return None
+        return (crossed.entering(product), *args[1:])
+
+    def _entered(self, x: torch.Tensor, child: nn.Module) -> torch.Tensor:
+        self._same_tokens()
+        products = [product for known in self._products.get(id(child), ()) if (product := known()) is not None]
+        if not products:
+            return crossings.whole_sequence_replicated(x, self.peers, self.length)
+        self._crossed = crossings.whole_sequence_early(x, self.peers, self.length, products)
+        return self._crossed.entering(child)
+
+    def _left(self, x: torch.Tensor, training: bool) -> torch.Tensor:
+        self._crossed = None
         if self._plain:
+            self._same_tokens()
             return crossings.to_invariant(x, self.peers)
+        self._own_tokens(training=training)
         return crossings.sum_over_sequence(x, self.peers, self.length)
 
     # ------------------------------------------------------------------ lengths

@@ -16,7 +16,10 @@ from hf_dist.boxes import TensorSlice
 from hf_dist.errors import ModelError
 from hf_dist.loss.lazy_logits import LazyLogits
 from hf_dist.loss.vocabulary import VocabularySplit
+from hf_dist.random_streams import Streams, drops
 from hf_dist.tensor_parallel import crossings
+from hf_dist.tensor_parallel.head import WholeHead
+from hf_dist.tensor_parallel.overlap import Crossed, splits_backward
 from hf_dist.tensor_parallel.peers import Peers
 from hf_dist.tensor_parallel.plan import (
     COLUMN,
@@ -42,15 +45,24 @@ class SplitModel:
     """One rank's part of a model, and the crossings on its modules. Its modules hold it, it holds none of them."""
 
     def __init__(
-        self, model: nn.Module, plan: SplitPlan, peers: Peers, *, keep: Keep, blocks: Mapping[str, nn.Module]
+        self,
+        model: nn.Module,
+        plan: SplitPlan,
+        peers: Peers,
+        *,
+        keep: Keep,
+        blocks: Mapping[str, nn.Module],
+        overlap: bool = False,
     ) -> None:
         """Cut `model` in place. Local, the same on every rank but for which part it is.
 
-        `keep(param, slice)` cuts one parameter; `blocks`: the repeated parts of `model`, by path.
+        `keep(param, slice)` cuts one parameter; `blocks`: the repeated parts of `model`, by path; `overlap`: the sums of
+        backward begin before weight gradients are computed.
         Raises `ModelError` for sizes that do not divide, before anything is cut.
         """
         self.plan = plan
         self.peers = peers
+        self._model = weakref.ref(model)
         base, self.prefix = unwrapped(model)
         self.kept = kept_slices(model, plan, peers.size, peers.rank)
         by_id = {id(p): self.kept[name] for name, p in model.named_parameters() if name in self.kept}
@@ -59,8 +71,11 @@ class SplitModel:
         }
         self.is_whole = False
         """Whether every parameter is whole for the moment: then nothing crosses."""
-        self._crossed: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._crossed: dict[int, tuple[Any, Crossed]] = {}
+        self._streams = Streams(peers.rank) if drops(model) else None
         modules = dict(base.named_modules())
+        self._readers = self._products_of(modules) if overlap else {}
+        """Module with a product of columns -> those that read what it reads, by their place in the model."""
         self._numbers = self._local_numbers(modules)
         names = [
             name.removeprefix(self.prefix) for name, block in blocks.items() if not isinstance(block, nn.Embedding)
@@ -74,15 +89,21 @@ class SplitModel:
         for name in self.kept:
             keep(named[name], self.kept[name].held)
         self.compute_with_whole(False)
-        _, head = output_and_input(base)
         self.vocabulary: VocabularySplit | None = None
         """Of the head's logits, where it is split."""
+        self._install(model, base, modules, blocks)
+
+    def _install(
+        self, model: nn.Module, base: nn.Module, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
+    ) -> None:
+        """The crossings, by hooks."""
+        _, head = output_and_input(base)
         for name, module in modules.items():
-            style = plan.modules.get(pattern_of(name))
-            if style is not None and stock_name(name) == name:
+            style = self._style(name)
+            if style is not None:
                 self._cross(name, module, style, base, is_head=module is head)
         self._install_stacks(modules)
-        if plan.sequence:
+        if self.plan.sequence:
             model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
         for module in dict.fromkeys([*blocks.values(), model]):  # behind them nobody reads their inner activations
             module.register_forward_hook(self._forget, always_call=True)
@@ -152,17 +173,39 @@ class SplitModel:
 
     def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
         self._crossed.clear()
+        if self._streams is not None:
+            self._streams.alike()
 
-    def replicated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as the input of cut products, I -> R: one crossing for all that read the same (q, k, v; gate, up)."""
+    def _products_of(self, modules: Mapping[str, nn.Module]) -> dict[int, list[weakref.ref[nn.Module]]]:
+        by_parent: dict[str, list[nn.Module]] = {}
+        for name, module in modules.items():
+            if self._style(name) in COLUMN - GATHERED and splits_backward(module):
+                by_parent.setdefault(name.rpartition(".")[0], []).append(module)
+        return {id(one): [weakref.ref(m) for m in together] for together in by_parent.values() for one in together}
+
+    def _style(self, name: str) -> str | None:
+        return self.plan.modules.get(pattern_of(name)) if stock_name(name) == name else None
+
+    def replicated(self, tensor: torch.Tensor, module: nn.Module | None = None) -> torch.Tensor:
+        """`tensor` as the input of cut products, I -> R: one crossing for all that read the same (q, k, v; gate, up).
+
+        `module`: which of them asks.
+        """
         if not torch.is_grad_enabled() or not tensor.requires_grad:
             return tensor
         known = self._crossed.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        crossed = crossings.to_replicated(tensor, self.peers)
-        self._crossed[id(tensor)] = (weakref.ref(tensor), crossed)
-        return crossed
+        if known is None or known[0]() is not tensor:
+            readers = [reader for ref in self._readers.get(id(module), ()) if (reader := ref()) is not None]
+            crossed = (
+                crossings.to_replicated_early(tensor, self.peers, readers)
+                if readers
+                else Crossed(crossings.to_replicated(tensor, self.peers))
+            )
+            known = self._crossed[id(tensor)] = weakref.ref(tensor), crossed
+        return known[1].entering(module)
+
+    def _enter_columns(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return None if self.is_whole or not args else (self.replicated(args[0], module), *args[1:])
 
     def _before(self, module: nn.Module, change: Change) -> None:
         """Have the first argument of `module` go through `change`."""
@@ -185,12 +228,15 @@ class SplitModel:
         regions = self.regions
         recorded = recorded_routers(modules.values()) if regions.stacks else {}
         for owner, blocks in regions.stacks.items():
-            stack = Stack(self.peers, lambda: self.is_whole)
+            stack = Stack(self.peers, lambda: self.is_whole, self._streams)
             caller = modules[owner.rpartition(".")[0]] if isinstance(modules[owner], nn.ModuleList) else modules[owner]
             stack.install(caller, [modules[block] for block in blocks])
             for block in blocks:
                 for name, child in modules[block].named_children():
                     path = f"{block}.{name}"
+                    inside = (modules[n] for n in modules if n == path or n.startswith(f"{path}."))
+                    if readers := [m for m in inside if id(m) in self._readers]:
+                        stack.read_by(child, readers)
                     if path in regions.children:
                         stack.region(child)
                         for router, index in routers_in(child, recorded):
@@ -199,6 +245,26 @@ class SplitModel:
                         stack.ends(child) if self.plan.modules[pattern_of(path)] in ROW else stack.begins(child)
                     elif path in regions.whole:
                         stack.whole(child)
+
+    def _install_streams(self, module: nn.Module, style: str, *, is_region: bool) -> None:
+        """Draw alike up to a product of columns, each rank for its own columns behind it, alike again behind one of rows.
+
+        See [Note: streams]. `is_region`: a region of the stack begins or ends here, which says what is drawn there.
+        """
+        streams = self._streams
+        if streams is None or style in GATHERED:
+            return
+
+        def switch(to: Callable[[], None]) -> Callable[..., None]:
+            return lambda module, *_: to() if module.training and not self.is_whole else None
+
+        if style in COLUMN or style == "packed_colwise":
+            module.register_forward_pre_hook(switch(streams.alike))
+            module.register_forward_hook(switch(streams.own))
+        elif style in ROW or style in ("moe_tp_experts", "all_reduce"):
+            module.register_forward_pre_hook(switch(streams.own))
+            if not is_region:
+                module.register_forward_hook(switch(streams.alike))
 
     def _inside(self, module: nn.Module, style: str, name: str) -> None:
         """A module of a region: its input is R or V, what it returns V or P."""
@@ -216,11 +282,12 @@ class SplitModel:
 
     def _cross(self, name: str, module: nn.Module, style: str, base: nn.Module, *, is_head: bool) -> None:
         peers = self.peers
+        self._install_streams(module, style, is_region=name in self.regions.products)
         if self.regions.contains(name) or name in self.regions.products:
             self._inside(module, style, name)
             return
         if style in COLUMN or style == "packed_colwise":
-            self._before(module, self.replicated)
+            module.register_forward_pre_hook(self._enter_columns)
             if style in GATHERED:
                 self._gather(name, module, is_head=is_head)
         elif style in ROW:
@@ -253,6 +320,9 @@ class SplitModel:
 
         if is_head:
             self.vocabulary = VocabularySplit(peers, first, width, gather, lambda: not self.is_whole)
+            model = self._model()
+            if isinstance(module, nn.Linear) and model is not None:
+                self._head = WholeHead(model, module, peers, width, lambda: self.is_whole)
         self._after(module, lambda out: out if isinstance(out, LazyLogits) else gather(out))
 
     def _whole_width(self, name: str) -> tuple[int, int]:

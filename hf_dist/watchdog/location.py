@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
+from hf_dist.on_one_rank import line_of_user
+
 __all__ = ["Location", "find_location"]
 
 MAX_FRAMES = 16
@@ -47,9 +49,11 @@ MAY_TAKE_LONG = {"evaluation", "saving", "loading the model", "loading a checkpo
 MAY_TAKE_LONG |= {"mapping a dataset", "callbacks", "preparing the model"}
 """Activities of one rank that may rightly last for minutes."""
 
+_TRAINING = {"training step", "evaluation", "backward", "optimizer step"}
+
 _COMMUNICATION = (
     "/hf_dist/collectives.py", "/hf_dist/groups.py", "/hf_dist/mesh.py", "/hf_dist/rendezvous.py", "/hf_dist/pipeline/p2p.py",
-    "/torch/distributed/",
+    "/hf_dist/on_one_rank.py", "/torch/distributed/",
 )  # fmt: skip
 _WAITED_FOR = (
     ("/hf_dist/sharding/", "wait_unshard", "the gather of weights"),
@@ -78,6 +82,8 @@ class Location:
     """What the other ranks have to give; empty while it works itself."""
     stack: tuple[str, ...] = ()
     """`file:line in function`, innermost last."""
+    called: str = ""
+    """A call that every rank has to make, with its line, in which this one waits for the others to make it."""
 
     def __str__(self) -> str:
         parts = [self.activity or "Python code of the script", self.block]
@@ -89,28 +95,40 @@ class Location:
         return asdict(self)
 
 
-def find_location(names: Mapping[int, str], in_backward: str = "") -> Location:
-    """Where the main thread of this process is. Any thread may call it; about a tenth of a millisecond.
+def find_location(names: Mapping[int, str], in_backward: str = "", thread: int | None = None) -> Location:
+    """Where a thread of this process is, by default the main one. Any thread may call it; about a tenth of a millisecond.
 
     `names`: id of a module -> its full name. `in_backward`: the unit whose backward began last, for a backward that is in
     torch's own code at the moment.
     """
-    frames = _frames()
+    frames = _frames(thread or threading.main_thread().ident or 0)
     activities = list(dict.fromkeys(filter(None, map(_activity, frames))))
     block = next(filter(None, (_block(frame, names) for frame in reversed(frames))), "")
     if not block and "backward" in activities:
         block = in_backward
     stack = [_line(frame) for frame in frames if not _is_in(frame, _WRAPPERS)]
-    return Location(" > ".join(activities), block, _waits_for(frames), tuple(stack[-MAX_FRAMES:]))
+    waits_for = _waits_for(frames)
+    return Location(" > ".join(activities), block, waits_for, tuple(stack[-MAX_FRAMES:]), _called(frames, waits_for))
 
 
-def _frames() -> list[FrameType]:
-    """Of what the main thread does, outermost first: also where autograd or the writer of checkpoints does it for it."""
+def _called(frames: list[FrameType], waits_for: str) -> str:
+    """Also a forward by the script itself, which gathers weights."""
+    if frames and _is_in(frames[-1], ("/hf_dist/on_one_rank.py",)):
+        return str(frames[-1].f_locals.get("called", ""))
+    inside = {_activity(frame) for frame in frames}
+    if waits_for != "the gather of weights" or "forward" not in inside or inside & _TRAINING:
+        return ""
+    outside = next(frame for frame in frames if _activity(frame) == "forward").f_back
+    return f"the forward of the model at {line_of_user(outside)}"
+
+
+def _frames(thread: int) -> list[FrameType]:
+    """Of what a thread does, outermost first: also where autograd or the writer of checkpoints does it for it."""
     stacks = sys._current_frames()
     # This thread's own frame would hold `stacks`, which holds it: all tensors in the locals of all frames of all threads would
     # then live until the cyclic collector comes (a model of 0.5B parameters had 6.7 GB at its peak, 5.2 since).
     stacks.pop(threading.get_ident())
-    main = list(_outermost_first(stacks.get(threading.main_thread().ident or 0)))
+    main = list(_outermost_first(stacks.get(thread)))
     if any(_is_in(frame, ("/hf_dist/checkpoint/save.py",)) and frame.f_code.co_name == "join" for frame in main):
         writers = [t.ident for t in threading.enumerate() if t.name == "hf_dist checkpoint" and t.ident]
         return main + [f for ident in writers for f in _outermost_first(stacks.get(ident))]
@@ -118,7 +136,7 @@ def _frames() -> list[FrameType]:
         # On GPUs the hooks run in autograd's own threads.
         for ident, innermost in stacks.items():
             frames = list(_outermost_first(innermost))
-            if ident != threading.main_thread().ident and any(_is_in(f, ("/hf_dist/sharding/",)) for f in frames):
+            if ident != thread and any(_is_in(f, ("/hf_dist/sharding/",)) for f in frames):
                 return main + frames
     return main
 
@@ -156,6 +174,8 @@ def _block(frame: FrameType, names: Mapping[int, str]) -> str:
 
 
 def _waits_for(frames: list[FrameType]) -> str:
+    if frames and _is_in(frames[-1], ("/hf_dist/on_one_rank.py",)):
+        return "every rank to make the same call"
     if not frames or not _is_in(frames[-1], _COMMUNICATION):
         return ""
     for frame in reversed(frames):

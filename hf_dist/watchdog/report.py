@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hf_dist.on_one_rank import REMEDY
 from hf_dist.sizes import size_text
 from hf_dist.watchdog.location import MAY_TAKE_LONG, Location
 
-__all__ = ["Status", "describe_stall", "late_words", "lost_rank", "numbers"]
+__all__ = ["Status", "called_alone", "describe_stall", "late_words", "lost_rank", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,29 @@ def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, 
         lines.append(f"Nothing is known to be wrong with the network: the others wait for {_ranks(late)}.")
     lines.append("The job is not ended by this report; it ends when a process group's timeout (ddp_timeout) is over.")
     return "\n  ".join([head, *lines])
+
+
+def called_alone(statuses: Sequence[Status], *, patience: float, world: int) -> tuple[list[int], str] | None:
+    """The ranks that have made a call which all have to make, and what to say; None unless the others will not make it.
+
+    They will not where each of them has ended without an error, or has waited for something else for `patience` seconds.
+    """
+    callers = [s for s in statuses if s.location.called and not s.ended]
+    others = [s for s in statuses if s not in callers]
+    if not callers or not others or len(statuses) < world:
+        return None
+    waiting = [s for s in others if not s.ended]
+    forward = any(s.location.called.startswith("the forward") for s in callers)
+    if any(s.ended and s.last_words != "" for s in others) or any(s.still < patience for s in [*callers, *waiting]):
+        return None
+    if any(not s.waits or (forward and "forward" in s.location.activity) for s in waiting):
+        return None
+    where = "; ".join(
+        f"{s.who} {'has ended' if s.ended else f'waits for {s.location.waits_for} in: {s.location}'}"
+        for s in others[:3]
+    )
+    ranks = [s.rank for s in callers]
+    return ranks, f"{callers[0].location.called} was called by {numbers(ranks)} alone; {where}. {REMEDY}."
 
 
 def _ranks(statuses: Sequence[Status]) -> str:

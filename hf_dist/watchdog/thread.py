@@ -14,11 +14,11 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from hf_dist import collectives, failure, machine, mesh
+from hf_dist import collectives, failure, machine, mesh, on_one_rank
 from hf_dist.launch import detect_launch
 from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
-from hf_dist.watchdog.report import Status, describe_stall, late_words, lost_rank, numbers
+from hf_dist.watchdog.report import Status, called_alone, describe_stall, late_words, lost_rank, numbers
 from hf_dist.watchdog.wire import Collector, Sender
 
 __all__ = ["start", "watch"]
@@ -44,9 +44,10 @@ def start(seconds: float) -> None:
 
 
 def watch(engine: Any) -> None:
-    """Have reports name the modules of `engine.model` and its step; held weakly. Local."""
+    """Have reports name the modules of `engine.model`, its step, and where the caller's thread is. Engines are held weakly."""
     if _watchdog is not None:
         _watchdog.engines.add(engine)
+        _watchdog.thread = threading.get_ident()
 
 
 class Watchdog(threading.Thread):
@@ -59,6 +60,8 @@ class Watchdog(threading.Thread):
         self.rank = rank
         self.world = world
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.thread = threading.get_ident()
+        """The one that trains: not the main thread where Ray Train runs the loop, and that one only waits."""
         self._store = store
         self._listeners = (0, world - 1)
         self._collector: Collector | None = None
@@ -132,11 +135,11 @@ class Watchdog(threading.Thread):
                 self._named.add(engine)
                 self._names |= {id(module): name for name, module in engine.model.named_modules() if name}
         reached = [name for name in (e.sharded.passes.unit_in_backward for e in engines) if name is not None]
-        location = find_location(self._names, reached[0] if reached else "")
+        location = find_location(self._names, reached[0] if reached else "", self.thread)
         patience = self._departure.grace if self._departure.reason else self.limit
         if not location.waits_for and mesh.device_is_busy(self._seconds_at(location) > patience / 2):
             # The host is in some line that reads a number from the GPU; what that waits for is a collective.
-            location = Location(location.activity, location.block, "a collective on the GPU", location.stack)
+            location = replace(location, waits_for="a collective on the GPU")
         return location
 
     def _seconds_at(self, location: Location) -> float:
@@ -158,6 +161,8 @@ class Watchdog(threading.Thread):
         if self._collector is None:
             for rank, sender in list(self._senders.items()):
                 for message in sender.hear():
+                    if self.rank in message.get("alone", ()):
+                        self._end_lone_call(str(message["text"]))
                     if "lost" in message:
                         self._departure.note(str(message["lost"]), left_well=bool(message["left_well"]))
                     elif message.get("left") == "":
@@ -224,6 +229,12 @@ class Watchdog(threading.Thread):
         first = next((s for s in statuses if s.rank == 0), None)
         if self.rank != 0 and first is not None and not first.ended and first.silent < silence:
             return  # rank 0 speaks
+        alone = called_alone(statuses, patience=self.limit / 6, world=self.world)
+        if alone is not None:
+            assert self._collector is not None
+            self._collector.tell({"alone": alone[0], "text": alone[1]})
+            if self.rank in alone[0]:
+                self._end_lone_call(alone[1])
         report = describe_stall(statuses, limit=self.limit, silence=silence, world=self.world)
         if report is None:
             if self._stalled_at is not None:
@@ -236,6 +247,13 @@ class Watchdog(threading.Thread):
             began = self._stalled_at if self._stalled_at is not None else now
             self._stalled_at = began
             self._next_report = now + 2 * max(self.limit, now - began)  # ever rarer
+
+    def _end_lone_call(self, text: str) -> None:
+        """This rank has made a call alone: its main thread raises, or this process leaves where that cannot."""
+        if self._location().waits_for == "every rank to make the same call":
+            on_one_rank.tell(text)
+        else:
+            failure.leave_alone(text)
 
     def explain_loss(self) -> tuple[str, str]:
         """(which rank ended first and why, or who does not come, and its traceback), as far as this rank hears of it within

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dist.loss import TiledLoss, chunks
-from hf_dist.loss.lazy_logits import Hidden, LazyLogits, Use
+from hf_dist.loss.lazy_logits import LazyLogits, Use, marked
 from tests.activation.families import FAMILIES, LENGTH, VOCAB, make_batch, make_model
 
 ROWS_PER_CHUNK = 5
@@ -28,8 +28,8 @@ def chunked(model: Any) -> TiledLoss:
     return TiledLoss(model, model.get_output_embeddings(), tiles=False)
 
 
-def computed(hidden: torch.Tensor) -> Hidden:
-    return Hidden.of(hidden, Use(lambda name: None, tiles=False))
+def computed(hidden: torch.Tensor) -> torch.Tensor:
+    return marked(hidden, Use(lambda name: None, tiles=False))
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_dist.errors import ModelError
 from hf_dist.loss import TiledLoss, tiles
-from hf_dist.loss.lazy_logits import Hidden, LazyLogits, Use
+from hf_dist.loss.lazy_logits import LazyLogits, Use, marked
 from tests.activation.families import FAMILIES, LENGTH, VOCAB, make_batch, make_model
 
 RTOL = 1e-6
@@ -213,7 +213,7 @@ def test_a_kernel_that_takes_the_logits_past_python_is_refused_in_backward() -> 
             return grad.expand(20, 30, VOCAB)
 
     head = torch.nn.Linear(8, VOCAB)
-    loss = Fused.apply(head(Hidden.of(torch.randn(20, 30, 8), Use(lambda name: None))))
+    loss = Fused.apply(head(marked(torch.randn(20, 30, 8), Use(lambda name: None))))
     with pytest.raises(ModelError, match="custom autograd Function"):
         loss.backward()
 
@@ -244,7 +244,7 @@ def test_every_function_of_the_logits_gives_what_it_gives_for_a_plain_tensor(nam
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(8, VOCAB), torch.randn(6, LENGTH, 8)
     expected = function(head(hidden))
-    result = function(head(Hidden.of(hidden, Use(lambda name: None))))
+    result = function(head(marked(hidden, Use(lambda name: None))))
     assert isinstance(result, LazyLogits) == stays_lazy
     assert result.shape == expected.shape and result.dtype == expected.dtype
     assert relative(result + 0, expected) < RTOL
@@ -254,7 +254,7 @@ def test_every_function_of_the_logits_gives_what_it_gives_for_a_plain_tensor(nam
 def test_other_kinds_of_cross_entropy_are_computed_from_the_logits(changes: dict[str, Any]) -> None:
     head, hidden, target = torch.nn.Linear(8, VOCAB), torch.randn(90, 8), torch.randint(0, VOCAB, (90,))
     read: list[str] = []
-    loss = torch.nn.functional.cross_entropy(head(Hidden.of(hidden, Use(read.append))), target, **changes)
+    loss = torch.nn.functional.cross_entropy(head(marked(hidden, Use(read.append))), target, **changes)
     assert torch.equal(loss, torch.nn.functional.cross_entropy(head(hidden), target, **changes))
     assert read == ["cross_entropy"]
 
@@ -272,7 +272,7 @@ def test_where_tiles_would_take_more_memory_the_logits_are_there(monkeypatch: py
 
 def test_a_kept_graph_goes_backward_twice() -> None:
     head, hidden, target = torch.nn.Linear(8, VOCAB), torch.randn(90, 8), torch.randint(0, VOCAB, (90,))
-    loss = torch.nn.functional.cross_entropy(head(Hidden.of(hidden, Use(lambda name: None))), target)
+    loss = torch.nn.functional.cross_entropy(head(marked(hidden, Use(lambda name: None))), target)
     loss.backward(retain_graph=True)
     once = head.weight.grad.clone()
     loss.backward()

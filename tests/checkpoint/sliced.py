@@ -48,6 +48,7 @@ class Holder:
 
     sharded: Any
     fragments: Any
+    outer: Any = None
 
     @property
     def mesh(self) -> Any:

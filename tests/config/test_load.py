@@ -28,7 +28,7 @@ def test_an_empty_config_has_the_documented_defaults() -> None:
     assert (config.train_batch_size, config.gradient_clipping, config.optimizer) == (None, None, None)
     assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (0, 500_000_000)
     assert (config.fp16.initial_scale_power, config.fp16.hysteresis, config.bf16.check_grad_overflow) == (16, 2, True)
-    assert config.zero_optimization.shard_group_size is None and config.dtype == "fp32"
+    assert config.shard_group_size is None and config.dtype == "fp32"
 
 
 @pytest.mark.parametrize("value", [500_000_000, 5e8, "5e8", "500000000", 500000000.9])
@@ -85,7 +85,7 @@ def test_values_are_coerced_and_names_get_their_usual_case() -> None:
         ({"bfloat16": {"enabled": True}}, "bf16.enabled", True),
         (zero(prefetch_bucket_size=7), "zero_optimization.stage3_prefetch_bucket_size", 7),
         (zero(prefetch_bucket_size="auto"), "zero_optimization.stage3_prefetch_bucket_size", "auto"),
-        (zero(stage=3, mics_shard_size=4), "zero_optimization.shard_group_size", 4),
+        (zero(stage=3, mics_shard_size=4), "shard_group_size", 4),
         (zero(stage=3, zero_hpz_partition_size=8), "zero_optimization.shard_group_size", None),
         ({"fp16": None, "zero_optimization": {"stage": None}}, "zero_optimization.stage", 0),
         (zero(leaf_module={"classes": ["Moe"]}), "zero_optimization.leaf_module.classes", ("Moe",)),
@@ -204,6 +204,10 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             "within its groups. Keep one of the two.",
         ),
         (
+            {"local_sgd": {"every": 10, "outer_momentum": 1}},
+            "local_sgd.outer_momentum: 1 is not a number of at least 0 and below 1. Write one, or remove the key.",
+        ),
+        (
             zero(prefetch_bucket_size=1, stage3_prefetch_bucket_size=2),
             'zero_optimization.prefetch_bucket_size: 1 contradicts "zero_optimization.stage3_prefetch_bucket_size", '
             'the newer name of the same key. Remove "zero_optimization.prefetch_bucket_size".',
@@ -287,7 +291,7 @@ def test_one_wrong_setting_is_one_sentence(source: dict[str, Any], message: str)
     assert messages(source) == [message]
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "zerooneadam", "OneBitLamb", "Lamb", "Muon", "MuAdam", "LBFGS"])
+@pytest.mark.parametrize("name", ["OneBitAdam", "zerooneadam", "OneBitLamb", "MuAdam", "LBFGS"])
 def test_an_optimizer_that_is_not_served_is_refused_by_name(name: str) -> None:
     first, *others = messages({"optimizer": {"type": name, "params": {"freeze_step": 3, "cuda_aware": False}}})
     assert first.startswith(f'optimizer.type: "{name}" is ') and "or another of Adam, AdamW" in first

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests import forked
@@ -17,13 +18,19 @@ LAUNCHERS: dict[str, list[str]] = {
         *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
     ],
+    "hf-dist": [
+        *("-m", "hf_dist.cli", "launch", "--config_file", "{trl}/zero3.yaml", "--num_processes", "2"),
+        *("--mixed_precision", "no", "--main_process_port", "{port}"),
+    ],
 }
 
 
 def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True) -> str:
     """What the ranks printed; the test fails with the end of their errors when the launcher does. `is_real`: not forked."""
     port = str(free_port())
-    command = [sys.executable, *(word.format(port=port) for word in LAUNCHERS[launcher]), *words]
+    trl = find_spec("trl")
+    configs = Path(str(trl.origin)).parent / "accelerate_configs" if trl is not None else ""
+    command = [sys.executable, *(word.format(port=port, trl=configs) for word in LAUNCHERS[launcher]), *words]
     env = {
         **os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder / "datasets"),

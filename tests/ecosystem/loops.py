@@ -24,6 +24,19 @@ OF_THE_TRAINER: dict[str, Any] = {
 """What most files hold that are written for a Trainer; a loop of one's own reads its numbers from the script."""
 
 
+LAYOUTS: dict[int, dict[str, Any]] = {
+    4: {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}},
+    5: {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
+    6: {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}},
+}
+"""What numbers above those of the stages stand for."""
+
+
+def config_of(stage: int) -> dict[str, Any]:
+    """The JSON of a stage, or of a layout."""
+    return LAYOUTS.get(stage, {"zero_optimization": {"stage": stage}})
+
+
 def accelerator_of(stage: int | None, **arguments: Any) -> Any:
     """accelerate's, or ours: nothing else of a script changes."""
     if stage is None:
@@ -32,7 +45,7 @@ def accelerator_of(stage: int | None, **arguments: Any) -> Any:
         return Accelerator(cpu=True, **arguments)
     from hf_dist import DistAccelerator
 
-    return DistAccelerator(dist_config={"zero_optimization": {"stage": stage}, **OF_THE_TRAINER}, **arguments)
+    return DistAccelerator(dist_config={**config_of(stage), **OF_THE_TRAINER}, **arguments)
 
 
 def loop(folder: Path, stage: int | None, adapters: bool, checkpointing: bool) -> Record:

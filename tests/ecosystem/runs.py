@@ -11,18 +11,13 @@ import torch
 import transformers as tf
 
 from hf_dist.hf.evaluation import each_batch_by_itself
-from tests.ecosystem.loops import LOOPS
+from tests.ecosystem.loops import LOOPS, config_of
 from tests.ecosystem.tiny import completions, lora, preferences, prompts, stored_preferences, tokenizer
 from tests.hf.lifecycle import pairs
 from tests.hf.recipes import make_model, pad, texts
 
 Record = dict[str, Any]
 STEPS = 3
-LAYOUTS: dict[int, dict[str, Any]] = {
-    4: {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}},
-    5: {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
-}
-"""What numbers above those of the stages stand for."""
 
 
 def run(folder: Path, kind: str, stage: int | None, adapters: bool, checkpointing: bool, root: str) -> Record:
@@ -66,7 +61,8 @@ def arguments(folder: Path, stage: int | None, checkpointing: bool, base: Any, *
     from hf_dist import DistArgsMixin
 
     ours: Any = dataclass(type("Dist" + base.__name__, (DistArgsMixin, base), {}))
-    return ours(**given, dist_config=LAYOUTS.get(stage, {"zero_optimization": {"stage": stage}}))
+    globals()[ours.__name__] = ours  # a Trainer that saves pickles its arguments
+    return ours(**given, dist_config=config_of(stage))
 
 
 def over(stage: int | None, base: Any) -> Any:
@@ -123,14 +119,22 @@ def packed(folder: Path, stage: int | None, adapters: bool, checkpointing: bool,
 
 
 def dpo(
-    folder: Path, stage: int | None, adapters: bool, checkpointing: bool, root: Path, rows: Any = None, **changes: Any
+    folder: Path,
+    stage: int | None,
+    adapters: bool,
+    checkpointing: bool,
+    root: Path,
+    rows: Any = None,
+    evaluated: int = 4,
+    **changes: Any,
 ) -> Any:
     """A reference model that TRL loads by itself; with adapters the reference is the base model."""
     from trl import DPOConfig, DPOTrainer
 
     args = arguments(folder, stage, checkpointing, DPOConfig, max_length=16, **changes)
     return over(stage, DPOTrainer)(
-        str(root / "lm"), args=args, train_dataset=rows or preferences(24), eval_dataset=None if rows else preferences(4),
+        str(root / "lm"), args=args, train_dataset=rows or preferences(24),
+        eval_dataset=None if rows else preferences(evaluated),
         processing_class=tokenizer(), peft_config=lora() if adapters else None,
     )  # fmt: skip
 
@@ -148,13 +152,15 @@ def precomputed(folder: Path, stage: int | None, adapters: bool, checkpointing: 
     return dpo(folder, stage, adapters, checkpointing, root, rows=rows, precompute_ref_log_probs=True)
 
 
-def reward(folder: Path, stage: int | None, adapters: bool, checkpointing: bool, root: Path) -> Any:
-    """A reward model on preferences."""
+def reward(
+    folder: Path, stage: int | None, adapters: bool, checkpointing: bool, root: Path, evaluated: int = 4, **changes: Any
+) -> Any:
+    """A reward model on preferences; `evaluated` rows to evaluate with."""
     from trl import RewardConfig, RewardTrainer
 
-    args = arguments(folder, stage, checkpointing, RewardConfig, max_length=16)
+    args = arguments(folder, stage, checkpointing, RewardConfig, max_length=16, **changes)
     return over(stage, RewardTrainer)(
-        str(root / "reward"), args=args, train_dataset=preferences(24), eval_dataset=preferences(4),
+        str(root / "reward"), args=args, train_dataset=preferences(24), eval_dataset=preferences(evaluated),
         processing_class=tokenizer(), peft_config=lora("SEQ_CLS") if adapters else None,
     )  # fmt: skip
 
@@ -177,6 +183,14 @@ def grpo(folder: Path, stage: int | None, adapters: bool, checkpointing: bool, r
         processing_class=tokenizer(), reward_processing_classes=[None, tokenizer()],
         peft_config=lora() if adapters else None,
     )  # fmt: skip
+
+
+def uneven(folder: Path, kind: str, stage: int | None, root: str) -> dict[str, float]:
+    """The metrics of seven preferences, three in a batch: the collator makes two rows of each."""
+    build = {"reward": reward, "dpo": dpo}[kind]
+    trainer = build(folder, stage, False, False, Path(root), per_device_eval_batch_size=3, evaluated=7)
+    skipped = ("runtime", "per_second", "time")
+    return {key: value for key, value in trainer.evaluate().items() if not any(word in key for word in skipped)}
 
 
 def refused_over_stages(folder: Path, root: str) -> dict[str, str]:

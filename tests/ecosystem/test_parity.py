@@ -25,6 +25,7 @@ CASES: list[Case] = [
     *((kind, 1, False, True) for kind in ("by_hand", "two_models", "synced")),
 ]
 OVER_STAGES = ("sft", "reward")
+UNEVEN = [("reward", None), ("reward", 1), ("reward", 3), ("dpo", None), ("dpo", 3)]
 
 
 def run_of(case: tuple[Any, ...]) -> dict[str, Any]:
@@ -37,6 +38,11 @@ REST: dict[str, tuple[str, dict[str, Any]]] = {
     "errors": ("tests.ecosystem.loops:errors", {}),
     "refused_over_stages": ("tests.ecosystem.runs:refused_over_stages", {"root": ""}),
     **{f"{kind}_over_stages": ("tests.ecosystem.runs:run", run_of((kind, 4, True, False))) for kind in OVER_STAGES},
+}
+
+REST |= {
+    f"uneven_{kind}_{stage}": ("tests.ecosystem.runs:uneven", {"kind": kind, "stage": stage, "root": ""})
+    for kind, stage in UNEVEN
 }
 
 
@@ -94,6 +100,15 @@ def test_a_loop_is_clipped_by_the_json_where_the_script_does_not(outcomes: Any) 
 )
 def test_a_script_that_contradicts_its_json_is_told_so(name: str, says: str, outcomes: Any) -> None:
     assert says in outcomes()["errors"][name]
+
+
+@pytest.mark.parametrize(("kind", "stage"), [case for case in UNEVEN if case[1] is not None])
+def test_sets_whose_rows_are_halves_of_samples_are_evaluated_as_under_ddp(kind: str, stage: int, outcomes: Any) -> None:
+    outcome, reference = outcomes()[f"uneven_{kind}_{stage}"], outcomes()[f"uneven_{kind}_None"]
+    assert not isinstance(reference, str), reference
+    assert not isinstance(outcome, str), outcome
+    assert len(reference) > 3
+    assert outcome == pytest.approx(reference, rel=TOLERANCE, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", OVER_STAGES)

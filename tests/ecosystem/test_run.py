@@ -118,6 +118,7 @@ print(json.dumps({"name": __name__, "argv": sys.argv[1][:12], "world": args.worl
         ("torchrun", ["-m", "package.module"], "argument", False),
         ("accelerate", ["package/module.py"], "argument", True),
         ("accelerate", ["-m", "package.module"], "--config", False),
+        ("hf-dist", ["-m", "package.module"], "YAML", False),
     ],
 )
 def test_a_script_or_module_under_a_launcher(
@@ -130,7 +131,8 @@ def test_a_script_or_module_under_a_launcher(
              "--logging_steps", "1"]  # fmt: skip
     config = ["--config", "zero3.json"] if by == "--config" else []
     given += ["--deepspeed", "zero3.json"] if by == "argument" else []
-    printed = launch(launcher, ["-m", "hf_dist.run", *config, *named, *given], tmp_path, is_real=is_real)
+    runner = [] if launcher == "hf-dist" else ["-m", "hf_dist.run"]
+    printed = launch(launcher, [*runner, *config, *named, *given], tmp_path, is_real=is_real)
     found = [json.loads(line) for line in printed.splitlines() if line.startswith('{"name"')]
     assert len(found) == 2
     for rank in found:

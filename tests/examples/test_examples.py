@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
+import threading
+from http.server import ThreadingHTTPServer
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -167,4 +170,34 @@ def test_a_stopped_run_goes_on_with_other_processes_and_another_stage(tmp_path: 
     assert resumed.returncode == 0, resumed.stdout[-8000:]
     assert "resuming from" in resumed.stdout
     assert "40 steps on 1 processes" in resumed.stdout
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@needs_trl
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_rewards_come_over_http_from_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
+    spec = spec_from_file_location("reward_server", REPO / "examples" / "reward_server.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    batches: list[int] = []
+
+    class Busy(module.RewardHandler):  # type: ignore[name-defined,misc]
+        """Away at first."""
+
+        def answer(self, status: int, content: Any) -> None:
+            """The first batch is not answered."""
+            batches.append(len(content.get("rewards", ())))
+            super().answer(503 if len(batches) == 1 else status, content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_dist.run"]
+    asked = ["examples/grpo_remote_rewards.py", "--deepspeed", "configs/zero3_fp32.json", "--output_dir", str(tmp_path)]
+    small = ["--use_cpu", "--max_steps", "2", "--max_completion_length", "4", "--bf16", "False"]
+    url = f"http://127.0.0.1:{server.server_address[1]}/score"
+    said = run(*launcher, *asked, *small, REWARD_URL=url, ACCELERATE_USE_CPU="true")
+    server.shutdown()
+    assert "mean reward of the last step: 0." in said
+    assert len(batches) >= 5 and set(batches) == {4}, "two ranks, two steps, and the one that was refused"
     AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -80,7 +80,7 @@ def test_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     file.write_text(
         json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "expert_parallel": spread})
     )
-    plan(str(tmp_path), file, world_size=8, seq="128")
+    plan(model=str(tmp_path), config=file, world_size=8, seq="128")
     said = capsys.readouterr().out
     assert "bytes that a rank sends for experts in a microbatch of 128 tokens" in said
     assert "ep 8" in said and "(in use)" in said

@@ -114,8 +114,21 @@ class Counting:
         return {"rows": len(seen), "order": sum(i * x for i, x in enumerate(seen, 1))}
 
 
+class Gathering:
+    """Over any Trainer: a step whose loss is followed by gathers of rows, a number per rank, and a vector of one entry."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """As TRL's trainers fill their metrics."""
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
+        if not model.training:
+            accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+            assert len(accelerator.gather(outputs.logits.amax(-1))) >= accelerator.num_processes
+            assert len(accelerator.gather(loss.detach()[None])) == accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
 def evaluated(folder: Path, kind: str, stage: int | None, size: int, **changes: Any) -> dict[str, float]:
-    """Loss and metrics of a set; `kind`: tokens, classes, stream. `stage` None: the stock Trainer."""
+    """Loss and metrics of a set; `kind`: tokens, classes, gathering, stream. `stage` None: the stock Trainer."""
     if stage is None:
         cls, args_cls, given = tf.Trainer, tf.TrainingArguments, {}
     else:
@@ -125,9 +138,12 @@ def evaluated(folder: Path, kind: str, stage: int | None, size: int, **changes: 
         given = {"dist_config": {"zero_optimization": {"stage": stage}}}
     args = args_cls(**plain_arguments(folder, 2, **given, **changes))
     # accelerate puts the batches of all ranks together when it reads a stream: they must be equally long.
-    rows: Any = classes(size) if kind == "classes" else texts(size, ragged=kind != "stream")
+    labelled = kind in ("classes", "gathering")
+    rows: Any = classes(size) if labelled else texts(size, ragged=kind != "stream")
     data = Stream(rows) if kind == "stream" else rows
-    model = make_model("bert" if kind == "classes" else "llama")
+    model = make_model("bert" if labelled else "llama")
+    if kind == "gathering":
+        cls = type("Gathering" + cls.__name__, (Gathering, cls), {})
     trainer = cls(model, args, eval_dataset=data, data_collator=pad, compute_metrics=Counting())
     metrics = trainer.evaluate()
     return {key: metrics[key] for key in ("eval_loss", "eval_rows", "eval_order")}

@@ -258,15 +258,6 @@ def json_optimizer_by_hand(
     return record_of(trainer)
 
 
-def refused_optimizer(folder: Path, optim: str) -> str:
-    """The error of an optimizer that cannot step fragments."""
-    try:
-        dist_trainer("plain", 2, folder, optim=optim).train()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
-
-
 # ---- generation
 
 

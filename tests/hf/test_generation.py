@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tokens": {"kind": "tokens"},
     "classes": {"kind": "classes"},
     "accumulated": {"kind": "tokens", "eval_accumulation_steps": 1},
+    "gathering": {"kind": "gathering"},
     "by_batch": {"kind": "classes", "batch_eval_metrics": True},
     "stream": {"kind": "stream"},
 }

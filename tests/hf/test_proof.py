@@ -15,12 +15,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hf_dist.cli import app
+from hf_dist.cli.check import _blame
+from hf_dist.config import axes_of, load_config
 from hf_dist.errors import ConfigError
 from hf_dist.hf.model_class import keep_layers
 from hf_dist.hf.proof import Asked, prepare, prove
-from hf_dist.hf.proof.compare import FP32, compare
+from hf_dist.hf.proof.compare import FP32, Blamed, compare
 from hf_dist.hf.proof.data import microbatches
 from hf_dist.hf.proof.job import Job
+from hf_dist.hf.proof.parts import alone_parts, parts_without_one
 from tests.harness import run_ranks
 from tests.parity.families import make_model
 
@@ -39,7 +42,7 @@ def asked_for(folder: Path, family: str, config: dict[str, Any], **options: Any)
     """A model of that family and a config in `folder`."""
     make_model(family).save_pretrained(folder / "tiny")  # type: ignore[operator]
     (folder / "ds.json").write_text(json.dumps(config))
-    return Asked(str(folder / "tiny"), folder / "ds.json", world=2, **{"steps": 2, "seq": 12, **options})
+    return Asked(str(folder / "tiny"), folder / "ds.json", **{"world": 2, "steps": 2, "seq": 12, **options})
 
 
 def _nothing(rank: int, world: int) -> None:
@@ -66,6 +69,32 @@ def test_an_equal_layout_is_found_equal(name: str, tmp_path: Path) -> None:
         # bf16 is allowed what bf16 costs one process, no more
         assert FP32 <= row.allowed < 0.05
         assert row.allowed == FP32 or proof.precision == "bf16"
+
+
+MIXED = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "gradient_accumulation_steps": 2}
+
+
+def test_a_mixture_is_found_equal_and_in_another_the_axis_that_differs_is_named(tmp_path: Path) -> None:
+    run_ranks(_nothing, 1)
+    asked = asked_for(tmp_path, "llama", MIXED, world=4)
+    proof = prove(prepare(asked, tmp_path), 4)
+    assert proof.equal, proof
+    assert not proof.blamed
+    shards = {
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 1},
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # a clip takes the factor out again
+    }
+    asked = asked_for(tmp_path, "llama", shards, world=4, class_name="tests.workers.skewed:SkewedSlices", steps=1)
+    proof = prove(prepare(asked, tmp_path), 4)
+    assert not proof.equal
+    assert [(part.axes, part.equal) for part in proof.blamed] == [
+        ("tp 2 alone", False),
+        ("ZeRO on 2 data ranks alone", True),
+    ]
+    assert _blame(proof.blamed) == "tp 2"
+    assert proof.blamed[0].first == proof.differs[0]
 
 
 def test_a_layout_that_differs_is_found_and_the_command_fails(tmp_path: Path) -> None:
@@ -152,6 +181,49 @@ def test_a_half_precision_is_allowed_what_it_costs_one_process() -> None:
     assert proof.rows[0].allowed == pytest.approx(0.01)
     assert proof.rows[2].allowed == 2e-3
     assert any("allowed is how far it is from fp32" in note for note in proof.notes)
+
+
+def test_parts_of_a_layout_have_the_batches_of_the_whole() -> None:
+    layout = {
+        "pipeline": {"stages": 2},
+        "sequence_parallel_size": 2,
+        "expert_parallel": {"enabled": True, "autoep_size": 4},
+        "zero_optimization": {"stage": 3, "mics_shard_size": 4},
+        "gradient_accumulation_steps": 2,
+    }
+    whole = job(layout=layout, data_ranks=4, accumulation=2)
+    found = {part.axes: part for part in [*alone_parts(whole), *parts_without_one(whole)]}
+    worlds = {name: part.world for name, part in found.items()}
+    assert worlds == {
+        "pp 2 alone": 2,
+        "cp 2 alone": 2,
+        "ep 4 alone": 4,
+        "ZeRO on 4 data ranks alone": 4,
+        "without pp 2": 8,
+        "without cp 2": 8,
+        "without ep 4": 16,
+        "without ZeRO on 4 data ranks": 8,
+    }
+    for part in found.values():
+        axes = axes_of(load_config(part.job.layout), part.world)
+        assert axes.size("data") == part.job.data_ranks
+        assert part.job.window == whole.window == part.job.data_ranks * part.job.layout["gradient_accumulation_steps"]
+    assert not alone_parts(job(layout={"zero_optimization": {"stage": 3}}))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "blamed"),
+    [
+        ({"pp 2 alone": True, "tp 2 alone": False}, "tp 2"),
+        (
+            {"pp 2 alone": True, "tp 2 alone": True, "cp 2 alone": True, "without pp 2": False, "without cp 2": True},
+            "cp 2",
+        ),
+        ({"pp 2 alone": True, "tp 2 alone": True}, "no axis by itself: only all of them together differ"),
+    ],
+)
+def test_who_is_blamed(outcomes: dict[str, bool], blamed: str) -> None:
+    assert _blame([Blamed(axes, equal) for axes, equal in outcomes.items()]) == blamed
 
 
 def test_fewer_layers_in_every_part_and_in_lists_per_layer() -> None:

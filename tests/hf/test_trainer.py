@@ -142,3 +142,15 @@ def test_a_trainer_without_a_config_is_the_stock_trainer(tmp_path: Path) -> None
     ours_record, stock_record = record_of(ours), record_of(stock)
     assert ours_record["losses"] == stock_record["losses"]
     assert all(torch.equal(ours_record["weights"][n], w) for n, w in stock_record["weights"].items())
+
+
+def test_only_the_evaluation_that_sharded_the_model_leaves_out_its_time(tmp_path: Path) -> None:
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    trainer = RECIPES["plain"].build(
+        DistTrainer, DistTrainingArguments, tmp_path, 4, dist_config={"zero_optimization": {"stage": 3}}
+    )
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert "eval_model_preparation_time" in first
+    assert "eval_model_preparation_time" not in second
+    assert min(first["eval_runtime"], second["eval_runtime"]) > 0

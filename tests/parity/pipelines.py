@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tests.parity.train import CLIP, EPS, LR, STEPS
+from tests.parity.optimizers import EPS, LR
+from tests.parity.train import CLIP, STEPS
 from tests.pipeline.zoo import make_microbatches, make_model
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

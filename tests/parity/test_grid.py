@@ -50,6 +50,31 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
         2,
         {"family": ("qwen3_moe",), "world": (4,), "ep": (2,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)},
     ),
+    "whole": (
+        2,
+        {
+            "optimizer": ("muon", "adafactor", "lamb"),
+            "world": (2, 3),
+            "stage": STAGES,
+            "accumulation": (3,),
+            "lora": BOTH,
+        },
+    ),
+    "whole-hsdp": (
+        2,
+        {"optimizer": ("muon", "lamb"), "world": (4,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)},
+    ),
+    "whole-experts": (
+        2,
+        {
+            "optimizer": ("muon",),
+            "family": ("qwen3_moe",),
+            "ep": (2,),
+            "world": (2,),
+            "stage": (1, 3),
+            "accumulation": (3,),
+        },
+    ),
     "once-hsdp": (2, {"once": (True,), "world": (4,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)}),
 }
 """Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values)."""

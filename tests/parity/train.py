@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from tests.parity.families import ROWS, make_batches, make_model, param_groups, summed_loss
+from tests.parity.families import ROWS, make_batches, make_model, summed_loss
+from tests.parity.optimizers import PLAIN, SECTIONS, adamw
 
 STEPS = 5
-LR, EPS, CLIP = 3e-3, 1e-3, 1.0
+CLIP = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Case:
     """`tensor_parallel.autotp_size`."""
     sequence: bool = False
     """`hf_dist.sequence_regions`, where matrices are cut."""
+    optimizer: str = "adamw"
+    """Of `tests/parity/optimizers.py`."""
 
     def __str__(self) -> str:
         flags = [name for name in ("tied", "checkpointing", "lora", "once", "sequence") if getattr(self, name)]
@@ -43,7 +46,8 @@ class Case:
         spread = [f"ep{self.ep}"] if self.ep > 1 else []
         cut = [f"tp{self.tp}"] if self.tp > 1 else []
         shape = [self.family, f"z{self.stage}", f"acc{self.accumulation}"]
-        return "-".join([*shape, *flags, *hsdp, *spread, *cut, f"w{self.world}"])
+        by = [self.optimizer] if self.optimizer != "adamw" else []
+        return "-".join([*shape, *flags, *hsdp, *spread, *cut, *by, f"w{self.world}"])
 
     @property
     def model(self) -> tuple[str, bool, bool, bool]:
@@ -60,7 +64,7 @@ def window_rows(case: Case, step: int) -> int:
 def reference(case: Case) -> dict[str, Any]:
     """Losses, norms and weights of one process on the joined batches; `case.stage` must be 0 (it plays no part)."""
     model = make_model(*case.model)
-    optimizer = torch.optim.AdamW(param_groups(model), lr=LR, eps=EPS)
+    optimizer = PLAIN[case.optimizer](model)
     losses, norms = [], []
     for step, batch in enumerate(make_batches(case.family, STEPS)):
         rows = window_rows(case, step)
@@ -97,7 +101,9 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
     if case.tp > 1:
         config["tensor_parallel"] = {"autotp_size": case.tp}
         config.setdefault("hf_dist", {})["sequence_regions"] = "auto" if case.sequence else False
-    optimizer = torch.optim.AdamW(param_groups(model), lr=LR, eps=EPS, foreach=True)
+    if case.optimizer in SECTIONS:
+        config["optimizer"] = SECTIONS[case.optimizer]
+    optimizer = None if case.optimizer in SECTIONS else adamw(model, foreach=True)
     engine = hf_dist.initialize(model, config=config, optimizer=optimizer, device=device)
     micro = ROWS // (data * case.accumulation)
     losses, norms = [], []

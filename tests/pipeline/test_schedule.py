@@ -168,7 +168,7 @@ def test_the_command_prints_the_grid_and_writes_the_picture(tmp_path: Path) -> N
     app.command()(schedule)
     path = tmp_path / "grid.svg"
     result = CliRunner().invoke(
-        app, ["--schedule", "zb_h1", "--stages", "3", "--microbatches", "4", "--svg", str(path)]
+        app, ["--schedule", "zb_h1", "--stages", "3", "--microbatches", "4", "--output", str(path)]
     )
     assert result.exit_code == 0, result.output
     assert "rank 2 |" in result.output and "Bubble 14.3%" in result.output

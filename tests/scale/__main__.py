@@ -1,7 +1,7 @@
 """Tables of steps at scale: `python -m tests.scale [--model 8b 70b] [--world 64 512 4096] [--stage 3] [--write]`.
 
 Per rank: collectives, bytes at rest and at the peak from a run on fake tensors, beside the plan; then host time from a run on
-small real tensors. `--write` puts the tables into `hf_dist/sharding/README.md`.
+small real tensors. `--write` puts the tables into `hf_dist/sharding/RESULTS.md`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.scale.engines import LLAMA_3
 from tests.scale.host import host_case, summary
 from tests.scale.measure import PLAIN_LOSS, measure_case
 
-README = Path(ROOT, "hf_dist", "sharding", "README.md")
+RESULTS = Path(ROOT, "hf_dist", "sharding", "RESULTS.md")
 BEGIN, END = "<!-- begin: python -m tests.scale --write -->", "<!-- end -->"
 ENGINES = {3: ("hf_dist", PLAIN_LOSS, "fsdp2", "fsdp2 ends")}
 
@@ -92,9 +92,9 @@ def main() -> None:
     load = f"load average {before:.1f} before, {os.getloadavg()[0]:.1f} after, 2 cores"
     lines += ["", f"{datetime.date.today()}, torch {torch.__version__}, stage {arguments.stage}, {load}."]
     if arguments.write:
-        text = README.read_text(encoding="utf-8")
+        text = RESULTS.read_text(encoding="utf-8")
         start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
-        README.write_text(text[:start] + "\n\n" + "\n".join(lines) + "\n\n" + text[stop:], encoding="utf-8")
+        RESULTS.write_text(text[:start] + "\n\n" + "\n".join(lines) + "\n\n" + text[stop:], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from tests.covering import FULL_GRID
 from tests.parity.train import relative
 from tests.sequence.train import Case, ranks_of, reference
 
@@ -99,7 +98,6 @@ def test_four_ranks_of_which_some_share_sequences_equal_one_process(index: int) 
     check(FOUR, index, 4)
 
 
-@pytest.mark.skipif(not FULL_GRID, reason="a world of three ranks: HF_DIST_FULL_GRID=1")
 @pytest.mark.parametrize("index", range(len(THREE)), ids=[str(case) for case in THREE])
 def test_three_ranks_that_share_sequences_equal_one_process(index: int) -> None:
     check(THREE, index, 3)

@@ -29,7 +29,8 @@ def train(rank: int, second: int, case: dict[str, Any]) -> dict[str, Any]:
     """Three steps; losses, weights, and what the last step sent over which axis."""
     import hf_dist
     from hf_dist import collectives
-    from hf_dist.estimate.state_bytes import OptimizerStates, States
+    from hf_dist.estimate.optimizer_states import OptimizerStates
+    from hf_dist.estimate.state_bytes import States
     from hf_dist.estimate.wire import step_traffic
     from hf_dist.sharding.full_params import load_full_tensor
 

@@ -57,3 +57,14 @@ def generate(folder: Path, stage: int) -> dict[str, Any]:
         found["logits"] = trainer.model(input_ids=PROMPTS).logits
     trainer.save_model(str(folder / "model"))
     return {**found, "folder": str(folder / "model"), "asked": asked}
+
+
+def from_file(folder: Path, path: str) -> dict[str, Any]:
+    """A Trainer whose JSON is a file of somebody else; and what share of the parameters was cut."""
+    from hf_dist import DistTrainer, DistTrainingArguments, full_shape
+    from tests.hf.recipes import RECIPES
+
+    trainer = RECIPES["plain"].build(DistTrainer, DistTrainingArguments, folder, 2, dist_config=path)
+    trainer.train()
+    cut = [p.shape != full_shape(p) for p in trainer.model.parameters() for _ in range(p.numel())]
+    return {**record_of(trainer), "share": sum(cut) / len(cut)}

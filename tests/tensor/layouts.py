@@ -43,6 +43,13 @@ class Layout:
 
 
 CPU = {"device": "cpu"}
+LLAMA_BY_NAME = {
+    "layer_specs": [
+        {"patterns": [r"\.(q|k|v|gate|up)_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r"\.(o|down)_proj\.weight$"], "partition_type": "row"},
+    ]
+}
+"""What DeepSpeed's users write: the blocks are cut, embedding and head are whole."""
 MORE: dict[str, dict[str, Any]] = {
     "": {},
     "offload": {"zero_optimization": {"offload_optimizer": CPU}},
@@ -53,6 +60,8 @@ MORE: dict[str, dict[str, Any]] = {
     "hsdp": {"zero_optimization": {"mics_shard_size": 1}},
     "whole_logits": {"hf_dist": {"tiled_loss": False}},
     "every_second": {"activation_checkpointing": {"every_n_layers": 2}},
+    "overlap": {"tensor_parallel": {"tp_overlap_comm": True}},
+    "partition": {"tensor_parallel": {"partition_config": LLAMA_BY_NAME}},
     "selective": {"activation_checkpointing": {"selective": True}},
 }
 
@@ -74,7 +83,7 @@ def start(layout: Layout, seed: int = 0) -> Any:
         "gradient_clipping": 1.0,
         **more,
         "zero_optimization": {"stage": layout.stage, **more.get("zero_optimization", {})},
-        "tensor_parallel": {"autotp_size": layout.tp},
+        "tensor_parallel": {"autotp_size": layout.tp, **more.get("tensor_parallel", {})},
         "pipeline": {"stages": layout.pp},
     }
     if layout.tp > 1:

@@ -59,6 +59,29 @@ def wire(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def kept_inputs(rank: int, world: int) -> dict[bool, tuple[int, int]]:
+    """By whether there are regions: bytes of inputs of checkpointed blocks between forward and backward, and after it."""
+    import weakref
+
+    found = {}
+    for regions in (False, True):
+        model = llama()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine = engine_of(model, world, hf_dist={"sequence_regions": regions})
+        inputs: list[Any] = []
+        for block in model.model.layers:
+            block.register_forward_pre_hook(lambda _, args, into=inputs: into.append(weakref.ref(args[0])))
+
+        def alive(seen: list[Any] = inputs) -> int:
+            return sum(t.untyped_storage().nbytes() for ref in seen if (t := ref()) is not None)
+
+        loss = engine(**batch()).loss
+        between = alive()
+        engine.backward(loss)
+        found[regions] = between, alive()
+    return found
+
+
 def streamed(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Bytes that this rank reads of the file, and those of its slices."""
     from transformers import AutoModelForCausalLM
@@ -146,7 +169,26 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
         return get_peft_model(llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
 
+    def four_bits() -> Any:
+        model = llama()
+        row = model.model.layers[0].mlp.down_proj
+        packed = type("Params4bit", (torch.nn.Parameter,), {})  # the name is what bitsandbytes' class is known by
+        row.weight = packed(torch.zeros(row.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+        row.weight.quant_state = object()
+        return model
+
+    def stacked() -> Any:
+        import transformers as tf
+
+        small = dict(hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        sizes = dict(vocab_size=101, intermediate_size=56, moe_intermediate_size=32, num_experts=4)
+        model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**small, **sizes, num_experts_per_tok=2, head_dim=8))
+        named = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+        return get_peft_model(model, named)
+
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "four_bits": (four_bits, {}),
+        "stacked": (stacked, {}),
         "width": (lambda: llama(intermediate_size=55), {}),
         "heads": (lambda: llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48, head_dim=16), {}),
         "dora": (dora, {}),

@@ -24,6 +24,9 @@ TWO = [
     Layout(tp=2, stage=1, more="whole_logits", tied=False),
     Layout(tp=2, stage=1, more="every_second", sequence=True),
     Layout(tp=2, stage=1, more="selective", sequence=True),
+    Layout(tp=2, stage=3, more="partition", sequence=True),
+    Layout(tp=2, stage=3, more="overlap", sequence=True),
+    Layout(tp=2, stage=1, more="overlap", checkpointing=True),
 ]
 FOUR = [
     Layout(tp=2, dp=2, stage=3, more="hsdp"),

@@ -12,7 +12,19 @@ import torch
 
 from tests.harness import run_ranks
 from tests.parity.train import relative
-from tests.tensor.on_ranks import HIDDEN, LENGTH, ROWS, batch, llama, precise, refusals, streamed, user_code, wire
+from tests.tensor.on_ranks import (
+    HIDDEN,
+    LENGTH,
+    ROWS,
+    batch,
+    kept_inputs,
+    llama,
+    precise,
+    refusals,
+    streamed,
+    user_code,
+    wire,
+)
 
 BLOCKS, WORLD = 3, 2
 
@@ -40,6 +52,13 @@ def test_bytes_and_calls_of_a_step_are_those_of_the_formula(size: int) -> None:
     assert gathers == ((4 * BLOCKS + 2) * padded, 4 * BLOCKS + 2)
     assert scatters == (4 * BLOCKS * padded, 4 * BLOCKS)
     assert found["regions"]["all_reduce"] == (2 * 2 * once + sum(loss), 2 + 2)
+
+
+def test_what_is_kept_of_a_blocks_input_is_one_part_of_the_sequence() -> None:
+    for rank in run_ranks(kept_inputs, WORLD):
+        row = ROWS * HIDDEN * 4
+        assert rank[False] == (BLOCKS * row * LENGTH, 0)
+        assert rank[True] == (BLOCKS * row * -(-LENGTH // WORLD), 0)
 
 
 def test_a_file_is_read_by_slices(tmp_path: Path) -> None:
@@ -87,6 +106,8 @@ def test_user_code_sees_slices_and_inside_gathered_the_whole(stage: int) -> None
         ("ia3", "ia3 adapters .* are not available on matrices that are cut; LoRA is"),
         ("compile", "compile.enabled: true is not available together with tensor_parallel.autotp_size above 1"),
         ("experts", 'tensor_parallel.autotp_size: 2 contradicts "expert_parallel"'),
+        ("four_bits", r"not available for a base in 4 bits \(model\.layers\.0\.mlp\.down_proj\.weight\)"),
+        ("stacked", r"adapters on model\.layers\.0\.mlp\.experts, whose weights are stacked, are not available"),
         ("custom", "no tiny copy of Linear can be made, and without one no plan can be verified"),
     ],
 )

@@ -11,9 +11,10 @@ from transformers import TrainerCallback
 
 from hf_dist import collectives
 from hf_dist.checkpoint import folder
+from hf_dist.checkpoint.model_files import weights_nbytes
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
-from hf_dist.estimate.state_bytes import OptimizerStates
+from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.log import say
 from hf_dist.offload.storage import MASTER_NBYTES
 from hf_dist.sharding.held import held_slice
@@ -44,9 +45,15 @@ class DiskSpaceCallback(TrainerCallback):
 
 def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
     """Bytes of one checkpoint: the weights as they are stored, fp32 master weights and optimizer state."""
-    nbytes = engine.model_files().plan.nbytes
+    plan = engine.model_files().plan
+    nbytes = weights_nbytes(engine.sharded) if plan is None else plan.nbytes
     if with_state and engine.optimizer is not None:
         per_weight = MASTER_NBYTES + sum(OptimizerStates.of(engine.optimizer).elements)
+        if engine.outer is not None:  # every replica has states of its own; the outer momentum is all replicas'
+            own = per_weight - MASTER_NBYTES
+            per_weight += own * (engine.outer.axis.size - 1) + MASTER_NBYTES * bool(
+                engine.config.local_sgd.outer_momentum
+            )
         nbytes += (
             sum(held_slice(p).whole_numel for p in engine.sharded.whole.parameters() if p.requires_grad) * per_weight
         )

@@ -42,7 +42,7 @@ class MemoryCallback(LogCallback):
         number = torch.tensor(
             [peak_nbytes(engine.device) * world.size + world.size - 1 - world.rank], device=engine.device
         )
-        collectives.all_reduce(world, number, op="max").wait()
+        collectives.all_reduce(engine.mesh.together, number, op="max").wait()
         largest, from_last = divmod(int(number), world.size)
         if not self._keeps_peak:
             reset_peak(engine.device)

@@ -107,7 +107,7 @@ class ThroughputCallback(LogCallback):
         runs = engine.config.pipeline.virtual_stages if engine.pipeline else 1
         samples, tokens, pairs = (count // runs for count in self._counter.read())
         ranks = engine.mesh.axes.size("batch")
-        speed = self._speed(seconds, samples * engine.mesh.data.size, tokens // ranks, pairs // ranks)
+        speed = self._speed(seconds, samples * engine.mesh.axes.size("data"), tokens // ranks, pairs // ranks)
         return {**speed, **_split(seconds)}
 
     def _speed(self, seconds: dict[str, float], samples: int, tokens: int, pairs: int) -> dict[str, float | int]:

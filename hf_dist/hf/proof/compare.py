@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_dist.hf.proof.job import Job
+from hf_dist.hf.proof.parts import Part, alone_parts, parts_without_one
 from hf_dist.hf.proof.runs import in_one_process, on_ranks
 from hf_dist.local_ranks import run_ranks
 
-__all__ = ["FP32", "Proof", "Row", "compare", "prove"]
+__all__ = ["FP32", "Blamed", "Proof", "Row", "compare", "prove"]
 
 FP32 = 1e-5
 """Largest relative difference in fp32."""
@@ -38,6 +39,19 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Blamed:
+    """A part of the layout, run like the whole."""
+
+    axes: str
+    """Such as `tp 2 alone`."""
+    equal: bool
+    first: str = ""
+    """The first tensor that differs."""
+    error: str = ""
+    """Of a run that failed."""
+
+
+@dataclass(frozen=True)
 class Proof:
     """The verdict."""
 
@@ -48,6 +62,8 @@ class Proof:
     """Tensors that differ at the first step at which any does, in the model's order."""
     differs_at: int = 0
     """That step, 1 the first; 0 when no tensor differs."""
+    blamed: list[Blamed] = field(default_factory=list)
+    """What became of the layout with fewer axes, where it differs and has several."""
 
     @property
     def equal(self) -> bool:
@@ -62,10 +78,26 @@ class Proof:
 
 
 def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
-    """Run everything on this machine and compare. Raises RuntimeError with the traceback of a rank that fails."""
+    """Run everything on this machine and compare. Raises RuntimeError with the traceback of a rank that fails.
+
+    Where the layout differs and has several axes, each is tried alone; where all of those are equal, the layout without each.
+    """
     alone = run_ranks(in_one_process, 1, (job,), timeout)[0]
-    ranks = run_ranks(on_ranks, world, (job,), timeout)
-    return compare(job, alone, ranks)
+    proof = compare(job, alone, run_ranks(on_ranks, world, (job,), timeout))
+    if proof.equal:
+        return proof
+
+    def tried(part: Part) -> Blamed:
+        try:
+            found = compare(part.job, alone, run_ranks(on_ranks, part.world, (part.job,), timeout))
+        except RuntimeError as error:
+            return Blamed(part.axes, False, error=str(error).strip().splitlines()[-1])
+        return Blamed(part.axes, found.equal, next(iter(found.differs), ""))
+
+    single = [tried(part) for part in alone_parts(job)]
+    if len(single) > 2 and all(each.equal for each in single):
+        single += [tried(part) for part in parts_without_one(job)]
+    return replace(proof, blamed=single)
 
 
 def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Proof:
@@ -93,7 +125,8 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     rows.append(_numbers("next step, loss", [expected["losses"][-1]], [going[0]], allowed["losses"]))
     rows.append(_numbers("resumed, loss and norm", going, resumed, FP32))
     notes = [
-        f"{job.optimizer}, learning rate {job.optimizer_params['lr']:g}; dropout is 0; data of {job.window} microbatches a step"
+        f"{job.optimizer}, learning rate {job.optimizer_params.get('lr', 'its own')}; dropout is 0; data of {job.window} "
+        "microbatches a step"
     ]
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is how far it is from fp32")

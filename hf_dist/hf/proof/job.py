@@ -87,9 +87,9 @@ class Job:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Of the config, or AdamW as the Trainer's default."""
-        from hf_dist.optim.build import build_optimizer
+        from hf_dist.optim.build import optimizer_for
 
-        return build_optimizer(self.optimizer, self.optimizer_params, [{"params": list(model.parameters())}])
+        return optimizer_for(model, self.optimizer, self.optimizer_params)
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """All microbatches, one step more than `steps`."""
@@ -169,6 +169,7 @@ def _plain(read: DistConfig, data: Mapping[str, Any], micro: int, accumulation: 
     plain: dict[str, Any] = json.loads(json.dumps(data))
     for key in ("train_batch_size", "optimizer", "scheduler", "$schema", "tensorboard", "wandb", "csv_monitor"):
         plain.pop(key, None)
+    plain.pop("local_sgd", None)  # replicas that train alone are not one process; their layout is looked at
     plain["train_micro_batch_size_per_gpu"], plain["gradient_accumulation_steps"] = micro, accumulation
     clip = read.gradient_clipping
     plain["gradient_clipping"] = 1.0 if clip is None or is_auto(clip) else clip
@@ -188,6 +189,12 @@ def _optimizer(read: DistConfig) -> tuple[str, dict[str, Any]]:
     params = {key: value for key, value in section.params.items() if not is_auto(value)}
     rate = params.get("lr", 0.0)
     params["lr"] = max(rate, LEARNING_RATE) if isinstance(rate, float) and math.isfinite(rate) else LEARNING_RATE
-    if "adam" in section.type.lower():
+    if section.type == "Adafactor" and params.get("relative_step", True):
+        del params["lr"]  # it has none
+    if (
+        section.type == "Muon"
+    ):  # bf16 makes a percent of a difference in the last bit, which nobody can tell from a fault
+        params["ns_dtype"] = "fp32"
+    if "adam" in section.type.lower() or section.type in ("Muon", "Lamb"):
         params["eps"] = max(float(params.get("eps", 0.0)), EPS)
     return section.type, params

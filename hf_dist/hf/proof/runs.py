@@ -111,7 +111,7 @@ def _engine_steps(
     """`steps` (alone: one more) steps of an engine, compared after each. Every rank calls it."""
     model = job.make_model()
     engine = initialize(model, config=config, optimizer=job.make_optimizer(model))
-    axis = engine.mesh.dp
+    axis = engine.mesh.data
     losses, norms, differences = [], [], []
     for step in range(job.steps if then_save else job.steps + 1):
         losses.append(float(engine.train_batch(_share(job, step, axis.rank, axis.size))))
@@ -119,7 +119,7 @@ def _engine_steps(
         if step == job.steps:
             break
         with gathered(model):
-            if axis.rank == 0:  # of each pipeline stage
+            if engine.mesh.dp.rank == 0:  # of each pipeline stage
                 differences.append(_differences(_named(model), _weights_file(job, reference, step + 1)))
             if keep:
                 weights = {name: p.detach().float().contiguous() for name, p in _named(model)}

@@ -1,4 +1,4 @@
-"""`check_elementwise` tells optimizers that can step fragments from those that need whole tensors."""
+"""`stepping_of` tells optimizers that can step fragments from those that need whole tensors, and those that need more."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
+from hf_dist.config import load_config
 from hf_dist.errors import ConfigError
-from hf_dist.optim import elementwise
+from hf_dist.optim import stepping
+from hf_dist.optim.adafactor import Adafactor
 from hf_dist.optim.build import build_optimizer
-from hf_dist.optim.elementwise import check_elementwise
+from hf_dist.optim.lamb import Lamb
 from hf_dist.optim.lion import Lion
+from hf_dist.optim.stepping import Stepping, check_whole, stepping_of
 
 ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {}),
@@ -36,7 +39,8 @@ WHOLE_TENSOR: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (TransformersAdafactor, {}),
     (TransformersAdafactor, {"lr": 1e-3, "relative_step": False, "scale_parameter": False}),
     (torch.optim.Adafactor, {}),
-    (torch.optim.Muon, {}),
+    (Lamb, {}),
+    (Adafactor, {}),
 ]
 
 
@@ -82,14 +86,14 @@ class Noisy(_Stepped):
         return p.grad
 
 
-class Adafactor(_Stepped):
+class Came(_Stepped):
     """Element-wise in fact, but of a name known not to be."""
 
     def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         return p.grad
 
 
-class DerivedFromIt(Adafactor):
+class DerivedFromIt(Came):
     pass
 
 
@@ -113,63 +117,90 @@ def _id(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("cls", "options"), ELEMENTWISE, ids=_id)
-def test_elementwise_optimizers_pass_by_probe(
+def test_elementwise_optimizers_step_fragments_by_probe(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_elementwise(cls([_parameter()], **options))
+    assert stepping_of(cls([_parameter()], **options)) is Stepping.FRAGMENTS
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("cls", "options"), WHOLE_TENSOR, ids=_id)
-def test_whole_tensor_optimizers_are_refused(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"{cls.__name__} .*fragments.*AdamW"):
-        check_elementwise(cls([_parameter()], **options))
-
-
-@pytest.mark.parametrize(("cls", "options"), WHOLE_TENSOR, ids=_id)
-def test_the_probe_alone_would_refuse_them_too(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_name", [True, False])
+def test_optimizers_that_look_at_whole_tensors_are_known_by_name_and_by_probe(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elementwise, "_WHOLE_TENSOR", {})
-    with pytest.raises(ConfigError):
-        check_elementwise(cls([_parameter()], **options))
+    if not by_name:
+        monkeypatch.setattr(stepping, "_WHOLE_TENSOR", frozenset())
+    assert stepping_of(cls([_parameter()], **options)) is Stepping.WHOLE
 
 
-@pytest.mark.parametrize("cls", [TrustRatio, ClippedByRms, SumOverParameters])
-def test_an_unknown_optimizer_is_refused_by_what_it_does(cls: type[_Stepped]) -> None:
-    with pytest.raises(ConfigError, match="by the values of others"):
-        check_elementwise(cls([_parameter()]))
+@pytest.mark.parametrize("cls", [TrustRatio, ClippedByRms, Came, DerivedFromIt])
+def test_an_unknown_optimizer_is_told_by_what_it_does_and_a_known_one_by_its_name(cls: type[_Stepped]) -> None:
+    assert stepping_of(cls([_parameter()])) is Stepping.WHOLE
 
 
-@pytest.mark.parametrize("cls", [Adafactor, DerivedFromIt, torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_known_names_and_their_subclasses_are_refused(cls: type[torch.optim.Optimizer]) -> None:
-    with pytest.raises(ConfigError, match=cls.__name__):
-        check_elementwise(cls([_parameter()]))
+def test_muon_is_known_by_its_class() -> None:
+    assert stepping_of(torch.optim.Muon([_parameter()])) is Stepping.MUON
+    assert stepping_of(build_optimizer("Muon", {}, [_parameter()])) is Stepping.MUON
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (SumOverParameters, "updates a parameter by the values of others"),
+        (torch.optim.LBFGS, "searches along a direction of all parameters at once"),
+        (torch.optim.SparseAdam, "takes sparse gradients"),
+    ],
+)
+def test_what_no_owner_can_step_is_refused(cls: type[torch.optim.Optimizer], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{cls.__name__} of \w+ {reason}.*AdamW"):
+        stepping_of(cls([_parameter()]))
 
 
 def test_options_of_every_param_group_are_probed() -> None:
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "use_qr": True}]
-    check_elementwise(OrthogonalWhereAsked(groups[:1]))
-    with pytest.raises(ConfigError, match="cannot step a 1-D tensor"):
-        check_elementwise(OrthogonalWhereAsked(groups))
+    assert stepping_of(OrthogonalWhereAsked(groups[:1])) is Stepping.FRAGMENTS
+    assert stepping_of(OrthogonalWhereAsked(groups)) is Stepping.WHOLE
 
 
 def test_a_learning_rate_of_zero_in_warmup_does_not_blind_the_probe() -> None:
     optimizer = TrustRatio([_parameter()])
     optimizer.param_groups[0]["lr"] = 0.0
-    with pytest.raises(ConfigError):
-        check_elementwise(optimizer)
+    assert stepping_of(optimizer) is Stepping.WHOLE
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, Lamb),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
+            torch.optim.Muon,
+        ),
+        ({"hf_dist": {"optimizer_in_backward": True}}, torch.optim.Muon),
+    ],
+)
+def test_what_brings_parts_of_tensors_is_refused_by_key(
+    section: dict[str, Any], kind: type[torch.optim.Optimizer]
+) -> None:
+    optimizer = kind([_parameter()])
+    path = "hf_dist.optimizer_in_backward" if "hf_dist" in section else "zero_optimization.offload_optimizer.device"
+    with pytest.raises(
+        ConfigError, match=rf"{path}.*is not available with {kind.__name__} of \w+, which must see whole"
+    ):
+        check_whole(stepping_of(optimizer), optimizer, load_config({"train_batch_size": 1, **section}))
+    check_whole(Stepping.FRAGMENTS, optimizer, load_config({"train_batch_size": 1, **section}))
 
 
 @pytest.mark.parametrize("cls", [NeedsTheModel, NeverMoves])
 def test_an_optimizer_that_cannot_be_probed_passes_with_one_warning(
     cls: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    elementwise._warn_once.cache_clear()
+    stepping._warn_once.cache_clear()
     first = [torch.nn.Linear(1, 1)] if cls is NeedsTheModel else []
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            check_elementwise(cls(*first, [_parameter()]))
+            stepping_of(cls(*first, [_parameter()]))
     assert [cls.__name__ in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -177,7 +208,7 @@ def test_the_check_leaves_optimizer_and_random_state_alone() -> None:
     parameter = _parameter()
     optimizer = Noisy([parameter])
     random_state = torch.get_rng_state()
-    check_elementwise(optimizer)
+    stepping_of(optimizer)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.equal(parameter, torch.ones(3, 5))
     assert not optimizer.state
@@ -185,11 +216,11 @@ def test_the_check_leaves_optimizer_and_random_state_alone() -> None:
 
 @pytest.mark.parametrize("type", ["Adam", "SGD", "Adagrad", "Lion", "NAdam"])
 def test_what_the_configuration_builds_passes(type: str) -> None:
-    check_elementwise(build_optimizer(type, {}, [_parameter()]))
+    stepping_of(build_optimizer(type, {}, [_parameter()]))
 
 
 def test_a_scheduler_on_the_optimizer_does_not_disturb_the_check(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = torch.optim.AdamW([_parameter()])
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
-    check_elementwise(optimizer)
+    stepping_of(optimizer)
     assert not caplog.records

@@ -1,0 +1,74 @@
+"""`hf-dist launch`: accelerate's launcher with a YAML that says DEEPSPEED, without that package.
+
+`accelerate launch` imports deepspeed only to find the name of a file that its launcher for several machines reads; it starts
+the processes of one machine with torchrun. Source: accelerate 1.15 commands/launch.py `deepspeed_launcher`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_dist.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+__all__ = ["SETTINGS", "launch"]
+
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Of the command: every word is accelerate's or the script's."""
+_RUNNER = "hf_dist.run"
+
+
+def launch(
+    words: Annotated[list[str], typer.Argument(metavar="[OPTIONS OF ACCELERATE LAUNCH] (SCRIPT | -m MODULE) ...")],
+) -> None:
+    """Run an unmodified script sharded with the options and the YAML of `accelerate launch`; deepspeed is not needed.
+
+    hf-dist launch --config_file zero3.yaml train.py --output_dir out
+    """
+    from accelerate.commands import launch as stock
+
+    arguments = stock.launch_command_parser().parse_args(words)
+    _refuse(arguments)
+    if not arguments.module or arguments.training_script != _RUNNER:
+        named = ["-m", arguments.training_script] if arguments.module else [arguments.training_script]
+        arguments.training_script_args = [*named, *arguments.training_script_args]
+        arguments.training_script, arguments.module = _RUNNER, True
+    stock.deepspeed_launcher = _launch_with_torchrun
+    stock.launch_command(arguments)
+
+
+def _launch_with_torchrun(arguments: Namespace) -> None:
+    """In the place of accelerate's launcher for DeepSpeed: the same variables, and torchrun on each machine."""
+    from accelerate.commands.launch import multi_gpu_launcher
+    from accelerate.utils import patch_environment
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    several = (arguments.num_machines or 1) > 1
+    if several and arguments.deepspeed_multinode_launcher not in (None, "standard"):
+        raise ConfigError(
+            Problem(
+                "deepspeed_multinode_launcher",
+                str(arguments.deepspeed_multinode_launcher),
+                "starts the other machines with DeepSpeed's own launcher, which is not used here",
+                'Set it to "standard" and run the same command on every machine with its --machine_rank.',
+            )
+        )
+    arguments.deepspeed_multinode_launcher = "standard"
+    _, environment = prepare_deepspeed_cmd_env(arguments)
+    told = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    with patch_environment(**told):
+        multi_gpu_launcher(arguments)
+
+
+def _refuse(arguments: Namespace) -> None:
+    """What would start the script without its configuration, or not at all."""
+    if arguments.no_python:
+        raise ConfigError(Problem("--no_python", "true", "is no Python script", "Name a script, or -m and a module."))
+    if arguments.cpu:
+        fix = "Leave it out: without accelerators the processes use the CPU, elsewhere ACCELERATE_USE_CPU=true asks for it."
+        raise ConfigError(Problem("--cpu", "true", "makes accelerate drop the rest of its configuration", fix))

@@ -1,0 +1,108 @@
+"""`hf-dist plan --gpus N`: the fastest layouts that fit, why each loses to the first, and their files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dist.cli.planned import resolved_config, write_suggestions
+from hf_dist.config import load_config, read_config
+from hf_dist.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from hf_dist.estimate.memory_plan import Limits
+    from hf_dist.estimate.search import Found
+
+__all__ = ["AskedLayouts", "print_layouts"]
+
+_START: dict[str, Any] = {"gradient_clipping": "auto", "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+"""What layouts start from where no file is named."""
+_OF_LAYOUTS = (
+    *(
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "pipeline",
+        "tensor_parallel",
+    ),
+    *("expert_parallel", "sequence_parallel_size", "activation_checkpointing", "elasticity"),
+)
+"""Keys of a file that the search decides."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class AskedLayouts:
+    """The command's options."""
+
+    model: str
+    config: Path | None
+    ranks: int
+    ranks_per_machine: int
+    seq: int
+    global_batch: str | None
+    limits: Limits
+
+    @property
+    def rows(self) -> int:
+        """Of a step: one per rank where nobody says."""
+        text = self.global_batch
+        if text is None:
+            return self.ranks
+        found = re.fullmatch(r"(\d+)([kKmM]?)(-?tokens)?", text.strip())
+        number = int(found[1]) * {"k": 1024, "m": 1024**2}.get(found[2].lower(), 1) if found else 0
+        rows = number // self.seq if found and found[3] else number
+        if rows < 1:
+            expected = f"is not a number of rows, or of tokens for rows of {self.seq}"
+            raise ConfigError(Problem("--global-batch", repr(text), expected, "Write 512, or 4M-tokens."))
+        return rows
+
+
+def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, output: Path | None, as_json: bool) -> None:
+    """Look, and say what was found."""
+    from hf_dist.estimate.describe_layouts import draw_layouts, layout_dict, layout_table
+    from hf_dist.estimate.hardware import Hardware
+    from hf_dist.estimate.layouts import Wanted
+    from hf_dist.estimate.overhead import estimated, measured_base
+    from hf_dist.estimate.search import Search
+
+    data = _START if asked.config is None else read_config(asked.config).data
+    data = {key: value for key, value in data.items() if key not in _OF_LAYOUTS}
+    zero = data.get("zero_optimization", {})
+    data["zero_optimization"] = {key: value for key, value in zero.items() if key != "mics_shard_size"}
+    config = resolved_config(load_config(data), 1, 1, model)
+    wanted = Wanted(asked.ranks, asked.rows, asked.seq, asked.ranks_per_machine)
+    hardware = Hardware(ranks_per_machine=asked.ranks_per_machine)
+    beside = functools.partial(estimated, world_size=asked.ranks, base=measured_base())
+    search = Search(model, config, wanted, asked.limits, hardware, beside)
+    found = search.best(_SHOWN)
+    files = _write(data, asked, suggest, found) if suggest is not None and found else []
+    if output is not None and found:
+        output.write_text(draw_layouts(found), encoding="utf-8")
+    if as_json:
+        rows = [layout_dict(each, found[0]) for each in found]
+        print(json.dumps({"layouts": rows, "suggestions": [str(file) for file in files]}, indent=2))
+        return
+    batch = f"{asked.rows} rows of {asked.seq} tokens a step"
+    print(f"{asked.model}: {asked.ranks} GPUs, {asked.ranks_per_machine} on a machine, {batch}, {config.dtype}")
+    if not found:
+        print("nothing fits: more GPUs, shorter rows, a smaller batch, or offload in --config")
+        return
+    print("\n".join(layout_table(found)))
+    links = f"{hardware.inside / 1e9:.0f} GB/s inside, {hardware.between / 1e9:.0f} between"
+    speeds = f"{hardware.flops / 1e12:.0f} TFLOP/s, {links}"
+    print(f"bytes are of one rank and step; times are a model's ({speeds}): only ratios mean something.")
+    print("Measure with `hf-dist tune`.")
+    for file, each in zip(files, found, strict=False):
+        print(f"wrote {file}: {each.layout.text}")
+    if output is not None:
+        print(f"wrote {output}")
+
+
+def _write(data: dict[str, Any], asked: AskedLayouts, folder: Path, found: list[Found]) -> list[Path]:
+    name = asked.config.stem if asked.config is not None else "layout"
+    return write_suggestions(name, data, folder, [each.layout.values for each in found])

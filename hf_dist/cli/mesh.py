@@ -1,0 +1,50 @@
+"""`hf-dist mesh`: which ranks hold what under a config, and which links carry which bytes, before a job is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_dist.axes import RANKS_PER_MACHINE
+from hf_dist.cli.planned import meta_model, resolved_config
+from hf_dist.config import axes_of, load_config
+
+__all__ = ["mesh"]
+
+Config = Annotated[Path, typer.Option(help="A DeepSpeed-style JSON file.")]
+Ranks = Annotated[int, typer.Option(help="Of the job, one per device.", min=1)]
+PerNode = Annotated[int, typer.Option("--gpus-per-node", help="Ranks of a machine.", min=1)]
+Model = Annotated[str | None, typer.Option(help="A model folder or ID: then bytes are said, too.", show_default=False)]
+Seq = Annotated[int, typer.Option(help="Tokens per row, for the bytes.", min=2)]
+Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as SVG.", show_default=False)]
+
+
+def mesh(
+    config: Config,
+    ranks: Ranks = 8,
+    gpus_per_node: PerNode = RANKS_PER_MACHINE,
+    model: Model = None,
+    seq: Seq = 2048,
+    output: Output = None,
+) -> None:
+    """Say which ranks hold what along each axis of a config, and, of a model, which bytes a rank sends where in a step."""
+    from hf_dist.estimate.draw_mesh import draw_mesh, mesh_lines
+
+    read = load_config(config)
+    machines = [rank // gpus_per_node for rank in range(ranks)]
+    axes, traffic = axes_of(read, ranks, here=min(ranks, gpus_per_node)), None
+    if model is not None:
+        from hf_dist.estimate.planner import Planner, Workload
+        from hf_dist.experts.spread import expert_counts
+
+        meta = meta_model(model)
+        axes = axes_of(read, ranks, here=min(ranks, gpus_per_node), experts=expert_counts(meta))
+        resolved = resolved_config(read, ranks, None, meta)
+        micro = resolved.train_micro_batch_size_per_gpu
+        traffic = Planner(meta, ranks, Workload(micro if isinstance(micro, int) else 1, seq)).traffic(resolved)
+    print("\n".join([axes.describe(), *(f"  {line}" for line in mesh_lines(axes, machines, traffic))]))
+    if output is not None:
+        output.write_text(draw_mesh(axes, machines, traffic), encoding="utf-8")
+        print(f"wrote {output}")

@@ -1,0 +1,27 @@
+"""Options of a command that has many: the fields of one dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, get_type_hints
+
+__all__ = ["signature_of"]
+
+
+def signature_of(asked: type, options: Mapping[str, Any], kinds: Mapping[str, Any] | None = None) -> inspect.Signature:
+    """The fields of a dataclass as parameters that typer reads, with `typer.Option` by name.
+
+    `kinds`: of fields that typer is to read as another type, None where they are not given.
+    """
+    hints, kinds = get_type_hints(asked), kinds or {}
+    parameters = []
+    for field in dataclasses.fields(asked):
+        default: Any = field.default if field.default is not dataclasses.MISSING else inspect.Parameter.empty
+        if field.name in kinds:
+            default = None
+        annotation: Any = Annotated[kinds.get(field.name, hints[field.name]), options[field.name]]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
+    return inspect.Signature(parameters)

@@ -1,0 +1,87 @@
+"""What commands of plans share: a model without memory, a config as a Trainer would resolve it, files with suggestions."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_dist.config import (
+    DistConfig,
+    axes_of,
+    hidden_size_of,
+    load_config,
+    resolve_without_trainer,
+    with_elastic_batch,
+)
+from hf_dist.config.values import is_auto
+from hf_dist.errors import ModelError
+
+__all__ = ["meta_model", "resolved_config", "write_suggestions"]
+
+_MICRO, _STEPS, _TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def meta_model(model: str) -> Any:
+    """The class that the model's config names, without memory, in the dtype of its weights."""
+    import torch
+    import transformers
+
+    from hf_dist.hf.model_class import architecture_of, model_config, new_model
+
+    config = model_config(model)
+    name = architecture_of(config)
+    try:
+        with torch.device("meta"):
+            return new_model(name if hasattr(transformers, name) else "AutoModelForCausalLM", config)
+    except Exception as error:  # whatever a model's own code does
+        raise ModelError(f"--model {model}: {name or 'its class'} cannot be made on meta: {error}") from error
+
+
+def resolved_config(read: DistConfig, world_size: int, micro: int | None, model: Any) -> DistConfig:
+    """The config as a Trainer would resolve it, as far as memory is concerned; what is not known has HF's defaults."""
+    ranks = axes_of(read, world_size).size("data")
+    changes: dict[str, tuple[Any, str]] = {"elasticity.enabled": (False, "plan")}
+    read = with_elastic_batch(read, ranks)
+    own = {path: read.value_at(path) for path in (_MICRO, _STEPS, _TRAIN)}
+    own = {path: None if is_auto(value) else value for path, value in own.items()}
+    micro = micro or own[_MICRO] or 1
+    from_train = own[_TRAIN] // (micro * ranks) if own[_TRAIN] else 0
+    steps = own[_STEPS] or from_train or 1
+    changes |= {_MICRO: (micro, "file"), _STEPS: (steps, "file"), _TRAIN: (None, "plan")}
+    for path in ("bf16.enabled", "fp16.enabled"):
+        if is_auto(read.value_at(path)):
+            changes[path] = (False, "plan")
+    if is_auto(read.hf_dist.tiled_loss) or read.source_of("hf_dist.tiled_loss") == "default":
+        changes["hf_dist.tiled_loss"] = (True, "plan")
+    config = read.replaced(changes)
+    optimizer = config.optimizer
+    if optimizer is not None:
+        known = {key: value for key, value in optimizer.params.items() if not is_auto(value)}
+        optimizer = optimizer.model_copy(update={"params": known})
+    config = config.model_copy(update={"optimizer": optimizer, "scheduler": None})
+    return resolve_without_trainer(config, data_ranks=ranks, hidden_size=hidden_size_of(model.config), on_gpu=True)
+
+
+def write_suggestions(
+    name: str, data: Mapping[str, Any], folder: Path, found: Iterable[Mapping[str, Any]]
+) -> list[Path]:
+    """A file `name`_1.json, ... for each of `found`: `data` with those values, by JSON path. Each is read again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in data.items() if key != "$schema"}  # a path relative to the file it was in
+    files = []
+    for number, values in enumerate(found, start=1):
+        changed = copy.deepcopy(kept)
+        for path, value in values.items():
+            *sections, key = path.split(".")
+            section: dict[str, Any] = changed
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[key] = value
+        file = folder / f"{name}_{number}.json"
+        file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+        load_config(file)
+        files.append(file)
+    return files

@@ -1,0 +1,155 @@
+"""`hf-dist watch`: a second job that evaluates each checkpoint of a run as it appears, with a command of the user's.
+
+The record is a file beside the checkpoints, one line per evaluation that came to its end. Whoever starts again after a
+crash goes on with what has no line. Nothing is asked of the run that trains: a checkpoint has its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from hf_dist.errors import CheckpointError
+
+__all__ = ["watch"]
+
+RECORD = "hf_dist_watch.jsonl"
+_HELD = ".watched-"
+_PLACE = "{}"
+
+Output = Annotated[Path, typer.Argument(help="The folder that a run writes its checkpoints into.", show_default=False)]
+Command = Annotated[
+    list[str],
+    typer.Argument(help="What to run, after `--`; {} is the checkpoint, else it comes last.", show_default=False),
+]
+Poll = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05)]
+Idle = Annotated[float | None, typer.Option(help="End after so many seconds without a new checkpoint.", min=0.0)]
+Attempts = Annotated[int, typer.Option(help="How often a command that fails is tried for a checkpoint.", min=1)]
+
+
+def watch(output: Output, command: Command, poll: Poll = 30.0, idle: Idle = None, attempts: Attempts = 2) -> None:
+    """Run a command for each complete checkpoint of a folder, the oldest first; its last line, if JSON, is recorded.
+
+    Interrupted or killed it loses nothing: started again, it goes on. Checkpoints are held by hard links while they are
+    evaluated, so that `save_total_limit` does not take them away.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    output.mkdir(parents=True, exist_ok=True)
+    with _record(output / RECORD) as record:
+        for left in output.glob(f"{_HELD}*"):  # of one that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        since = time.monotonic()
+        while True:
+            found = _next(output, _tries(output / RECORD, attempts))
+            if found is not None:
+                _evaluate(found, command, record)
+                since = time.monotonic()
+            elif idle is not None and time.monotonic() - since >= idle:
+                return
+            else:
+                time.sleep(poll)
+
+
+@contextlib.contextmanager
+def _record(path: Path) -> Iterator[IO[str]]:
+    """The record, open for one more line; one process at a time has it."""
+    import fcntl
+
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{path.parent} is watched by another process. End it, or let it go on.") from error
+        file.seek(0)
+        text = file.read()
+        if text and not text.endswith("\n"):  # killed in the middle of a line
+            os.ftruncate(file.fileno(), len(text[: text.rfind("\n") + 1].encode()))
+        yield file
+
+
+def _tries(path: Path, attempts: int) -> set[str]:
+    """Names of the checkpoints that need no further try."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    failed = [line["checkpoint"] for line in lines if line["exit"] != 0]
+    return {line["checkpoint"] for line in lines if line["exit"] == 0} | {
+        n for n in failed if failed.count(n) >= attempts
+    }
+
+
+def _next(output: Path, done: set[str]) -> Path | None:
+    from hf_dist.checkpoint import folder
+
+    return next((path for path in folder.complete(output) if path.name not in done), None)
+
+
+def _evaluate(checkpoint: Path, command: Sequence[str], record: IO[str]) -> None:
+    """Run the command for one checkpoint, and write its line when it is over."""
+    held = _hold(checkpoint)
+    if held is None:
+        return  # the run has deleted it in the meantime
+    place = str(held)
+    words = [word.replace(_PLACE, place) for word in command]
+    if not any(_PLACE in word for word in command):
+        words.append(place)
+    started, last = time.time(), ""
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment(checkpoint))
+        try:
+            assert process.stdout is not None
+            for text in process.stdout:
+                print(text, end="", flush=True)
+                last = text if text.strip() else last
+            code = process.wait()
+        except BaseException:  # told to stop: the evaluation is begun anew next time
+            process.terminate()
+            process.wait()
+            raise
+    finally:
+        if held != checkpoint:
+            shutil.rmtree(held, ignore_errors=True)
+    line = {
+        "checkpoint": checkpoint.name,
+        "exit": code,
+        "seconds": round(time.time() - started, 3),
+        "metrics": _metrics(last) if code == 0 else None,
+    }
+    record.write(json.dumps(line) + "\n")
+    record.flush()
+    os.fsync(record.fileno())
+    print(
+        f"{checkpoint.name}: " + (f"failed with exit code {code}" if code else json.dumps(line["metrics"])), flush=True
+    )
+
+
+def _environment(checkpoint: Path) -> Mapping[str, str]:
+    return {**os.environ, "HF_DIST_CHECKPOINT": str(checkpoint)}
+
+
+def _hold(checkpoint: Path) -> Path | None:
+    """A folder of hard links, which no rotation deletes; where there are none the checkpoint itself; None if it is gone."""
+    held = checkpoint.parent / f"{_HELD}{checkpoint.name}"
+    try:
+        shutil.copytree(checkpoint, held, copy_function=os.link)
+    except (shutil.Error, OSError):
+        shutil.rmtree(held, ignore_errors=True)
+        return checkpoint if checkpoint.is_dir() else None
+    return held
+
+
+def _metrics(line: str) -> Any:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,356 @@
+"""THE list of settings that cannot be together. `hf_dist/README.md` has it as a table, which a test holds against this one.
+
+`REFUSALS` are decided by the keys alone, when a file is read and again where arguments or "auto" have filled them. What depends
+on the model or on the script is raised where it is found; `ELSEWHERE` says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dist.config.schema import DistConfig
+from hf_dist.config.values import shown
+from hf_dist.errors import ConfigError, Problem
+
+__all__ = ["ELSEWHERE", "REFUSALS", "Elsewhere", "Refusal", "refuse", "refused", "table"]
+
+_ZERO = "zero_optimization"
+_HPZ = f"{_ZERO}.zero_hpz_partition_size"
+_OFFLOAD = f"{_ZERO}.offload_optimizer.device"
+_EARLY = "hf_dist.optimizer_in_backward"
+_TP = "tensor_parallel.autotp_size"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Two settings of which each alone is fine."""
+
+    path: str
+    """The key that is refused."""
+    beside: str
+    """The other one, as the table has it."""
+    both: Callable[[DistConfig], bool]
+    why: str
+    """In the table."""
+    expected: str
+    """A clause of the message; `{other}` is the value at `other`."""
+    fix: str
+    one: Mapping[str, Any]
+    """The refused setting alone, as it stands in a file: for tests."""
+    two: Mapping[str, Any]
+    """The other one."""
+    other: str = ""
+    """The other key, where its value is named, or may itself be wrong."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the model or the script decides."""
+
+    setting: str
+    beside: str
+    file: str
+    """In `hf_dist/`: where the error is raised."""
+    words: str
+    """Of its message."""
+
+
+def _in_stages(config: DistConfig) -> bool:
+    return config.pipeline.stages > 1
+
+
+def _in_slices(config: DistConfig) -> bool:
+    return config.tensor_parallel.autotp_size > 1
+
+
+def _early(config: DistConfig) -> bool:
+    return config.hf_dist.optimizer_in_backward
+
+
+def _zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {_ZERO: {"stage": stage, **more}}
+
+
+_STAGES = {"pipeline": {"stages": 2}}
+_SLICES = {"tensor_parallel": {"autotp_size": 2}}
+_SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+_IN_BACKWARD = {"hf_dist": {"optimizer_in_backward": True}}
+_OTHER = f'or set "{_EARLY}" to false.'
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        _TP,
+        "`expert_parallel.enabled`",
+        lambda config: _in_slices(config) and config.expert_parallel.enabled,
+        "the experts of a layer would be cut twice",
+        'contradicts "expert_parallel": the experts of a layer would be cut twice',
+        "Remove the key, or remove the section expert_parallel.",
+        _SLICES,
+        _SPREAD,
+    ),
+    Refusal(
+        "compile.enabled",
+        "`pipeline.stages` above 1",
+        lambda config: config.compile.enabled and _in_stages(config),
+        "not built",
+        "is not available together with pipeline.stages above 1",
+        "Set it to false, or remove pipeline.stages.",
+        {"compile": {"enabled": True}},
+        _STAGES,
+    ),
+    Refusal(
+        "compile.enabled",
+        "`tensor_parallel.autotp_size` above 1",
+        lambda config: config.compile.enabled and _in_slices(config),
+        "not built",
+        f"is not available together with {_TP} above 1",
+        f"Set it to false, or remove {_TP}.",
+        {"compile": {"enabled": True}},
+        _SLICES,
+    ),
+    Refusal(
+        "progressive_layer_drop.enabled",
+        "`pipeline.stages` above 1",
+        lambda config: config.progressive_layer_drop.enabled and _in_stages(config),
+        "not built",
+        'is not available together with "pipeline.stages" above 1',
+        "Set it to false.",
+        {"progressive_layer_drop": {"enabled": True}},
+        _STAGES,
+    ),
+    Refusal(
+        "pipeline.reshard_per_microbatch",
+        '`pipeline.schedule` "zb_h1" at stage 3',
+        lambda config: (
+            _in_stages(config)
+            and config.pipeline.reshard_per_microbatch
+            and config.pipeline.schedule == "zb_h1"
+            and config.zero_optimization.stage == 3
+        ),
+        "it needs the weights of a microbatch again after its backward",
+        'contradicts "schedule": "zb_h1", which needs the weights of a microbatch again after its backward',
+        'Remove the key, or set "schedule" to "1f1b".',
+        {**_zero(3), "pipeline": {"stages": 2, "reshard_per_microbatch": True}},
+        {**_zero(3), "pipeline": {"stages": 2, "schedule": "zb_h1"}},
+    ),
+    Refusal(
+        "pipeline.virtual_stages",
+        '`pipeline.schedule` other than "interleaved_1f1b"',
+        lambda config: (
+            _in_stages(config) and config.pipeline.virtual_stages > 1 and config.pipeline.schedule != "interleaved_1f1b"
+        ),
+        "the others run one stage per rank",
+        'needs "schedule": "interleaved_1f1b"; "{other}" runs one stage per rank',
+        'Set "schedule" to "interleaved_1f1b", or remove the key.',
+        {"pipeline": {"stages": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}},
+        {"pipeline": {"stages": 2, "schedule": "1f1b"}},
+        "pipeline.schedule",
+    ),
+    Refusal(
+        _HPZ,
+        "`expert_parallel.enabled`",
+        lambda config: _has_second_copy(config) and config.expert_parallel.enabled,
+        "not built",
+        'is not available together with "expert_parallel"',
+        "Remove the key.",
+        _zero(3, zero_hpz_partition_size=2),
+        {**_zero(3), **_SPREAD},
+    ),
+    Refusal(
+        _HPZ,
+        "`zero_optimization.mics_shard_size` of another size",
+        lambda config: (
+            0 < config.zero_optimization.mics_shard_size != config.zero_optimization.zero_hpz_partition_size > 1
+        ),
+        "its groups keep all states already",
+        'contradicts "mics_shard_size" {other}, which keeps all states within its groups',
+        "Keep one of the two.",
+        _zero(3, zero_hpz_partition_size=4),
+        _zero(3, mics_shard_size=2),
+        f"{_ZERO}.mics_shard_size",
+    ),
+    Refusal(
+        _OFFLOAD,
+        "`zero_optimization.stage` 0",
+        lambda config: (
+            config.zero_optimization.offload_optimizer.device != "none" and config.zero_optimization.stage == 0
+        ),
+        "every rank would offload and step all of it",
+        "needs optimizer state that is sharded: at stage 0 every rank would offload and step all of it",
+        f'Set "{_ZERO}.stage" to 1, 2 or 3, or the device to "none".',
+        _zero(1, offload_optimizer={"device": "cpu"}),
+        _zero(0),
+        f"{_ZERO}.stage",
+    ),
+    Refusal(
+        "bf16.enabled",
+        "`fp16.enabled`",
+        lambda config: config.fp16.enabled is True and config.bf16.enabled is True,
+        "one dtype",
+        'contradicts "fp16.enabled", which is true too',
+        "Set one of them to false.",
+        {"bf16": {"enabled": True}},
+        {"fp16": {"enabled": True}},
+    ),
+    Refusal(
+        "gradient_clipping",
+        f"`{_EARLY}`",
+        lambda config: _early(config) and config.gradient_clipping not in (None, 0, "auto"),
+        "clipping needs the norm of all gradients before the first is stepped",
+        f"needs the norm of all gradients before the first is stepped, which {_EARLY} rules out",
+        f"Set it to 0 (max_grad_norm=0 in the Trainer), {_OTHER}",
+        {"gradient_clipping": 1.0},
+        _IN_BACKWARD,
+    ),
+    Refusal(
+        "fp16.enabled",
+        f"`{_EARLY}`",
+        lambda config: _early(config) and config.fp16.enabled is True,
+        "a step is skipped by a look at all gradients",
+        f"skips steps by a look at all gradients, which {_EARLY} rules out",
+        f"Set it to false, {_OTHER}",
+        {"fp16": {"enabled": True}},
+        _IN_BACKWARD,
+    ),
+    Refusal(
+        "bf16.check_grad_overflow",
+        f"`{_EARLY}`",
+        lambda config: (
+            _early(config)
+            and config.bf16.check_grad_overflow
+            and config.source_of("bf16.check_grad_overflow") == "file"
+        ),
+        "a step is skipped by a look at all gradients",
+        f"skips steps by a look at all gradients, which {_EARLY} rules out",
+        f"Set it to false, {_OTHER}",
+        {"bf16": {"enabled": True, "check_grad_overflow": True}},
+        _IN_BACKWARD,
+    ),
+)
+
+
+def _has_second_copy(config: DistConfig) -> bool:
+    return config.zero_optimization.zero_hpz_partition_size > 1 and config.zero_optimization.stage == 3
+
+
+_CUT = "`tensor_parallel.autotp_size` above 1"
+_SEQUENCE = "`sequence_parallel_size` above 1"
+_REGIONS = "`hf_dist.sequence_regions`"
+_RING = "`hf_dist.sequence_parallel` with a ring"
+
+ELSEWHERE: tuple[Elsewhere, ...] = (
+    Elsewhere(
+        "an optimizer that sees whole tensors",
+        f"`{_EARLY}`, `{_OFFLOAD}` (Muon: on disk)",
+        "optim/stepping.py",
+        ", which must see ",
+    ),
+    Elsewhere(
+        "an optimizer that sees whole tensors",
+        f"{_CUT}, spread experts",
+        "optim/whole_step.py",
+        "needs it whole. Set",
+    ),
+    Elsewhere("Muon", _CUT, "optim/muon_step.py", "and its update needs the whole matrix"),
+    Elsewhere("a base in 4 bits", _CUT, "tensor_split.py", "is not available for a base in 4 bits"),
+    Elsewhere(
+        "adapters other than LoRA on a cut matrix",
+        _CUT,
+        "tensor_parallel/slices.py",
+        "are not available on matrices that are cut",
+    ),
+    Elsewhere(
+        "adapters on stacked experts",
+        _CUT,
+        "tensor_parallel/slices.py",
+        "whose weights are stacked, are not available where they are cut",
+    ),
+    Elsewhere(
+        "adapters on an embedding, DoRA on a matrix cut by rows",
+        _CUT,
+        "tensor_parallel/slices.py",
+        "or set use_dora=False",
+    ),
+    Elsewhere(
+        "experts that are quantised",
+        "`expert_parallel.enabled`",
+        "experts/spread.py",
+        "and a share of them cannot be taken",
+    ),
+    Elsewhere(
+        "experts that are no stacks", "`expert_parallel.enabled`", "experts/spread.py", "cannot be spread over ranks"
+    ),
+    Elsewhere(
+        "`output_hidden_states` in training",
+        _REGIONS,
+        "tensor_parallel/split.py",
+        "output_hidden_states in training: with hf_dist.sequence_regions",
+    ),
+    Elsewhere(
+        "reentrant checkpointing",
+        _REGIONS,
+        "tensor_parallel/sequence.py",
+        "a block is run again and its tensors are others",
+    ),
+    Elsewhere(
+        "an encoder with a decoder", _SEQUENCE, "sequence/split.py", "it has an encoder and a decoder, of two lengths"
+    ),
+    Elsewhere("inputs other than text", _SEQUENCE, "sequence/inputs.py", "and only text is split over ranks"),
+    Elsewhere("masks of one's own", _SEQUENCE, "sequence/inputs.py", "own cannot be split over ranks"),
+    Elsewhere("`output_attentions`", _SEQUENCE, "sequence/inputs.py", "asks for attention over whole rows"),
+    Elsewhere("dropout of attention", _RING, "sequence/attention.py", "a ring has no dropout of attention"),
+    Elsewhere("a bias, a soft cap or sinks of attention", _RING, "sequence/attention.py", "which a ring cannot"),
+    Elsewhere(
+        "TRL's trainers that generate or ask a reference model",
+        "`pipeline.stages` above 1",
+        "hf/trl.py",
+        "its step generates, or asks a reference model",
+    ),
+    Elsewhere(
+        "`loss.backward()` of one's own",
+        "`pipeline.stages` above 1",
+        "pipelined.py",
+        "backward is part of the schedule",
+    ),
+    Elsewhere(
+        "`dispatch_batches`",
+        "stages, slices or parts of sequences",
+        "hf/accelerator.py",
+        "one process would deal batches to all others",
+    ),
+    Elsewhere(
+        '`train_sampling_strategy` "batch_rebalance"',
+        "stages, slices or parts of sequences",
+        "hf/args.py",
+        "deals batches to processes, of which several share a batch",
+    ),
+)
+
+
+def refused(config: DistConfig) -> Iterator[tuple[Refusal, str]]:
+    """Rows that apply to `config`, each with its clause."""
+    for row in REFUSALS:
+        if row.both(config):
+            yield row, row.expected.format(other=config.value_at(row.other))
+
+
+def refuse(config: DistConfig) -> None:
+    """Raise one `ConfigError` with all rows that apply. Local; every rank has the same config."""
+    problems = [
+        Problem(row.path, shown(config.value_at(row.path)), clause, row.fix, config.at_line(row.path))
+        for row, clause in refused(config)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def table() -> list[str]:
+    """Both lists as Markdown."""
+    keys = [f"| `{row.path}` | {row.beside} | {row.why} |" for row in REFUSALS]
+    found = [f"| {row.setting} | {row.beside} | `{row.file}` |" for row in ELSEWHERE]
+    return [
+        *("| refused key | beside | why |", "|---|---|---|", *keys, ""),
+        *("| in the model or the script | beside | raised in |", "|---|---|---|", *found),
+    ]

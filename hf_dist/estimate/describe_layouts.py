@@ -1,0 +1,109 @@
+"""Found layouts as a table, with the reason why each loses to the first, and as a picture of where their steps go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+from hf_dist.estimate.search import Found
+from hf_dist.estimate.step_time import PARTS
+from hf_dist.sizes import size_text
+
+__all__ = ["draw_layouts", "layout_dict", "layout_table"]
+
+_COLOURS = {
+    "compute": "#4c78a8",
+    "recomputation": "#9ecae9",
+    "tp": "#f58518",
+    "cp": "#ffbf79",
+    "ep": "#b279a2",
+    "weights": "#e45756",
+    "bubble": "#bab0ac",
+    "optimizer": "#54a24b",
+}
+_MOST_REASONS = 2
+
+
+def layout_table(found: Sequence[Found]) -> list[str]:
+    """One line per layout under a head; the first is the fastest."""
+    head = (
+        *("", "layout", "microbatches", "runs again", "tokens/s", "step s", "exposed", "bubble"),
+        *("at rest", "peak", "inside", "between", "loses by"),
+    )
+    rows = [head, *(_row(number, each, found[0]) for number, each in enumerate(found, start=1))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(number: int, found: Found, first: Found) -> tuple[str, ...]:
+    layout, time = found.layout, found.time
+    parts = f", {layout.virtual} parts a rank" if layout.virtual > 1 else ""
+    return (
+        str(number),
+        layout.text,
+        f"{layout.micro} x {layout.microbatches}{parts}",
+        layout.recomputed,
+        f"{found.speed:.0f}",
+        f"{time.seconds:.2f}",
+        f"{time.exposed / time.seconds:.1%}",
+        f"{time.bubble:.1%}",
+        size_text(found.at_rest),
+        size_text(found.plan.device_need),
+        size_text(time.inside),
+        size_text(time.between),
+        "" if found is first else reason(found, first),
+    )
+
+
+def reason(found: Found, first: Found) -> str:
+    """Such as `bubble 0.41 s, weights 0.12 s`."""
+    named = {"tp": "sends of tp", "cp": "sends of cp", "ep": "sends of ep", "weights": "gathers and reductions"}
+    more = found.loses(first)[:_MOST_REASONS]
+    if not more:
+        return "nothing: as fast"
+    return ", ".join(f"{named.get(name, name)} {seconds:.2f} s" for name, seconds in more)
+
+
+def layout_dict(found: Found, first: Found) -> dict[str, object]:
+    """For programs."""
+    return {
+        "layout": found.layout.text,
+        "values": found.layout.values,
+        "tokens_per_second_and_rank": found.speed,
+        "seconds": dict(found.time.parts),
+        "bubble": found.time.bubble,
+        "device_at_rest": found.at_rest,
+        "device_peak": found.plan.device_peak,
+        "device_need": found.plan.device_need,
+        "sent": dict(found.time.sent),
+        "sent_inside": found.time.inside,
+        "sent_between": found.time.between,
+        "loses_by": dict(found.loses(first)),
+    }
+
+
+def draw_layouts(found: Sequence[Found]) -> str:
+    """An SVG: one bar per layout, as long as its step, in the colours of its parts."""
+    left, width, height, top = 330, 620, 26, 34
+    longest = max(each.time.seconds for each in found)
+    out = []
+    for i, part in enumerate(PARTS):
+        at = left + i * 98
+        out.append(f'<rect x="{at}" y="8" width="10" height="10" fill="{_COLOURS[part]}"/>')
+        out.append(f'<text x="{at + 14}" y="17">{part}</text>')
+    for i, each in enumerate(found):
+        y, x = top + i * (height + 8), float(left)
+        out.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{escape(each.layout.text)}</text>')
+        for part in PARTS:
+            length = width * each.time.parts[part] / longest
+            if length > 0.2:
+                out.append(
+                    f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="{height}" fill="{_COLOURS[part]}">'
+                    f"<title>{part} {each.time.parts[part]:.2f} s</title></rect>"
+                )
+            x += length
+        note = f"{each.time.seconds:.2f} s, {size_text(each.plan.device_need)}"
+        out.append(f'<text x="{x + 6:.1f}" y="{y + 17}">{note}</text>')
+    size = f'width="{left + width + 200}" height="{top + len(found) * (height + 8) + 8}"'
+    style = 'font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(out) + "\n</svg>\n"

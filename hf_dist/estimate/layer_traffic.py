@@ -1,0 +1,105 @@
+"""What activations send in one step of one rank, by axis: products that are cut, sequences that are shared, stages, experts.
+
+    tp   crossings, counted on meta (`sliced.py`), and three numbers of each row where the vocabulary is cut
+    cp   queries, keys, values and outputs of attention by its layout (`sequence/layout.py`)
+    pp   hidden states to the next stage, their gradient to the one before
+    ep   rows to the experts and back; by even routing, so an estimate (`expert_traffic.py`)
+
+Exact for rows without padding, but for `ep` and stages that are not equal: forward and backward of every microbatch, and
+again for blocks that run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_dist.activation.checkpoint import asks_for_checkpointing
+from hf_dist.axes import Axes
+from hf_dist.config import DistConfig
+from hf_dist.estimate.activations import Activations, AttentionCall, Block
+from hf_dist.estimate.sliced import Crossed, add, merged
+from hf_dist.estimate.wire import Traffic
+from hf_dist.sequence.layout import SequenceLayout
+
+__all__ = ["layer_traffic", "recomputed_blocks", "shared"]
+
+_LOSS_NBYTES = 12
+"""Of a row of split logits: the largest, the sum and the target's logit, fp32."""
+
+
+def recomputed_blocks(found: Activations, config: DistConfig, checkpointing: bool = False) -> list[bool]:
+    """Which blocks run again in backward."""
+    asked, every = asks_for_checkpointing(config)
+    on = asked or checkpointing
+    return [on and (every is None or i % every == 0) for i in range(len(found.blocks))]
+
+
+def layer_traffic(
+    found: Activations,
+    axes: Axes,
+    config: DistConfig,
+    *,
+    microbatches: int,
+    layout: SequenceLayout | None = None,
+    checkpointing: bool = False,
+) -> Traffic:
+    """Of a rank; `found`: of one microbatch, in all layers; `layout`: how `cp` shares sequences.
+
+    Of a pipeline's rank it is an equal share; with several parts per rank hidden states travel as often.
+    """
+    again = recomputed_blocks(found, config, checkpointing)
+    traffic: Traffic = {}
+    if axes.size("tp") > 1:
+        traffic["tp"] = _of_slices(found, again, axes.size("tp"))
+    if layout is not None:
+        traffic["cp"] = _of_sequence(found.blocks, again, layout)
+    stages = axes.size("pp")
+    traffic = {axis: shared(own, microbatches, stages) for axis, own in traffic.items()}
+    if stages > 1:
+        sends = 2 * microbatches * config.pipeline.virtual_stages
+        traffic["pp"] = {"send": (sends, sends * max((block.input for block in found.blocks), default=0))}
+    return traffic
+
+
+def _of_slices(found: Activations, again: Sequence[bool], size: int) -> Crossed:
+    parts = [found.rest.crossed, found.backward, *(block.work.crossed for block in found.blocks)]
+    parts += [block.work.again for block, runs in zip(found.blocks, again, strict=True) if runs]
+    crossed = merged(*parts)
+    for numbers in (4, _LOSS_NBYTES - 4) if found.vocabulary else ():
+        add(crossed, "all_reduce", 2 * (size - 1) * numbers * found.rows // size)
+    return crossed
+
+
+def _of_sequence(blocks: Sequence[Block], again: Sequence[bool], layout: SequenceLayout) -> Crossed:
+    crossed: Crossed = {}
+    inner, outer = layout.ulysses, layout.outer
+    for block, runs in zip(blocks, again, strict=True):
+        for call in block.work.attention:
+            position = call.rows * call.length * call.widths
+            keys = position * _copies(call, inner)
+            forwards = 2 if runs else 1
+            if inner > 1:
+                whole = (position * call.heads + keys) * call.itemsize
+                add(crossed, "all_to_all", (1 + forwards) * (inner - 1) * whole // inner, 2 * (1 + forwards))
+            if (
+                outer > 1 and layout.is_ring
+            ):  # backward passes them on again, and their gradients, in fp32, all the way round
+                passed = (1 + forwards) * (outer - 1) * call.itemsize + 4 * outer
+                add(crossed, "shift", passed * keys, 0)
+            elif outer > 1:
+                add(crossed, "all_gather", forwards * (outer - 1) * keys * call.itemsize, 2 * forwards)
+                add(crossed, "reduce_scatter", (outer - 1) * keys * call.itemsize, 2)
+    return crossed
+
+
+def _copies(call: AttentionCall, ranks: int) -> int:
+    """Heads of keys, copied until `ranks` can share them (`sequence/attention.py`)."""
+    own = call.key_heads
+    if own % ranks == 0:
+        return own
+    return own * (ranks // own) if ranks % own == 0 else call.heads
+
+
+def shared(crossed: Crossed, times: int, parts: int) -> Crossed:
+    """So many times all of it, of which a rank has one of equal parts."""
+    return {op: (-(-times * count // parts), times * nbytes // parts) for op, (count, nbytes) in crossed.items()}

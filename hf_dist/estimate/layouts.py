@@ -1,0 +1,157 @@
+"""Which layouts there are for a model on so many ranks: sizes of all axes, ZeRO's stage, microbatches and recomputation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_dist.config import DistConfig
+
+__all__ = ["RECOMPUTED", "Layout", "Shape", "Wanted", "layouts"]
+
+RECOMPUTED = ("nothing", "selective", "blocks")
+"""What runs again in backward; "selective" is everything but matrix products and attention."""
+_MICRO = (1, 2, 4, 8)
+_MOST_CP, _LEAST_TOKENS = 16, 2048
+"""A sequence is shared by so many ranks at most, and each has so many tokens of it at least."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides which sizes are possible."""
+
+    blocks: int
+    heads: int
+    key_heads: int
+    experts: tuple[int, ...] = ()
+    """Of each kind of layer with experts."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The job."""
+
+    ranks: int
+    rows: int
+    """Of the global batch."""
+    seq: int
+    ranks_per_machine: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One of them."""
+
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    stage: int = 0
+    micro: int = 1
+    microbatches: int = 1
+    recomputed: str = "nothing"
+    virtual: int = 1
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What holds what: all but microbatches and recomputation."""
+        return (self.pp, self.tp, self.cp, self.ep, self.dp_replicate, self.dp_shard, self.stage)
+
+    @property
+    def text(self) -> str:
+        """Such as `pp 2 x tp 8 x dp_shard 4, ZeRO 1`."""
+        sizes = [(name, getattr(self, name)) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
+        named = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "1 rank"
+        experts = f" (ep {self.ep})" if self.ep > 1 else ""
+        return f"{named}{experts}, ZeRO {self.stage}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The keys of a config, by JSON path; nothing that is the default."""
+        found: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.microbatches,
+            "zero_optimization.stage": self.stage,
+        }
+        if self.dp_replicate > 1 and self.stage == 3:
+            found["zero_optimization.mics_shard_size"] = self.dp_shard * self.cp
+        if self.pp > 1:
+            found |= {"pipeline.stages": self.pp}
+        if self.virtual > 1:
+            found |= {"pipeline.schedule": "interleaved_1f1b", "pipeline.virtual_stages": self.virtual}
+        if self.tp > 1:
+            found["tensor_parallel.autotp_size"] = self.tp
+        if self.cp > 1:
+            found["sequence_parallel_size"] = self.cp
+        if self.ep > 1:
+            found |= {"expert_parallel.enabled": True, "expert_parallel.autoep_size": self.ep}
+        if self.recomputed != "nothing":
+            found["activation_checkpointing.every_n_layers"] = 1
+        if self.recomputed == "selective":
+            found["activation_checkpointing.selective"] = True
+        return found
+
+    def of(self, config: DistConfig) -> DistConfig:
+        """`config` with them."""
+        return config.replaced({path: (value, "plan") for path, value in self.values.items()})
+
+
+def layouts(shape: Shape, wanted: Wanted) -> Iterator[Layout]:
+    """All that divide. Every rank of a machine is used, `tp` stays on one."""
+    here = min(wanted.ranks, wanted.ranks_per_machine)
+    sizes = itertools.product(
+        _powers(min(shape.blocks, wanted.ranks)),
+        [size for size in _powers(here) if _cuts_heads(shape, size)],
+        [size for size in _powers(_MOST_CP) if size == 1 or wanted.seq // size >= _LEAST_TOKENS],
+    )
+    for pp, tp, cp in sizes:
+        if wanted.ranks % (pp * tp * cp) or (cp > 1 and wanted.seq % cp):
+            continue
+        data = wanted.ranks // (pp * tp * cp)
+        for ep in _experts(shape, data * cp) if tp == 1 else (1,):
+            for copies, stage in _stages(data, cp, ep, here // tp or 1, pp):
+                yield from _batches(wanted, shape, Layout(pp, tp, cp, ep, copies, data // copies, stage), data)
+
+
+def _batches(wanted: Wanted, shape: Shape, place: Layout, data: int) -> Iterator[Layout]:
+    for micro in _MICRO:
+        if wanted.rows % (micro * data):
+            continue
+        count = wanted.rows // (micro * data)
+        virtual = [1, *(v for v in (2, 4) if place.pp > 1 and shape.blocks >= place.pp * v and count >= place.pp)]
+        if count < place.pp:
+            continue
+        for recomputed, parts in itertools.product(RECOMPUTED, virtual):
+            yield replace(place, micro=micro, microbatches=count, recomputed=recomputed, virtual=parts)
+
+
+def _stages(data: int, cp: int, ep: int, here: int, pp: int) -> Iterator[tuple[int, int]]:
+    """(copies, stage): ZeRO over all ranks, or at stage 3 within machines; a pipeline reduces once anyway, so 2 is as 1."""
+    shards = data * cp
+    if shards == 1:
+        yield 1, 0
+        return
+    for stage in (1, 3) if pp > 1 else (1, 2, 3):
+        yield 1, stage
+    for among in (here, 2 * here, 4 * here):
+        if among < shards and shards % among == 0 and among % cp == 0 and among % ep == 0 and among > 1:
+            yield shards // among, 3
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+
+
+def _experts(shape: Shape, ranks: int) -> list[int]:
+    return (
+        [size for size in _powers(ranks) if all(count % size == 0 for count in shape.experts)] if shape.experts else [1]
+    )
+
+
+def _cuts_heads(shape: Shape, size: int) -> bool:
+    """Ranks beyond the heads of keys share them (`tensor_parallel/slices.py`)."""
+    return shape.heads % size == 0 and (shape.key_heads % size == 0 or size % shape.key_heads == 0)

@@ -1,0 +1,349 @@
+"""The fastest layouts that fit: all are timed roughly, then planned in that order until enough different ones fit.
+
+What decides whether one fits is the plan of `planner.py`: states by the layouts that the engine allocates by, activations
+measured on meta. Two things are simpler than there while looking: activations are measured once for each number of slices and
+scaled by tokens, and pipeline stages have equal numbers of blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from hf_dist.axes import Axes
+from hf_dist.config import DistConfig
+from hf_dist.errors import HfDistError, ModelError
+from hf_dist.estimate.activations import Activations
+from hf_dist.estimate.expert_traffic import choices
+from hf_dist.estimate.hardware import Hardware
+from hf_dist.estimate.layer_traffic import layer_traffic, shared
+from hf_dist.estimate.layouts import Layout, Shape, Wanted, layouts
+from hf_dist.estimate.memory_plan import Limits, MemoryPlan
+from hf_dist.estimate.planner import Planner, Workload
+from hf_dist.estimate.rescaled import rescaled
+from hf_dist.estimate.sliced import merged
+from hf_dist.estimate.state_bytes import States
+from hf_dist.estimate.step_time import StepTime, Sum, step_time
+from hf_dist.estimate.wire import Traffic, state_traffic
+from hf_dist.experts.spread import expert_counts, expert_slices
+from hf_dist.offload.resting import Tier
+from hf_dist.pipeline import make_schedule, simulate
+from hf_dist.sequence.split import heads_of
+from hf_dist.sharding.units import find_unit_modules
+
+__all__ = ["Found", "Search"]
+
+_TOKENS = 2048
+"""Of the row that activations are measured with."""
+_DISTINCT = 8
+"""Different layouts that fit and are compared exactly."""
+_SHOWS = 1e-3
+"""Of a step: what is less is no difference."""
+_MOST_TRIED = 400
+"""Plans until then."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits."""
+
+    layout: Layout
+    plan: MemoryPlan
+    time: StepTime
+    tokens: int
+    """Of a step, of all ranks."""
+    ranks: int
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second and rank, of the model of time: only ratios mean something."""
+        return self.tokens / self.time.seconds / self.ranks
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes on the device between two steps."""
+        return self.plan.states.nbytes.resident(Tier.DEVICE)
+
+    def loses(self, first: Found) -> list[tuple[str, float]]:
+        """(part of the step, seconds more than of `first`), the largest first; nothing for what it does faster."""
+        mine, theirs = self.time.parts, first.time.parts
+        more = [(name, mine[name] - theirs[name]) for name in mine]
+        return sorted((pair for pair in more if pair[1] > _SHOWS * first.time.seconds), key=lambda pair: -pair[1])
+
+
+class Search:
+    """For one model and one job."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistConfig,
+        wanted: Wanted,
+        limits: Limits,
+        hardware: Hardware,
+        beside: Callable[[DistConfig], int] = lambda config: 0,
+    ) -> None:
+        """`model` may be on meta; `config`: resolved, of everything that a layout does not decide."""
+        self.model, self.config, self.wanted, self.limits, self.hardware = model, config, wanted, limits, hardware
+        self.beside = beside
+        self.planner = Planner(model, wanted.ranks, Workload(1, min(_TOKENS, wanted.seq)))
+        self.shape = shape_of(model)
+        slices = expert_slices(model, max(self.shape.experts, default=1)) if self.shape.experts else {}
+        numels = {name: p.numel() for name, p in model.named_parameters()}
+        self._experts = sum(numels[name] for name in slices)
+        self._dense = sum(numels.values()) - self._experts
+        self._states: dict[Any, States] = {}
+        self.tried = 0
+
+    def best(self, count: int = 5) -> list[Found]:
+        """The fastest, of every way to place the model the fastest; fewer where fewer fit. Seconds to minutes on a CPU."""
+        found: dict[tuple[int, ...], Found] = {}
+        for layout in self._by_rough_time():
+            if layout.place in found:
+                continue
+            if len(found) == max(count, _DISTINCT) or self.tried == _MOST_TRIED:
+                break
+            if (one := self.plan(layout)) is not None:
+                found[layout.place] = one
+        return sorted(found.values(), key=lambda each: each.time.seconds)[:count]
+
+    def best_with(self, **sizes: int) -> Found | None:
+        """The fastest that fits of the layouts with these sizes, such as `tp=8, pp=8`; None where none does."""
+        for layout in self._by_rough_time():
+            asked = all(getattr(layout, name) == size for name, size in sizes.items())
+            if asked and (found := self.plan(layout)) is not None:
+                return found
+        return None
+
+    def plan(self, layout: Layout) -> Found | None:
+        """A layout with its plan and time; None where it does not fit, or cannot be."""
+        self.tried += 1
+        try:
+            plans = [self._memory(layout, rank) for rank in sorted({0, layout.pp - 1})]
+            if any(plan.over(self.limits) for plan in plans):
+                return None
+            fullest = max(plans, key=lambda plan: plan.device_need)
+            return Found(layout, fullest, self._time(layout, plans[0].states), self._tokens, self.wanted.ranks)
+        except HfDistError:
+            return None
+
+    @property
+    def _tokens(self) -> int:
+        return self.wanted.rows * self.wanted.seq
+
+    # ------------------------------------------------------------------- time
+
+    def _by_rough_time(self) -> Iterator[Layout]:
+        timed: list[tuple[float, int, Layout]] = []
+        for layout in layouts(self.shape, self.wanted):
+            if self._least_nbytes(layout) > (self.limits.device or 1 << 62):
+                continue
+            try:
+                timed.append((self._time(layout).seconds, len(timed), layout))
+            except HfDistError:
+                continue
+        for _, _, layout in sorted(timed):
+            yield layout
+
+    def _least_nbytes(self, layout: Layout) -> int:
+        """States at rest, roughly; activations that are kept for one microbatch."""
+        numel = self._numel(layout)
+        sharded = 12 * numel // (layout.dp_shard * layout.cp) if layout.stage else 12 * numel
+        whole = 0 if layout.stage == 3 else 2 * numel
+        try:
+            kept = self._microbatch(_alike(layout)).kept
+        except HfDistError:
+            return 0
+        return sharded + whole + min(layout.microbatches, layout.pp) * kept // layout.pp
+
+    def _numel(self, layout: Layout) -> int:
+        """Parameters of a rank before ZeRO shards them."""
+        return (self._dense // layout.tp + self._experts // (layout.tp * layout.ep)) // layout.pp
+
+    def _time(self, layout: Layout, states: States | None = None) -> StepTime:
+        """With the states of the first stage exactly; without, from the number of parameters."""
+        config = layout.of(self.config)
+        axes = self._axes(layout)
+        microbatch = self._microbatch(_alike(layout))
+        weights = self._rough_traffic(layout) if states is None else state_traffic(states.with_config(config), axes)
+        traffic = {**weights}
+        for axis, own in self._layer_traffic(layout, microbatch).items():
+            traffic[axis] = merged(traffic.get(axis, {}), own)
+        shards = layout.dp_shard * layout.cp if layout.stage else 1
+        return step_time(
+            microbatch.work.shared(layout.pp),
+            traffic,
+            axes,
+            layout,
+            self.hardware,
+            bubble=_bubble(layout.pp, layout.microbatches, layout.virtual),
+            states=16 * self._numel(layout) // shards,
+        )
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - a search lives as long as the command
+    def _microbatch(self, alike: Layout) -> _Microbatch:
+        """What a microbatch costs a rank in all layers; see `_alike`."""
+        found, config = self._activations(alike), alike.of(self.config)
+        one = replace(alike, pp=1)
+        traffic = layer_traffic(found, self._axes(one), config, microbatches=1, layout=self.planner.layout(config))
+        hidden = max(block.input for block in found.blocks)
+        work = Sum.of(found, alike.recomputed, self.hardware)
+        return _Microbatch(work, traffic, found.kept(config).device, hidden, len(found.blocks))
+
+    def _layer_traffic(self, layout: Layout, microbatch: _Microbatch) -> Traffic:
+        number = layout.microbatches
+        traffic = {axis: shared(own, number, layout.pp) for axis, own in microbatch.traffic.items() if axis != "pp"}
+        if layout.ep > 1:
+            tokens = layout.micro * self.wanted.seq // layout.cp
+            again = layout.recomputed == "blocks"
+            nbytes = tokens * self._visits(layout.dp_shard * layout.cp, layout.ep, again) // _TOKENS
+            calls = 4 * microbatch.blocks
+            traffic["ep"] = {"all_to_all": (number * calls // layout.pp, number * nbytes // layout.pp)}
+        if layout.pp > 1:
+            hidden = microbatch.hidden
+            traffic["pp"] = {"send": (2 * number * layout.virtual, 2 * number * layout.virtual * hidden)}
+        return traffic
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - a search lives as long as the command
+    def _visits(self, shard: int, ep: int, again: bool) -> int:
+        """Bytes that `_TOKENS` tokens of a rank send to experts and back, in all layers."""
+        rows = choices(self.model, self.config, shard=shard, here=ep, tokens=_TOKENS, recomputed=again)
+        return next(row.tokens for row in rows if row.ep == ep)
+
+    def _rough_traffic(self, layout: Layout) -> Traffic:
+        """Of weights and gradients: as `wire.state_traffic`, from the number of parameters."""
+        shards, number = layout.dp_shard * layout.cp, layout.microbatches if layout.pp == 1 else 1
+        numel, calls = self._numel(layout), max(1, self.shape.blocks // layout.pp)
+        gathers = (
+            0 if layout.stage == 0 or shards == 1 else 1 if layout.stage < 3 else (2 * number if layout.pp == 1 else 1)
+        )
+        reductions = 0 if shards == 1 else number if layout.stage > 1 else 1
+        nbytes = (2 * gathers + 4 * reductions) * numel * (shards - 1) // shards
+        traffic: Traffic = {"shard": {"all_gather": (calls * (gathers + reductions), nbytes)}}
+        if layout.dp_replicate > 1:
+            copies = layout.dp_replicate
+            traffic["dp_replicate"] = {"all_reduce": (calls, 8 * numel * (copies - 1) // (shards * copies))}
+        return traffic
+
+    # ----------------------------------------------------------------- memory
+
+    def _memory(self, layout: Layout, rank: int) -> MemoryPlan:
+        """The rank of a stage; stages have equal numbers of blocks."""
+        config = layout.of(self.config)
+        found = self._activations(layout)
+        names, paths = self._stage(layout, rank)
+        count = layout.microbatches
+        in_flight = 1
+        if layout.pp > 1:
+            flying = _in_flight(layout.pp, min(count, 2 * layout.pp), layout.virtual)
+            in_flight = max(flying[s] for s in range(rank, len(flying), layout.pp))
+        return MemoryPlan(
+            self._states_of(layout, config, rank, names).with_config(config),
+            found.kept(config, paths=paths),
+            in_flight,
+            found.logits(config) if rank == layout.pp - 1 else 0,
+            0,
+            rank,
+            "",
+            self.beside(config),
+        )
+
+    def _states_of(self, layout: Layout, config: DistConfig, rank: int, names: frozenset[str] | None) -> States:
+        key = (*layout.place, layout.virtual, rank)
+        if key not in self._states:
+            slices = self.planner.slices(config)
+            self._states[key] = States.of_model(
+                self.model if slices is None else slices.model,
+                config,
+                num_shards=layout.dp_shard * layout.cp,
+                ep=layout.ep,
+                names=names,
+                copies=slices.copies if slices else None,
+            )
+        return self._states[key]
+
+    def _stage(self, layout: Layout, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+        """(parameters, blocks) of a rank of a pipeline; None for all."""
+        if layout.pp == 1:
+            return None, None
+        blocks = [
+            path for path, module in find_unit_modules(self.model).items() if not isinstance(module, nn.Embedding)
+        ]
+        parts = layout.pp * layout.virtual
+        mine = {path for i, path in enumerate(blocks) if i * parts // len(blocks) % layout.pp == rank}
+        first, last = blocks[0], blocks[-1]
+        inside = [f"{path}." for path in mine]
+        outside = [f"{path}." for path in blocks]
+        names, before = set(), True
+        for name, _ in self.model.named_parameters():
+            if any(name.startswith(prefix) for prefix in outside):
+                before = before and not name.startswith(f"{last}.") and not name.startswith(f"{first}.")
+                if any(name.startswith(prefix) for prefix in inside):
+                    names.add(name)
+            elif rank == (0 if before else layout.pp - 1):
+                names.add(name)
+        return frozenset(names), frozenset(mine)
+
+    def _activations(self, layout: Layout) -> Activations:
+        config = layout.of(self.config)
+        plain = config.replaced({"sequence_parallel_size": (1, "plan"), "train_micro_batch_size_per_gpu": (1, "plan")})
+        measured = self.planner.activations(plain)
+        if isinstance(measured, str):
+            raise ModelError(measured)
+        own = self.wanted.seq // layout.cp
+        return self._rescaled(measured, layout.micro, own)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - a search lives as long as the command
+    def _rescaled(self, measured: Activations, micro: int, own: int) -> Activations:
+        return rescaled(measured, self.planner.workload.seq, rows=micro, own=own, whole=self.wanted.seq)
+
+    def _axes(self, layout: Layout) -> Axes:
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        return Axes({name: getattr(layout, name) for name in names})
+
+
+def shape_of(model: nn.Module) -> Shape:
+    """What of a model decides which sizes are possible."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = heads_of(model)
+    blocks = sum(not isinstance(module, nn.Embedding) for module in find_unit_modules(model).values())
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    return Shape(blocks, heads, int(keys), tuple(expert_counts(model)))
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """Of one rank, in all layers of the model."""
+
+    work: Sum
+    traffic: Traffic
+    kept: int
+    """Bytes of activations from forward to backward."""
+    hidden: int
+    """Bytes of the hidden states between two blocks."""
+    blocks: int
+
+
+def _alike(layout: Layout) -> Layout:
+    """What microbatches of other layouts have in common with this one's."""
+    stages = min(layout.pp, 2)  # between stages whole sequences travel
+    return Layout(pp=stages, tp=layout.tp, cp=layout.cp, micro=layout.micro, recomputed=layout.recomputed)
+
+
+def _schedule(stages: int, microbatches: int, virtual: int) -> Any:
+    return make_schedule("1f1b" if virtual == 1 else "interleaved_1f1b", stages, microbatches, virtual)
+
+
+@functools.cache
+def _in_flight(stages: int, microbatches: int, virtual: int) -> tuple[int, ...]:
+    return simulate(_schedule(stages, microbatches, virtual)).in_flight
+
+
+def _bubble(stages: int, microbatches: int, virtual: int) -> float:
+    """Of the schedule, as `simulate` finds it where rounds are full: (p - 1) of v m + p - 1 parts of the time."""
+    return (stages - 1) / (virtual * microbatches + stages - 1)

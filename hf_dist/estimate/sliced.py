@@ -1,0 +1,133 @@
+"""A model as one rank of `tp` holds it, on meta: slices in place, crossings that send nothing and are counted.
+
+The plan is chosen and the model cut by what a job does it with (`tensor_split.py`). Crossings of the forward are counted as
+they run, by the block that they run in; those of the backward are read off autograd's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.config import DistConfig
+from hf_dist.pipeline.meta import meta_twin
+from hf_dist.sharding.units import find_unit_modules
+from hf_dist.tensor_parallel.peers import AtOnce
+from hf_dist.tensor_parallel.plan import SplitPlan, output_and_input, unwrapped
+from hf_dist.tensor_parallel.split import SplitModel
+from hf_dist.tensor_split import keep_along_tp, kinds_of_copies, plan_of
+
+__all__ = ["Crossed", "MetaPeers", "Sliced", "add", "crossed_backward", "merged", "sliced"]
+
+Crossed = dict[str, tuple[int, int]]
+"""(number, bytes that one rank sends) by operation, as `hf_dist.collectives` counts them."""
+
+
+def add(crossed: Crossed, op: str, nbytes: int, count: int = 1) -> None:
+    """One collective more, or several of `nbytes` between them."""
+    calls, total = crossed.get(op, (0, 0))
+    crossed[op] = calls + count, total + nbytes
+
+
+def merged(*parts: Crossed) -> Crossed:
+    """All of them together."""
+    found: Crossed = {}
+    for part in parts:
+        for op, (count, nbytes) in part.items():
+            add(found, op, nbytes, count)
+    return found
+
+
+class MetaPeers(AtOnce):
+    """Ranks that are not there. See `tensor_parallel.peers.Peers`."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, size - 1  # the last has the most of what does not divide
+        self.crossed: Crossed = {}
+        """Where the next collective is added: of the block that runs."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-reduce."""
+        add(self.crossed, "all_reduce", 2 * (self.size - 1) * _nbytes(tensor) // self.size)
+        return torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
+
+    max = sum
+
+    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """All-gather."""
+        add(self.crossed, "all_gather", (self.size - 1) * _nbytes(tensor))
+        return [tensor.detach()] * self.size
+
+    def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Reduce-scatter."""
+        add(self.crossed, "reduce_scatter", (self.size - 1) * _nbytes(tensor) // self.size)
+        return tensor.detach().chunk(self.size, dim)[self.rank].contiguous()
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """What one rank holds."""
+
+    model: nn.Module
+    """On meta."""
+    plan: SplitPlan
+    size: int
+    copies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Parameters that other ranks hold, too: how their gradients are combined, over how many neighbours (0: all)."""
+
+    def cut(self, model: nn.Module) -> MetaPeers:
+        """Cut a whole model on meta the same way, to be run; its head gives own columns of the logits, as the loss has them."""
+        return _cut(model, self.plan, self.size)[1]
+
+
+def sliced(model: nn.Module, config: DistConfig) -> Sliced:
+    """`model` (real or on meta) as the last rank of `tensor_parallel.autotp_size` holds it. Raises `ModelError`."""
+    size = config.tensor_parallel.autotp_size
+    plan = plan_of(model, config, size, staged=config.pipeline.stages > 1)
+    twin = meta_twin(model)
+    split, _ = _cut(twin, plan, size)
+    return Sliced(twin, plan, size, kinds_of_copies(split, [name for name, _ in twin.named_parameters()]))
+
+
+def _cut(model: nn.Module, plan: SplitPlan, size: int) -> tuple[SplitModel, MetaPeers]:
+    peers = MetaPeers(size)
+    _, head = output_and_input(unwrapped(model)[0])
+    before = set(head._forward_hooks) if head is not None else set()
+    split = SplitModel(model, plan, peers, keep=keep_along_tp, blocks=find_unit_modules(model))
+    if head is not None and split.vocabulary is not None:
+        for key in set(head._forward_hooks) - before:
+            del head._forward_hooks[key]
+    return split, peers
+
+
+def crossed_backward(outputs: Any) -> Crossed:
+    """Collectives of a backward from `outputs`, none of which is run: every crossing of autograd's graph, turned round."""
+    found: Crossed = {}
+    for node in _nodes(outputs):
+        peers = getattr(node, "peers", None)
+        if isinstance(peers, MetaPeers):
+            like = node._input_metadata[0]
+            kept, peers.crossed = peers.crossed, found
+            node.back(peers, torch.empty(like.shape, dtype=like.dtype, device="meta"), node.shape, node.extra)
+            peers.crossed = kept
+    return found
+
+
+def _nodes(outputs: Any) -> Iterator[Any]:
+    left = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)

@@ -1,0 +1,110 @@
+"""Who counts as a process for accelerate, and what it gathers over: the ranks that read different rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils.operations import recursively_apply
+
+from hf_dist import collectives
+from hf_dist.axes import Axes
+from hf_dist.hf.evaluation import even_rows
+from hf_dist.mesh import MeshAxis
+
+__all__ = ["GathersMixin"]
+
+
+class GathersMixin:
+    """Overrides of accelerate's `Accelerator`; part of `DistAccelerator`."""
+
+    axes: Axes
+    state: Any
+    gradient_state: Any
+    shorter_batch: Any
+    _rows = "data"
+    """The ranks that read different rows, as `num_processes` counts them: of the job, or for a moment of a replica."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that read different rows: the ranks of a pipeline share theirs. Loaders and losses count with it."""
+        return self.axes.size(self._rows) if "axes" in vars(self) else int(self.state.num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """Coordinate among `num_processes`; `is_main_process` still means one process of the job."""
+        rank = int(self.state.process_index)
+        return self.axes.coordinate(self._rows, rank) if "axes" in vars(self) else rank
+
+    @contextmanager
+    def in_replica(self) -> Iterator[None]:
+        """Inside, processes are counted and gathered over within this rank's replica: those of others train alone."""
+        before, self._rows = self._rows, "dp_shard"
+        try:
+            yield
+        finally:
+            self._rows = before
+
+    @property
+    def _data(self) -> MeshAxis:
+        """The ranks that are gathered over."""
+        own: Any = self
+        found: MeshAxis = (own.mesh if self._rows == "data" else own.engine.mesh).data
+        return found
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether several ranks read the same rows, so that accelerate's own gathers would count them more than once."""
+        return self.axes.size("batch") > 1
+
+    @property
+    def _own_gathers(self) -> bool:
+        """Whether accelerate's gathers are over other ranks than those that are meant."""
+        return self._shares_rows or self._rows != "data"
+
+    def gather(self, tensor: Any) -> Any:
+        """accelerate's, over the data ranks: the ranks of a pipeline hold the same."""
+        if self.shorter_batch.is_here(self.gradient_state):
+            tensor = even_rows(self._data, tensor)
+        if not self._own_gathers:
+            return super().gather(tensor)  # type: ignore[misc]
+        return recursively_apply(self._gather, tensor, error_on_other_type=True)
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A single row of a larger tensor counts as contiguous, with any stride.
+        rows = (tensor[None] if tensor.ndim == 0 else tensor).clone(memory_format=torch.contiguous_format)
+        axis, own = self._data, rows.view(-1).view(torch.uint8)
+        full = torch.empty(axis.size * own.numel(), dtype=torch.uint8, device=own.device)
+        full[axis.rank * own.numel() : (axis.rank + 1) * own.numel()] = own
+        collectives.all_gather(axis, full).wait()
+        return full.view(tensor.dtype).view(axis.size * rows.shape[0], *rows.shape[1:])
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's, over the data ranks."""
+        if not self._own_gathers or not (use_gather_object or _has_objects(input_data)):
+            return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
+        rows = [row for rows in collectives.all_gather_object(self._data, input_data) for row in rows]
+        last = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
+        return rows[: self.gradient_state.remainder] if last else rows
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """accelerate's, over the data ranks."""
+        if not self._own_gathers or reduction == "none":
+            return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+
+        def one(value: torch.Tensor) -> torch.Tensor:
+            value = value.clone()
+            collectives.all_reduce(self._data, value, op=reduction).wait()
+            return value * scale
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+
+def _has_objects(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return True
+    return False

@@ -1,0 +1,72 @@
+"""accelerate's `LocalSGD` on our accelerator: the loop says when replicas meet, and they do it as the engine does.
+
+Stock, it averages `param.data` of DDP's copies. Here a copy may be sharded, and the meeting is the outer step of `local_sgd`.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+from accelerate.local_sgd import LocalSGD
+
+from hf_dist.engine import Engine
+from hf_dist.errors import ConfigError, Problem
+
+__all__ = ["let_local_sgd_work"]
+
+
+@functools.cache  # once per process
+def let_local_sgd_work() -> None:
+    """Have accelerate's class ask the engine where its model has one. Local."""
+    enter, leave, average = LocalSGD.__enter__, LocalSGD.__exit__, LocalSGD._sync_and_avg_model_params
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        engine = _engine_of(self)
+        if engine is None:
+            return enter(self)
+        if engine.outer is None and engine.mesh.axes.size("dp") > 1:
+            raise ConfigError(
+                Problem(
+                    "local_sgd.every",
+                    "",
+                    "is missing, and all ranks train together: LocalSGD has no replicas to average",
+                    f'Add "local_sgd": {{"every": {self.local_sgd_steps}}} (and at stages 1 to 3 '
+                    '"zero_optimization.mics_shard_size", the ranks of a replica).',
+                )
+            )
+        if engine.outer is not None:
+            self._every, engine.outer.every = engine.outer.every, 0  # the loop counts
+        self.model_sync_obj = nullcontext()
+        return self
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> Any:
+        engine = _engine_of(self)
+        if engine is not None and engine.outer is not None:
+            engine.outer.every = self._every
+            if kind is not None:
+                return None  # a rank that failed meets nobody
+        return leave(self, kind, error, trace)
+
+    @functools.wraps(average)
+    def _sync_and_avg_model_params(self: Any) -> None:
+        engine = _engine_of(self)
+        if engine is None:
+            average(self)
+        else:
+            engine.meet()
+
+    LocalSGD.__enter__, LocalSGD.__exit__ = __enter__, __exit__
+    LocalSGD._sync_and_avg_model_params = _sync_and_avg_model_params
+
+
+def _engine_of(context: Any) -> Engine | None:
+    """The engine of the model that the context was made with; None where it is off, or another accelerator's."""
+    if not context.enabled:
+        return None
+    find = getattr(context.accelerator, "engine_of", None)
+    engine: Engine | None = find(context.model) if find is not None else None
+    return engine

@@ -1,0 +1,80 @@
+"""A layout with fewer axes: the same batches and the same reference, so that what differs can be found axis by axis."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hf_dist.config import axes_of, load_config
+from hf_dist.hf.proof.job import Job
+
+__all__ = ["Part", "alone_parts", "parts_without_one"]
+
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "pp": ("pipeline",),
+    "cp": ("sequence_parallel_size",),
+    "tp": ("tensor_parallel",),
+    "ep": ("expert_parallel",),
+    "ZeRO": ("zero_optimization",),
+}
+"""Axis -> its keys at the top of a config. ZeRO stands for the ranks that it shards over, and for copies of those."""
+_OF_SHARDS = ("mics_shard_size", "zero_hpz_partition_size")
+"""Sizes of groups that a part has perhaps too few ranks for."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layout to try."""
+
+    axes: str
+    job: Job
+    world: int
+
+
+def alone_parts(job: Job) -> list[Part]:
+    """Each axis of the layout by itself; empty where it has one only."""
+    used = _used(job)
+    return [_part(job, used, (name,), f"{_named(name, used)} alone") for name in used] if len(used) > 1 else []
+
+
+def parts_without_one(job: Job) -> list[Part]:
+    """The layout without each of its axes."""
+    used = _used(job)
+    return [_part(job, used, tuple(n for n in used if n != name), f"without {_named(name, used)}") for name in used]
+
+
+def _used(job: Job) -> dict[str, int]:
+    """Axes with more than one rank, and their sizes."""
+    config = load_config(job.layout)
+    world = config.pipeline.stages * config.sequence_parallel_size * config.tensor_parallel.autotp_size * job.data_ranks
+    axes = axes_of(config, world)
+    found = {name: axes.size(name) for name in ("pp", "cp", "tp", "ep") if axes.size(name) > 1}
+    return {**found, **({"ZeRO": axes.size("data")} if axes.size("data") > 1 else {})}
+
+
+def _named(name: str, used: Mapping[str, int]) -> str:
+    return f"{name} on {used[name]} data ranks" if name == "ZeRO" else f"{name} {used[name]}"
+
+
+def _part(job: Job, used: Mapping[str, int], kept: tuple[str, ...], named: str) -> Part:
+    """The job with these axes only; its step has as many microbatches, on fewer data ranks each more of them."""
+    layout = copy.deepcopy(job.layout)
+    for name in used:
+        if name not in kept:
+            for key in _KEYS[name]:
+                layout.pop(key, None)
+    data = 1
+    if "ZeRO" in kept:
+        data = job.data_ranks
+    elif "ep" in kept:  # experts are spread over data ranks, or over parts of sequences
+        spread = used["ep"] // math.gcd(used["ep"], used.get("cp", 1) if "cp" in kept else 1)
+        data = spread if job.window % spread == 0 else job.data_ranks
+    if data != job.data_ranks and "zero_optimization" in layout:
+        for key in _OF_SHARDS:
+            layout["zero_optimization"].pop(key, None)
+    steps = job.window // data
+    layout["gradient_accumulation_steps"] = steps
+    world = data * math.prod(used[name] for name in kept if name in ("pp", "cp", "tp"))
+    return Part(named, replace(job, layout=layout, data_ranks=data, accumulation=steps), world)

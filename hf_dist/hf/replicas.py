@@ -1,0 +1,136 @@
+"""The Trainer over replicas that train alone: what it counts, logs, evaluates, saves and asks, without the link between them.
+
+tokens of a window, their loss factor    of the replica
+training log                             the mean of the replica that rank 0 is in
+evaluation, checkpoints                  wait for the next meeting of the replicas; the last step is one
+signals                                  asked for at meetings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist import collectives
+from hf_dist.engine import Engine
+from hf_dist.hf.stop_signal import StopSignal
+from hf_dist.local_sgd.outer import OuterOptimizer
+from hf_dist.log import say_once
+
+__all__ = ["ReplicasMixin"]
+
+
+class ReplicasMixin:
+    """Overrides of the Trainer for `local_sgd`; part of `DistTrainerMixin`."""
+
+    args: Any
+    state: Any
+    control: Any
+    accelerator: Any
+    _stop: StopSignal | None
+    _due: tuple[bool, bool] = (False, False)
+    """Whether an evaluation, and a save, wait for a meeting."""
+    _asked_at = -1
+    _logs_replica = False
+
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """Lets the replicas of the model meet; None where all ranks train together."""
+        engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
+        return None if engine is None else engine.outer
+
+    def _in_replica(self) -> AbstractContextManager[None]:
+        """Inside, the accelerator gathers over the replica and counts its processes."""
+        replica: AbstractContextManager[None] = nullcontext()
+        if self.outer is not None:
+            replica = self.accelerator.in_replica()
+        return replica
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's, which counts the items of the window."""
+        with self._in_replica():
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """HF's, which multiplies a loss over those items by the number of processes."""
+        with self._in_replica():
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        return loss
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """HF's, as if all replicas had as many."""
+        before = self.state.num_input_tokens_seen
+        with self._in_replica():
+            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        if self.outer is not None:
+            self.state.num_input_tokens_seen += (self.state.num_input_tokens_seen - before) * (self.outer.axis.size - 1)
+
+    def store_flos(self) -> None:
+        """HF's, over all ranks; a log between two meetings leaves it to the next save."""
+        if not self._logs_replica:
+            super().store_flos()  # type: ignore[misc]
+
+    # ------------------------------------------------------- what happens at a step
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """HF's, in two parts: the log of the replica; evaluation and save, once the replicas have met."""
+        engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
+        if engine is None or engine.outer is None:
+            super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+            return
+        if self.control.should_training_stop:
+            engine.meet()
+        self._postpone(engine.outer.met)
+        wanted = self.control.should_evaluate, self.control.should_save
+        if self.control.should_log:
+            self.control.should_evaluate = self.control.should_save = False
+            mean = tr_loss.detach().clone()
+            collectives.all_reduce(engine.mesh.dp, mean).wait()
+            with self._only_own_replica():
+                super()._maybe_log_save_evaluate(mean, *args, **kwargs)  # type: ignore[misc]
+            if self.state.global_step == self._globalstep_last_logged:  # type: ignore[attr-defined]
+                tr_loss.zero_()
+            self.control.should_evaluate, self.control.should_save = wanted
+        self.control.should_log = False
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _only_own_replica(self) -> Iterator[None]:
+        """Inside, HF's helpers that gather over the whole job find a process by itself."""
+        self._logs_replica = self.args.speaks_alone = True
+        try:
+            yield
+        finally:
+            self._logs_replica = self.args.speaks_alone = False
+
+    def _postpone(self, met: bool) -> None:
+        """Evaluations and saves that are asked for between two meetings come at the next one. Local."""
+        evaluates = self._due[0] or self.control.should_evaluate
+        saves = self._due[1] or self.control.should_save
+        self._due = (False, False) if met else (evaluates, saves)
+        self.control.should_evaluate, self.control.should_save = (evaluates, saves) if met else (False, False)
+        if any(self._due):
+            say_once(
+                "local_sgd: replicas differ between two meetings, so evaluations and checkpoints wait for the next one "
+                f"(every {self.outer.every} steps)"  # type: ignore[union-attr]
+            )
+
+    def _told(self, in_evaluation: bool) -> int:
+        """The signal that some rank has received; 0 for none. Collective over all ranks, at meetings only where there are any.
+
+        There the answer is waited for: the next question comes a whole interval later. All ranks evaluate together.
+        """
+        if self._stop is None:
+            return 0
+        outer = self.outer
+        if outer is None or in_evaluation:
+            return self._stop.agreed()
+        if not outer.met or self._asked_at == self.state.global_step:
+            return 0
+        self._asked_at = self.state.global_step
+        self._stop.agreed()
+        return self._stop.agreed()

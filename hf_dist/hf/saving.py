@@ -1,0 +1,204 @@
+"""Whoever saves, saves the model: a library's own save code runs on whole weights, on the rank that writes.
+
+The shards are written by all ranks only where the names in the files are known beforehand: HF's `Trainer._save` and
+`save_pretrained`, PEFT's, and `state_dict()` of a plain module. All others (sentence-transformers, wrappers with a value head,
+`_save` of a user's Trainer) decide themselves what they write; they find what they would find without us.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_dist.engine import Engine
+from hf_dist.errors import CheckpointError
+from hf_dist.hf.state_dict import all_tensors, full_state_dict
+from hf_dist.on_one_rank import every_rank
+from hf_dist.sharding.full_params import full_tensors
+from hf_dist.sharding.guard import replace_method
+from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.units import containers
+
+__all__ = ["is_spread", "lent", "lent_here", "let_save_pretrained", "own_way"]
+
+_LENT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose modules hold whole weights at the moment."""
+_WEIGHTS = {"model", "model_wrapped", "deepspeed", "accelerator"}
+"""Attributes of a Trainer by which one gets at weights."""
+
+
+def own_way(sharded: ShardedModel, trainer: Any = None) -> str:
+    """Whose code decides what is in the files of this model, such as `Trainer._save`; "" for HF's and PEFT's. Local.
+
+    `trainer`: a Trainer that saves it; else its `save_pretrained` alone is asked.
+    """
+    for method in ("save_model", "_save") if trainer is not None else ():
+        for cls in type(trainer).__mro__:
+            if cls.__module__ == "transformers.trainer":
+                break
+            written = vars(cls).get(method)
+            if written is not None and not cls.__module__.startswith("hf_dist.") and not _hands_on(written, method):
+                return f"{cls.__name__}.{method}"
+    model = sharded.model
+    if hasattr(model, "save_pretrained") and (trainer is None or isinstance(model, _supported())):
+        return own_save_pretrained(model)
+    # HF's Trainer, and `accelerator.save_model`, write what `state_dict()` gives.
+    return "" if _says_names(sharded.whole) else f"{type(model).__name__}.state_dict"
+
+
+def own_save_pretrained(model: nn.Module) -> str:
+    """The name of the `save_pretrained` of `model`; "" for HF's and PEFT's, whose names in files are known. Local."""
+    function = inspect.unwrap(type(model).save_pretrained)  # type: ignore[attr-defined]
+    known = function.__module__ in ("transformers.modeling_utils", "peft.peft_model")
+    return "" if known else str(function.__qualname__)
+
+
+def _supported() -> tuple[type, ...]:
+    """What HF's Trainer saves by `save_pretrained`."""
+    peft = sys.modules.get("peft")
+    return (PreTrainedModel,) if peft is None else (PreTrainedModel, peft.PeftModel)
+
+
+def _says_names(model: nn.Module) -> bool:
+    """Whether `state_dict()` has the parameters under their own names."""
+    names = {id(param): {name} for name, param in model.named_parameters()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[id(param)].add(name)
+    try:
+        state = model.state_dict(keep_vars=True)
+    except TypeError:  # written by somebody who thought of `state_dict()` alone
+        return False
+    return all(name in names.get(id(value), {name}) for name, value in state.items()) and {
+        id(value) for value in state.values()
+    } >= set(names)
+
+
+def _hands_on(function: Any, name: str) -> bool:
+    """Whether a method calls its base and does not touch the model itself."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    found = set(_names(code)) if code is not None else set()
+    return {"super", name} <= found and not found & _WEIGHTS
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+@contextmanager
+def lent(sharded: ShardedModel, part: nn.Module | None = None, *, keep: bool = True) -> Iterator[None]:
+    """Inside, the modules of the model hold whole weights on the CPU, in the dtype they were loaded in.
+
+    Collective at its beginning: every rank enters. On ranks with `keep=False` nothing changes. `part`: a module made of
+    parameters of the model (a base model whose adapters were merged, say). What is written into the weights is lost. Raises
+    `CheckpointError` on every rank for a model that is cut into pipeline stages. Inside another one it does nothing.
+    """
+    if sharded.model in _LENT:
+        yield
+        return
+    if sharded.mesh.pp.size > 1:
+        raise CheckpointError(
+            f"{type(sharded.model).__name__} is saved by code of its own, which needs all weights in one place, and it is cut "
+            "into pipeline stages. Save with trainer.save_model() of HF's Trainer, or without pipeline.stages."
+        )
+    sharded.synchronize_buffers()
+    full = {}
+    held = {slot.name: p for g in sharded.groups for slot, p in zip(g.layout.slots, g.params, strict=True)}
+    for name, tensor in all_tensors(sharded):
+        if keep:
+            full[id(held[name])] = nn.Parameter(tensor.detach().to("cpu", copy=True), requires_grad=False)
+    with _put(sharded, part, full):
+        yield
+
+
+@contextmanager
+def lent_here(sharded: ShardedModel) -> Iterator[None]:
+    """`lent` without the other ranks, of weights that this one has whole. Local."""
+    full = {}
+    for group in sharded.groups:
+        tensors = (
+            full_tensors(group)
+            if group.resting == (0, group.layout.numel)
+            else zip(group.layout.slots, group.params, strict=True)
+        )
+        for param, (_, tensor) in zip(group.params, tensors, strict=True):
+            full[id(param)] = nn.Parameter(tensor.detach().to("cpu", copy=True), requires_grad=False)
+    with _put(sharded, None, full):
+        yield
+
+
+@contextmanager
+def _put(sharded: ShardedModel, part: nn.Module | None, full: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Inside, `full` (by the id of what they replace) are the parameters of the modules, and forwards send nothing: a model
+    card of sentence-transformers shows what its model gives."""
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    roots = [sharded.model] if part is None else [sharded.model, part]
+    modules = {id(m): m for root in roots for m in root.modules()} if full else {}
+    try:
+        for module in modules.values():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in full:
+                    replaced.append((module._parameters, name, param))
+                    whole = full[id(param)]
+                    whole.requires_grad_(param.requires_grad)
+                    module._parameters[name] = whole
+        _LENT.update(roots)
+        sharded.passes.paused = True
+        yield
+    finally:
+        sharded.passes.paused = False
+        for root in roots:
+            _LENT.discard(root)
+        for parameters, name, param in replaced:
+            parameters[name] = param
+
+
+def let_save_pretrained(engine: Engine) -> None:
+    """Have `save_pretrained` of the prepared model, and of what contains all its units, write whole weights. Local.
+
+    Where weights rest sharded it is collective then: every rank calls it, as scripts for accelerate do, and the main rank
+    writes. Where they rest whole, each rank that calls it writes, as under DDP.
+    """
+    for module in containers(engine.model, engine.sharded.units):
+        if hasattr(module, "save_pretrained"):
+            instead = functools.partial(_save_pretrained, weakref.ref(engine))  # weak: the model would keep the engine
+            replace_method(module, "save_pretrained", instead)
+
+
+def _save_pretrained(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
+    engine = reference()
+    stock = functools.partial(type(model).save_pretrained, model, *args, **kwargs)
+    if engine is None:
+        return stock()
+    sharded, writes = engine.sharded, engine.mesh.world.rank == 0
+    if sharded.model in _LENT or kwargs.get("state_dict") is not None:
+        return stock() if writes or not is_spread(sharded) else None
+    if not is_spread(sharded):
+        with lent_here(sharded) if own_save_pretrained(model) else nullcontext():
+            return stock()
+    every_rank(engine.mesh, "model.save_pretrained()")
+    engine.meet()
+    if engine.mesh.pp.size > 1 and not own_save_pretrained(model):
+        state = full_state_dict(engine, keep=writes)
+        return stock(state_dict=state) if writes else None
+    with lent(sharded, model, keep=writes):
+        return stock() if writes else None
+
+
+def is_spread(sharded: ShardedModel) -> bool:
+    """Whether no rank has all weights."""
+    mesh = sharded.mesh
+    cut = any(mesh.axes.size(axis) > 1 for axis in ("pp", "tp", "ep"))
+    return cut or (sharded.placements.params is Placement.SHARD and mesh.shard.size > 1)

@@ -1,0 +1,108 @@
+"""The weights that TRL sends to vLLM, server or in the same process, read off the shards unit by unit.
+
+TRL knows how to gather for DeepSpeed and FSDP. With an adapter it gathers the whole model, merges in place and subtracts
+again; here one unit at a time is whole, merged in a copy and put back bit for bit. Source: trl 1.16,
+`generation/vllm_generation.py` `_iter_named_params`, whose names these are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.engine import Engine
+from hf_dist.errors import ModelError
+from hf_dist.hf.peft import adapted_modules, refuse_packed
+from hf_dist.sharding.full_params import unsharded
+from hf_dist.sharding.prepared import OWNER
+
+__all__ = ["let_vllm_gather", "named_weights"]
+
+
+def let_vllm_gather() -> None:
+    """Have TRL's `VLLMGeneration` read the weights of models that our accelerators have prepared by `named_weights`. Local.
+
+    Nothing where TRL's module was not imported yet: its trainers import it before they prepare a model.
+    """
+    module: Any = sys.modules.get("trl.generation.vllm_generation")
+    stock = getattr(getattr(module, "VLLMGeneration", None), "_iter_named_params", None)
+    if stock is None or stock.__module__ == __name__:
+        return
+
+    def _iter_named_params(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As TRL's; collective for models on shards."""
+        find = getattr(generation.accelerator, "engine_of", None)
+        engine = find(generation.model) if find is not None else None
+        if engine is None:
+            return stock(generation)
+        return named_weights(engine, generation._fix_param_name_to_vllm)
+
+    module.VLLMGeneration._iter_named_params = _iter_named_params
+
+
+def named_weights(engine: Engine, rename: Callable[..., str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name for vLLM, tensor) of every weight, adapters merged, in the order of the model's parameters. Collective.
+
+    Every rank iterates to the end. One unit of the model is whole at a time; the tensors are copies, because vLLM packs several
+    before it sends. `rename`: TRL's. Raises `ModelError` where experts are spread over ranks or the base is packed in 4 bits.
+    """
+    if engine.mesh.axes.size("ep") > 1:
+        raise ModelError(
+            "weights for vLLM: the experts are spread over ranks (expert_parallel), each rank would send only its own. "
+            "Set expert_parallel.enabled to false; ZeRO-3 shards experts, too."
+        )
+    layers = _mergeable(engine.model)
+    weights = [(rename(name), param) for name, param in _sent(engine.model)]
+    for _, run in itertools.groupby(weights, key=lambda pair: id(getattr(pair[1], OWNER)[0]())):
+        pairs = list(run)
+        own = list({id(layers[id(p)]): layers[id(p)] for _, p in pairs if id(p) in layers}.values())
+        needed = [p for _, p in pairs] + [p for layer in own for p in layer.parameters()]
+        with unsharded(needed, settle=lambda group, changed: None), _merged(own):
+            for name, param in pairs:
+                yield name, param.data.clone()
+
+
+def _sent(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that vLLM has, by the names of the model without adapters."""
+    prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
+    for name, param in model.named_parameters():
+        if prefix is None:
+            yield name, param
+        elif prefix not in name and "original_module" not in name:
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            yield plain.replace("modules_to_save.default.", ""), param
+
+
+def _mergeable(model: nn.Module) -> dict[int, Any]:
+    """Layer with an adapter by the id of each weight that a merge changes."""
+    found: dict[int, Any] = {}
+    for layer in adapted_modules(model):
+        if hasattr(layer, "get_base_layer") and hasattr(type(layer), "merge"):
+            refuse_packed(layer)
+            found |= {id(p): layer for p in layer.get_base_layer().parameters()}
+    return found
+
+
+@contextmanager
+def _merged(layers: list[Any]) -> Iterator[None]:
+    """Inside, whole layers hold the sum of base and adapters, as PEFT computes it; afterwards exactly what they held before."""
+    merged = [layer for layer in layers if not layer.merged]
+    kept = [(p, p.data, p.data.clone()) for layer in merged for p in layer.get_base_layer().parameters()]
+    done: list[Any] = []
+    try:
+        for layer in merged:
+            type(layer).merge(layer)
+            done.append(layer)
+        yield
+    finally:
+        for layer in done:
+            type(layer).unmerge(layer)
+        for param, tensor, value in kept:
+            tensor.copy_(value)
+            param.data = tensor

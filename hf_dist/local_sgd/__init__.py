@@ -1,0 +1,1 @@
+"""Replicas that train alone between meetings: local SGD and DiLoCo on sharded models."""

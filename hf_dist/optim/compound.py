@@ -1,0 +1,61 @@
+"""States of an optimizer that are not plain tensors and numbers: objects that hold some, and tensors made of others.
+
+A checkpoint knows tensors and numbers by name. `leaves` gives those of a state as `key/attribute`, `put` sets them in a state
+of the same structure. What else an object holds (None, text, functions) is made anew by the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["is_part", "leaves", "put"]
+
+_SEPARATOR = "/"
+
+
+def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value): values that are nobody's parts under their own key, whatever they are."""
+    for key, value in state.items():
+        parts = _parts(value)
+        if parts is None:
+            yield key, value
+            continue
+        for path, part in leaves(parts):
+            if isinstance(part, (torch.Tensor, int, float)):
+                yield f"{key}{_SEPARATOR}{path}", part
+
+
+def put(state: Any, path: str, value: Any) -> None:
+    """Set the leaf at `path`; whatever holds it is there."""
+    first, _, rest = path.partition(_SEPARATOR)
+    if rest:
+        put(state[first] if isinstance(state, dict) else _child(state, first), rest, value)
+    elif isinstance(state, dict):
+        state[first] = value
+    elif isinstance(state, list):
+        state[int(first)] = value
+    elif isinstance(state, torch.Tensor):
+        getattr(state, first).copy_(value)
+    else:
+        setattr(state, first, value)
+
+
+def is_part(path: str) -> bool:
+    """Whether `path` leads into something."""
+    return _SEPARATOR in path
+
+
+def _child(holder: Any, name: str) -> Any:
+    return holder[int(name)] if isinstance(holder, (list, tuple)) else getattr(holder, name)
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, torch.Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        return None if flatten is None else {name: getattr(value, name) for name in flatten()[0]}
+    if isinstance(value, (list, tuple)):
+        return {str(i): part for i, part in enumerate(value)}
+    return dict(vars(value)) if hasattr(value, "__dict__") else None

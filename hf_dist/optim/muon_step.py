@@ -1,0 +1,89 @@
+"""Muon on sharded matrices: momentum stays in its intervals, only the matrix to be orthogonalised travels, there and back.
+
+Newton-Schulz begins by rounding to bf16 and returns bf16, so bf16 is what travels and not a bit is lost: with equal gradients
+the weights have the bits of torch.optim.Muon in one process. Its work is divided among the ranks by its cost; done by every
+rank it would be that many times as much ([Note: owners]). `"ns_dtype": "fp32"` iterates and travels in fp32: gradients of
+several ranks differ from one process's in the last bit, which bf16 turns into a percent of a matrix's update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hf_dist.errors import ModelError
+from hf_dist.optim.fragment import Fragment, OfParameter, Used
+from hf_dist.optim.muon import (
+    MOMENTUM,
+    apply,
+    iterates_in,
+    matrix_shape,
+    newton_schulz_cost,
+    orthogonalised,
+    with_momentum,
+)
+from hf_dist.optim.owners import Owned, Owners, Wholes, step_whole
+from hf_dist.sharding.group import FlatGroup
+
+
+class MuonStep:
+    """Steps the matrices of one optimizer; what else it has is stepped element by element."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, fragments: Mapping[tuple[int, int], Fragment]) -> None:
+        """`fragments`: of this rank, by id of the group and index."""
+        self._optimizer, self._fragments = optimizer, fragments
+        self._owners = Owners(newton_schulz_cost)
+        self._numbers: dict[tuple[int, int], int] = {}  # of the param group
+
+    def add(self, number: int, tensors: Iterable[tuple[FlatGroup, int]]) -> None:
+        """Parameters of param group `number`. Raises `ModelError` for a matrix that ranks hold slices of."""
+        if not self._optimizer.param_groups[number].get("use_muon", True):
+            return
+        found = []
+        for group, index in tensors:
+            held = group.layout.slots[index].held
+            if held.shape[-2:] != held.whole[-2:] or (len(held.shape) != 3 and not held.everything):
+                raise ModelError(
+                    f"Muon: {group.layout.slots[index].name} of shape {held.whole} is cut between ranks ({held.shape} here), "
+                    "and its update needs the whole matrix. Set tensor_parallel.autotp_size to 1, or use AdamW."
+                )
+            count, rows, columns = matrix_shape(held.shape)
+            self._numbers[id(group), index] = number
+            found += [(group, index, k * rows * columns, (rows, columns)) for k in range(count)]
+        self._owners.add(found)
+
+    def takes(self, f: OfParameter) -> bool:
+        """Whether `f` is of a matrix."""
+        return (id(f.group), f.index) in self._numbers
+
+    @torch.no_grad()
+    def step(self, used: Used) -> None:
+        """Momentum, orthogonalisation at the owners, weights. Collective over the groups' shard axes."""
+        ready = {o for o in self._owners.items if o.group.grad is not None and used(o)}
+        for dtype in (torch.bfloat16, torch.float32):
+            own = {o for o in ready if iterates_in(self._options(o)) is dtype}
+            step_whole(self._owners.buckets(own.__contains__), self._leave, self._work, self._arrive, dtype)
+
+    def _options(self, o: Owned) -> dict[str, Any]:
+        return self._optimizer.param_groups[self._numbers[id(o.group), o.index]]
+
+    def _leave(self, o: Owned) -> list[torch.Tensor]:
+        options, fragment = self._options(o), self._fragments.get((id(o.group), o.index))
+        grads = o.group.grad
+        assert grads is not None
+        if fragment is None:
+            return [torch.empty(0, dtype=iterates_in(options), device=grads.device)]
+        state = self._optimizer.state[fragment.tensor]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(fragment.tensor)
+        grad = o.of(grads).to(fragment.tensor.dtype)
+        return [with_momentum(grad, o.of(state[MOMENTUM], fragment.start), options)]
+
+    def _work(self, wholes: Wholes) -> dict[Owned, torch.Tensor]:
+        return {o: orthogonalised(matrix, self._options(o)) for o, (matrix,) in wholes}
+
+    def _arrive(self, o: Owned, update: torch.Tensor) -> None:
+        weights = o.of(o.group.source)
+        apply(weights, update.to(weights.device), self._options(o), *o.shape)

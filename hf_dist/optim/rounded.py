@@ -1,0 +1,94 @@
+"""Optimizer states that rest in bf16 and are fp32 while they are stepped: half their memory, for any element-wise optimizer.
+
+    swap_in    bf16 -> fp32, of one batch of fragments
+    step       in fp32, as without
+    swap_out   fp32 -> bf16, rounded to the nearest, or up or down by chance so that the mean is right
+
+A second moment moves by (1 - beta2) of its value in a step, 0.1% with 0.999, and bf16 has steps of 0.8%: rounded to the nearest
+it stands still. That is what DeepSpeed's keys ask for; `hf_dist.stochastic_rounding` lets it move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_dist.config import DistConfig, settled
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.step_batch import StepBatch
+from hf_dist.sharding.group import FlatGroup
+
+__all__ = ["RoundedBatch", "Rounding", "rounding_of"]
+
+
+class Rounding:
+    """How fp32 becomes bf16."""
+
+    def __init__(self, *, stochastic: bool, seed: int = 0) -> None:
+        """`seed`: of this rank's own random numbers, which are no part of a checkpoint."""
+        self.stochastic = stochastic
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, 1-D fp32, in bf16; what bf16 can hold stays as it is."""
+        if not self.stochastic:
+            return values.bfloat16()
+        generator = self._generators.get(values.device)
+        if generator is None:
+            generator = self._generators[values.device] = torch.Generator(values.device)
+            generator.manual_seed(self._seed)
+        bits = values.contiguous().view(torch.int32)
+        noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+        chosen = torch.where(values.isfinite(), (bits + noise) & -(1 << 16), bits)
+        return chosen.view(torch.float32).bfloat16()
+
+
+class RoundedBatch(StepBatch):
+    """Fragments of one group whose states rest in bf16."""
+
+    def __init__(self, group: FlatGroup, fragments: Sequence[Fragment], rounding: Rounding) -> None:
+        super().__init__([group], fragments)
+        self.on_device = self.in_place = False
+        self._rounding = rounding
+
+    def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wide copies of the states."""
+        for state in (optimizer.state.get(f.tensor, {}) for f in self.fragments):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+                    state[key] = value.float()
+
+    def swap_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """Narrow ones again."""
+        for f in self.fragments:
+            state = optimizer.state.get(f.tensor, {})
+            for key, value in state.items():
+                if f.is_like(value) and value.dtype is torch.float32:
+                    state[key] = self._rounding(value)
+        super().swap_out(optimizer)
+
+
+def rounding_of(config: DistConfig, rank: int) -> Rounding | None:
+    """What the resolved `config` asks for; None for states in fp32. Raises `ConfigError` where there is no bf16."""
+    paths = {"bf16.bf16_optimizer_states": "true"} if config.bf16.bf16_optimizer_states else {}
+    if config.optimizer is not None and config.optimizer.params.get("fp32_optimizer_states") is False:
+        paths["optimizer.params.fp32_optimizer_states"] = "false"
+    stochastic = config.hf_dist.stochastic_rounding
+    if not paths:
+        if stochastic:
+            fix = 'Add "bf16_optimizer_states": true to "bf16", or remove the key.'
+            raise ConfigError(
+                Problem("hf_dist.stochastic_rounding", "true", "rounds optimizer states in bf16 only", fix)
+            )
+        return None
+    path, found = next(iter(paths.items()))
+    if not settled(config.bf16.enabled):
+        fix = "Train in bf16, or remove the key."
+        raise ConfigError(Problem(path, found, "needs bf16: states follow the dtype of the weights", fix))
+    if config.zero_optimization.offload_optimizer.device == "nvme":
+        fix = 'Remove the key, or set "device" to "cpu".'
+        raise ConfigError(Problem(path, found, "is not available with states on disk", fix))
+    return Rounding(stochastic=stochastic, seed=torch.initial_seed() % (1 << 31) + rank)

@@ -1,0 +1,243 @@
+"""What an optimizer must see to step a parameter: does each element's update depend on that element alone, or on the tensor?
+
+[Note: element-wise optimizers] The engine gives the optimizer 1-D fragments, cut where the ranks' shards end. An update
+that reads the whole tensor (its shape, its norm, a sum over it) would come out different on every number of ranks
+without an error; such an optimizer gets whole tensors instead ([Note: owners]). One that reads several parameters at once is
+refused. That is decided here, once, before the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from hf_dist.config import DistConfig
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.optim.muon import is_muon
+
+__all__ = ["Stepping", "check_whole", "stepping_of"]
+
+logger = logging.getLogger(__name__)
+
+_SUM = "sets its step size from a sum over all parameters"
+_SENDS = "communicates by itself, between ranks that hold whole tensors"
+
+# Names in lower case, without "_" and "8bit". They come before the probe, which some pass by chance: those that begin
+# like Adam and change later, or treat a matrix as small as the probe's element by element.
+_WHOLE_TENSOR = frozenset(
+    (
+        *("adafactor", "adalomo", "came", "sm3", "adammini", "muon", "shampoo", "soap", "kron"),
+        *("lamb", "fusedlamb", "nvlamb", "lars", "novograd", "fusednovograd", "stableadamw"),
+    )
+)
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("prodigy", "dadaptadam", "dadaptlion", "dadaptsgd", "dadaptadagrad"), _SUM),
+    **dict.fromkeys(("distributedshampoo", "muonwithauxadam"), _SENDS),
+    "lbfgs": "searches along a direction of all parameters at once",
+    **dict.fromkeys(("lomo", "adalomo"), "updates parameters during the backward pass"),
+    "sparseadam": "takes sparse gradients, and those of the engine are dense",
+    "grokadamw": "keeps tensors in its param groups, which no checkpoint would hold",
+}
+_WHOLE_MODULES = ("galore_torch", "q_galore_torch", "apollo_torch")
+"""Packages whose classes are called AdamW, and project whole matrices."""
+
+
+class Stepping(Enum):
+    """What an optimizer must see."""
+
+    FRAGMENTS = "fragments"
+    """Any interval of a tensor."""
+    WHOLE = "whole tensors"
+    """Each tensor by itself, in one piece and in its shape."""
+    MUON = "whole matrices"
+    """Of a matrix only the momentum that it orthogonalises."""
+
+
+_SHAPE = (6, 4)
+_NUM_STEPS = 3
+
+
+class _CannotProbe(Exception):
+    """The optimizer cannot be built or stepped outside the training run, so nothing was learned."""
+
+
+def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
+    """What `optimizer` must see; see [Note: element-wise optimizers].
+
+    Steps a second instance, built from the same options, on a matrix and on its flattened halves, each half alone as
+    on its own rank. `optimizer` and the random state are left as they are. An optimizer that cannot be built a second
+    time is taken for element-wise, with one warning per class. Call it on every rank before the first step; it does not
+    communicate.
+
+    Raises:
+        ConfigError: an update depends on other parameters, or the class is known to need what no rank has.
+    """
+    cls = type(optimizer)
+    if is_muon(optimizer):
+        return Stepping.MUON
+    names = [base.__name__.lower().replace("_", "").replace("8bit", "") for base in cls.__mro__]
+    for name in names:
+        if name in _REFUSED:
+            raise _refused(optimizer, _REFUSED[name])
+    if any(n in _WHOLE_TENSOR for n in names) or _package(cls) in _WHOLE_MODULES or _keeps_blocks(optimizer):
+        return Stepping.WHOLE
+    try:
+        return _probed(optimizer)
+    except _CannotProbe as error:
+        _warn_once(f"{cls.__module__}.{cls.__qualname__}", str(error))
+        return Stepping.FRAGMENTS
+
+
+def check_whole(stepping: Stepping, optimizer: torch.optim.Optimizer, config: DistConfig) -> None:
+    """Raise `ConfigError` where an optimizer that sees whole tensors meets what brings it parts of them. Local."""
+    if stepping is Stepping.FRAGMENTS:
+        return
+    found = f"{type(optimizer).__name__} of {_package(type(optimizer))}"
+    needs = f"is not available with {found}, which must see {stepping.value}"
+    offload = config.zero_optimization.offload_optimizer
+    device = offload.device if offload is not None else "none"
+    if device == "nvme" or (device == "cpu" and stepping is Stepping.WHOLE):
+        other = 'Set it to "none", or use an element-wise optimizer such as "AdamW".'
+        raise ConfigError(Problem("zero_optimization.offload_optimizer.device", f'"{device}"', needs, other))
+    if config.bf16.bf16_optimizer_states:
+        fix = 'Set it to false, or use an element-wise optimizer such as "AdamW".'
+        raise ConfigError(Problem("bf16.bf16_optimizer_states", "true", needs, fix))
+    if config.hf_dist.optimizer_in_backward:
+        fix = 'Remove the key, or use an element-wise optimizer such as "AdamW".'
+        raise ConfigError(Problem("hf_dist.optimizer_in_backward", "true", needs, fix))
+
+
+def _refused(optimizer: torch.optim.Optimizer, reason: str) -> ConfigError:
+    cls = type(optimizer)
+    fix = 'Use an optimizer that steps each parameter by itself, such as "AdamW".'
+    return ConfigError(Problem("optimizer", f"{cls.__name__} of {_package(cls)}", reason, fix))
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def _keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether states have fewer bits than 16: bitsandbytes says so in its arguments, torchao's classes have no others."""
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    return bits == 8 or any(hasattr(base, "_subclass_zeros") for base in type(optimizer).__mro__)
+
+
+def _probed(optimizer: torch.optim.Optimizer) -> Stepping:
+    """What the class of `optimizer` must see, under the options of any of its param groups."""
+    distinct = {repr(sorted(options.items(), key=lambda item: item[0])): options for options in _options(optimizer)}
+    found = Stepping.FRAGMENTS
+    for options in distinct.values():
+        if not _is_elementwise(type(optimizer), optimizer.defaults, options):
+            found = Stepping.WHOLE
+            if not _is_by_itself(type(optimizer), optimizer.defaults, options):
+                raise _refused(optimizer, "updates a parameter by the values of others")
+    return found
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each param group, with a learning rate that the probe can see the effect of."""
+    # Warm-up may have put lr at 0 by now, and a tiny lr drowns in fp32 rounding. A scheduler's own keys are dropped,
+    # except what the optimizer may read: unknown keys in a group do no harm.
+    groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+    return [{**group, **_usable(group)} for group in groups]
+
+
+def _usable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replacements for the options that would blind or stop a probe on CPU."""
+    usable: dict[str, Any] = {}
+    if isinstance(options.get("lr"), (int, float, torch.Tensor)):  # None: the class derives it
+        usable["lr"] = 1.0
+    if options.get("capturable"):
+        usable["capturable"] = False  # for accelerators only
+    return usable
+
+
+def _is_elementwise(cls: type, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether a matrix is stepped as its flattened halves are, each alone."""
+    start, gradients = _toy()
+    arguments = _constructor_arguments(cls, defaults)
+    try:
+        (whole,) = _run(cls, arguments, options, [start], [gradients])
+    except Exception as error:  # any failure of foreign code means the same: nothing learned
+        raise _CannotProbe(f"{type(error).__name__}: {error}") from error
+    fragments = zip(start.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True)
+    try:
+        halves = torch.cat([_run(cls, arguments, options, [half], [grads])[0] for half, grads in fragments])
+    except Exception:  # it just took the same values as a matrix
+        return False
+    if not (torch.isfinite(whole).all() and (whole - start).abs().max() > 0):
+        raise _CannotProbe("it did not move the parameters of the probe")
+    return _alike(whole.flatten(), halves, start.flatten())
+
+
+def _is_by_itself(cls: type, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether two matrices are stepped by one optimizer as by two."""
+    start, gradients = _toy()
+    arguments = _constructor_arguments(cls, defaults)
+    starts, grads = [start, start.flip(0) * 3.0], [gradients, gradients.flip(1) * 0.25]
+    together = _run(cls, arguments, options, starts, grads)
+    apart = [_run(cls, arguments, options, [s], [g])[0] for s, g in zip(starts, grads, strict=True)]
+    return all(_alike(a, b, s) for a, b, s in zip(together, apart, starts, strict=True))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
+    # Room for the rounding of kernels that handle the end of a tensor apart; a whole-tensor update is off by far more.
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-3 * float((one - start).abs().max()))
+
+
+def _constructor_arguments(cls: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that the constructor takes: torch's AdamW, for one, records more than it accepts."""
+    try:
+        names = set(inspect.signature(cls).parameters)
+    except ValueError as error:
+        raise _CannotProbe(str(error)) from error
+    return {k: v for k, v in {**defaults, **_usable(defaults)}.items() if k in names}
+
+
+def _run(
+    cls: type,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    starts: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],  # of each one per step along dim 0
+) -> list[torch.Tensor]:
+    """`starts` after one step of a fresh optimizer for each of their gradients."""
+    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # an update that draws random numbers draws the same ones in each run
+        optimizer = cls([{"params": parameters, **options}], **arguments)
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()  # schedule-free optimizers refuse to step before
+        for step in range(_NUM_STEPS):
+            for parameter, grads in zip(parameters, gradients, strict=True):
+                parameter.grad = grads[step].clone()
+            optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _toy() -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix (6, 4) and its gradients (3, 6, 4), without symmetries that a whole-tensor update could hide in."""
+    numel = _SHAPE[0] * _SHAPE[1]
+    index = torch.arange(numel, dtype=torch.float32, device="cpu")
+    start = torch.cos(1.7 * index + 0.3).reshape(_SHAPE)
+    # The halves grow at different rates from step to step: an update that is clipped or normalized by a root mean
+    # square over the tensor is then clipped differently in the matrix and in each half.
+    growth = torch.where(index < numel // 2, 3.0, 10.0).to(index)
+    gradients = [torch.sin((0.7 + 0.3 * step) * index + step + 0.5) * growth**step for step in range(_NUM_STEPS)]
+    return start, torch.stack(gradients).reshape(_NUM_STEPS, *_SHAPE)
+
+
+@functools.cache
+def _warn_once(name: str, cause: str) -> None:
+    logger.warning(
+        "cannot tell whether %s is element-wise (%s): if an update depends on a whole tensor, results are wrong",
+        name,
+        cause,
+    )

@@ -1,0 +1,112 @@
+"""Any optimizer object, unmodified, on tensors that are whole at their owners for the step; see [Note: owners].
+
+The optimizer's parameters are this rank's `WholeTensor`s, in the shape that the model gave them. Between steps they have no
+memory; their states stay at the owner. For the step gradient and master come in fp32, and the new master goes back: per
+element and rank 12 bytes times (N - 1) / N^2, where optimizer states are sharded.
+Alternative considered: masters that rest at the owner, which would save 4 of the 12 bytes, and give weights, checkpoints and
+user code that writes weights a second place to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.optim.fragment import Fragment, Used, WholeTensor
+from hf_dist.optim.owners import Owned, Owners, Wholes, step_whole
+from hf_dist.sharding.group import FlatGroup
+
+
+class WholeStep:
+    """Steps all parameters of one optimizer."""
+
+    def __init__(self, run: Callable[[Sequence[Fragment]], None]) -> None:
+        """`run`: steps the optimizer on some of its tensors."""
+        self._run = run
+        self._owners = Owners()
+        self._tensors: dict[Owned, WholeTensor] = {}
+
+    def add(self, tensors: Iterable[tuple[FlatGroup, int]]) -> list[WholeTensor]:
+        """Those of `tensors` that this rank owns. Raises `ModelError` for one that ranks hold slices of. Local."""
+        found = []
+        for group, index in tensors:
+            slot = group.layout.slots[index]
+            if not slot.held.everything:
+                raise ModelError(
+                    f"{slot.name} of shape {slot.held.whole} is cut between ranks ({slot.shape} here), and this optimizer "
+                    "needs it whole. Set tensor_parallel.autotp_size and expert_parallel.autoep_size to 1, or use AdamW."
+                )
+            if slot.numel:
+                found.append((group, index, 0, slot.shape))
+        added = []
+        for o in self._owners.add(found):
+            if o.is_mine:
+                tensor = nn.Parameter(_nothing(o))
+                self._tensors[o] = WholeTensor(o.slot.name, tensor, o.group, o.index, 0, o.numel)
+                added.append(self._tensors[o])
+        return added
+
+    @torch.no_grad()
+    def step(self, used: Used) -> None:
+        """Collective over the groups' shard axes."""
+        rounds = self._owners.buckets(lambda o: o.group.grad is not None and used(o))
+        if not rounds:
+            self._run([])  # what it counts beside the parameters
+        step_whole(rounds, self._leave, self._work, self._arrive, torch.float32)
+
+    @contextmanager
+    def trial(self, tensor: Fragment) -> Iterator[None]:
+        """Inside, `tensor` has zeros for values and gradient. Local."""
+        o = next(o for o, own in self._tensors.items() if own is tensor)
+        tensor.tensor.data, tensor.tensor.grad = _nothing(o).clone(), _nothing(o).clone()
+        try:
+            yield
+        finally:
+            tensor.tensor.grad, tensor.tensor.data = None, _nothing(o)
+
+    def _leave(self, o: Owned) -> list[torch.Tensor]:
+        assert o.group.grad is not None
+        masters = o.of(o.group.source)
+        return [o.of(o.group.grad).to(masters.dtype), masters.clone()]
+
+    def _work(self, wholes: Wholes) -> dict[Owned, torch.Tensor]:
+        try:
+            for o, (grad, master) in wholes:
+                self._tensors[o].tensor.data = master
+                self._tensors[o].tensor.grad = grad
+            self._run([self._tensors[o] for o, _ in wholes])
+            return {o: self._tensors[o].tensor.detach() for o, _ in wholes}
+        finally:
+            for o, _ in wholes:
+                self._tensors[o].tensor.grad = None
+                self._tensors[o].tensor.data = _nothing(o)
+
+    def _arrive(self, o: Owned, master: torch.Tensor) -> None:
+        o.of(o.group.source).copy_(master)
+
+
+def carry_rules(optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Parameter]) -> None:
+    """Rules of bitsandbytes for single parameters hold for what is stepped in their place. `tensors`: by id of the parameter.
+
+    It finds them by the object or by its position, and HF registers modules (embeddings keep 32 bits). The manager is one for
+    the process, so the optimizer gets its own.
+    """
+    manager: Any = getattr(optimizer, "mng", None)
+    if not hasattr(manager, "module_weight_config_triple"):
+        return
+    rules = dict(manager.pid2config)
+    rules |= {id(getattr(module, name)): rule for module, name, rule in manager.module_weight_config_triple}
+    own: Any = object.__new__(type(manager))
+    own.initialize()
+    own.pid2config = {id(tensors[key]): dict(rule) for key, rule in rules.items() if key in tensors}
+    optimizer.mng = own  # type: ignore[attr-defined]
+
+
+def _nothing(o: Owned) -> torch.Tensor:
+    """Of the parameter's shape, with memory for one element: optimizers look at shapes before they step."""
+    return torch.zeros((), dtype=torch.float32, device=o.group.mesh.device).expand(o.shape)

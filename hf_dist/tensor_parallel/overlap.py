@@ -1,0 +1,146 @@
+"""The sum of backward that begins before weight gradients are computed (`tensor_parallel.tp_overlap_comm`).
+
+q, k and v read one tensor, whose gradient is a sum over the ranks. By itself autograd computes the gradients of input and
+weight of each product together, and the sum begins after the last of them. Here a backward computes the gradient of its
+input only; its weight's is due at a node of its own, which autograd reaches after the sum has begun:
+
+    forward     wait(x) -> start(x, token of q, of k, of v) -> products
+    backward    dx of v, of k, of q; start the sum; dW of v, of k, of q; wait for it
+
+[Note: order of nodes] Of the nodes that are ready autograd runs the one that was made last: tokens are made after `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_dist.linear_input import LinearInput
+from hf_dist.tensor_parallel.peers import Peers, Started
+
+__all__ = ["Crossed", "crossed_early", "splits_backward"]
+
+Enter = Callable[[Peers, torch.Tensor, torch.Size, int], torch.Tensor]
+Begin = Callable[[Peers, torch.Tensor, torch.Size, int], Started]
+
+
+def splits_backward(module: nn.Module) -> bool:
+    """Whether the product of `module` can be computed here: a plain linear layer that learns, without adapters."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module.weight.requires_grad
+
+
+class _Due:
+    """What the weight's gradient of one product is made of, from its backward until its token's."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+class _Sum:
+    """The sum of one crossing, from its start to the node that waits for it."""
+
+    def __init__(self, peers: Peers, begin: Begin, enter: Enter, extra: int) -> None:
+        self.peers, self.begin, self.enter, self.extra = peers, begin, enter, extra
+        self.started: Started | None = None
+
+
+class Crossed:
+    """An activation inside of a region, and the products that read it."""
+
+    def __init__(self, tensor: torch.Tensor, due: Mapping[int, _Due] | None = None) -> None:
+        self.tensor = tensor
+        self._due = due or {}
+
+    def entering(self, module: nn.Module | None) -> torch.Tensor:
+        """The tensor as the input of `module`, whose product is then computed here if it is one of those."""
+        due = self._due.get(id(module))
+        if due is None or torch.is_autocast_enabled(self.tensor.device.type):
+            return self.tensor
+
+        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            out: torch.Tensor = _Product.apply(x, weight, bias, due)
+            return out
+
+        return LinearInput.of(self.tensor, product)
+
+
+def crossed_early(
+    tensor: torch.Tensor, peers: Peers, enter: Enter, begin: Begin, extra: int, products: Sequence[nn.Module]
+) -> Crossed:
+    """`tensor` across a crossing that goes `enter` forward, and back by a sum that `begin` starts.
+
+    `products`: who will read it. A product that does not read it in the end costs nothing.
+    """
+    total = _Sum(peers, begin, enter, extra)
+    waiting = _Wait.apply(tensor, total)
+    due = {id(product): _Due() for product in products}
+    tokens = [_Token.apply(p._parameters["weight"], p._parameters["bias"], due[id(p)]) for p in products]
+    return Crossed(_Start.apply(waiting, total, *tokens), due)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, total: _Sum) -> torch.Tensor:
+        ctx.total = total
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        started, ctx.total.started = ctx.total.started, None
+        if started is not None:
+            started.wait()
+        return grad, None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, total: _Sum, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.total, ctx.shape, ctx.tokens = total, tensor.shape, tokens
+        entered = total.enter(total.peers, tensor, tensor.shape, total.extra)
+        return entered.clone() if entered._is_view() and entered._base is not tensor._base else entered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = ctx.total
+        total.started = total.begin(total.peers, grad, ctx.shape, total.extra)
+        return (total.started.tensor, None, *(token.new_zeros(0) for token in ctx.tokens))
+
+
+class _Token(torch.autograd.Function):
+    """Stands for a weight where the sum starts: what autograd owes to it is computed when that has begun."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, due: _Due) -> torch.Tensor:
+        ctx.due = due
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts, ctx.due.parts = ctx.due.parts, []
+        weight = bias = None
+        for grad, x in parts:
+            grad = grad.reshape(-1, grad.shape[-1])
+            if ctx.needs_input_grad[0]:
+                own = grad.t() @ x.reshape(-1, x.shape[-1])
+                weight = own if weight is None else weight + own
+            if ctx.needs_input_grad[1]:
+                bias = grad.sum(0) if bias is None else bias + grad.sum(0)
+        return weight, bias, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, due: _Due) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.due = due
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.due.parts.append((grad, x))
+        return grad @ weight, None, None, None

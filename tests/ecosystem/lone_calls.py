@@ -1,0 +1,81 @@
+"""What scripts do on the main rank alone: under stages that let them, and where all ranks are needed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from hf_dist import DistTrainingArguments
+from hf_dist.errors import OneRankError
+from tests.ecosystem import runs
+from tests.ecosystem.savers import read
+from tests.hf.recipes import make_model, pad, texts
+
+IDS = torch.arange(3, 11).reshape(1, 8)
+
+
+def trained(folder: Path, stage: int) -> Any:
+    """One step of a small model; a rank that waits for 12 seconds is reported, one that is alone after 2."""
+    config = {**runs.config_of(stage), "hf_dist": {"stall_report_seconds": 12}}
+    args = runs.arguments(folder, None, False, DistTrainingArguments, max_steps=1, ddp_timeout=60, dist_config=config)
+    trainer = runs.over(stage, Trainer)(make_model("llama"), args, train_dataset=texts(8), data_collator=pad)
+    trainer.train()
+    return trainer
+
+
+CALLS = {
+    "save_model": lambda trainer, folder: trainer.save_model(str(folder / "trainer")),
+    "save_pretrained": lambda trainer, folder: trainer.model.save_pretrained(str(folder / "model")),
+    "generate": lambda trainer, folder: trainer.model.eval().generate(IDS, max_new_tokens=4, do_sample=False),
+    "get_state_dict": lambda trainer, folder: trainer.accelerator.get_state_dict(trainer.model),
+    "logits": lambda trainer, folder: trainer.model.eval()(IDS).logits.detach(),
+}
+
+
+def works(rank: int, world: int, root: str, stages: list[int]) -> list[dict[str, Any]]:
+    """Rank 0 alone makes four calls, then training goes on and all ranks save: what it has got, by stage."""
+    found = []
+    for stage in stages:
+        folder = Path(root) / str(stage)
+        trainer = trained(folder, stage)
+        got: dict[str, Any] = {}
+        if rank == 0:
+            with torch.no_grad():
+                got = {
+                    name: CALLS[name](trainer, folder)
+                    for name in ("save_model", "save_pretrained", "generate", "logits")
+                }
+            got["folders"] = [read(folder / "trainer"), read(folder / "model")]
+        trainer.args.max_steps = 2
+        trainer.train()
+        trainer.save_model(str(folder / "again"))
+        got["again"] = read(folder / "again")  # on every rank, as soon as it is back
+        found.append(got)
+    return found
+
+
+def refused(rank: int, world: int, root: str, call: str, meanwhile: str) -> dict[str, Any]:
+    """At stage 3 rank 0 makes `call` alone, while the other waits, makes another call, or ends."""
+    trainer = trained(Path(root), 3)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = (
+        f"{root}/error.json"  # where a launcher looks for what a rank says at its end
+    )
+    started = time.monotonic()
+    try:
+        if rank == 0:
+            CALLS[call](trainer, Path(root))
+        elif meanwhile == "barrier":
+            trainer.accelerator.wait_for_everyone()
+        elif meanwhile != "end":
+            CALLS[meanwhile](trainer, Path(root))
+    except OneRankError as error:
+        said = {"error": str(error), "seconds": time.monotonic() - started}
+        if meanwhile == "barrier":
+            trainer.accelerator.wait_for_everyone()
+        return said
+    return {}

@@ -1,0 +1,88 @@
+"""The main rank alone saves, generates and reads logits: it works where it has all weights, and is told so elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dist.watchdog.location import Location
+from hf_dist.watchdog.report import Status, called_alone
+from tests.ecosystem.lone_calls import refused, works
+from tests.ecosystem.test_saving import assert_same_folder
+from tests.harness import run_ranks
+
+
+def test_one_rank_saves_generates_and_reads_logits_where_it_has_all_weights(tmp_path: Path) -> None:
+    ranks = run_ranks(works, 2, (str(tmp_path), [0, 1, 2]), timeout=120)
+    first = ranks[0][0]
+    for got, other in zip(*ranks, strict=True):
+        by_trainer, by_model = got["folders"]
+        assert by_trainer.keys() >= by_model.keys() and "model.safetensors" in by_model
+        assert_same_folder({name: by_trainer[name] for name in by_model}, by_model)
+        assert got["generate"].shape[1] > 8
+        torch.testing.assert_close(got["logits"], first["logits"], rtol=1e-5, atol=1e-6)
+        assert any(
+            not torch.equal(weight, by_model["model.safetensors"][name])
+            for name, weight in got["again"]["model.safetensors"].items()
+        ), "training has gone on"
+        assert_same_folder(got["again"], other["again"])
+
+
+@pytest.mark.parametrize(
+    ("call", "meanwhile"),
+    [
+        ("save_model", "barrier"),
+        ("save_pretrained", "get_state_dict"),
+        ("generate", "barrier"),
+        ("get_state_dict", "end"),
+    ],
+)
+def test_one_rank_is_told_at_once_that_all_have_to_call(call: str, meanwhile: str, tmp_path: Path) -> None:
+    ranks = run_ranks(refused, 2, (str(tmp_path), call, meanwhile), timeout=60)
+    alone = ranks[0]
+    assert f"{call}() at " in alone["error"] and "lone_calls.py:" in alone["error"]
+    assert "Every rank has to call it" in alone["error"]
+    assert alone["seconds"] < 30
+    if meanwhile == "get_state_dict":
+        assert ranks[1]["error"] == alone["error"]
+
+
+def test_a_forward_of_one_rank_ends_the_job_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        run_ranks(refused, 2, (str(tmp_path), "logits", "barrier"), timeout=60)
+    said = (tmp_path / "error.json").read_text()
+    assert "the forward of the model at " in said and "lone_calls.py:" in said
+    assert "Every rank has to call it" in said
+
+
+def status(rank: int, still: float = 9.0, called: str = "", waits: str = "barrier()", **changes: Any) -> Status:
+    activity = changes.pop("activity", "")
+    return Status(rank, still=still, location=Location(activity=activity, waits_for=waits, called=called), **changes)
+
+
+SAVE = "model.save_pretrained() at train.py:8"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [status(1, waits="")],  # it computes, and may come yet
+        [status(1, still=1.0)],
+        [status(1, called=SAVE)],
+        [],  # not heard of
+        [status(1, ended=True, last_words="ValueError")],  # that is the error to tell
+    ],
+    ids=["computes", "moves", "calls", "unknown", "failed"],
+)
+def test_nobody_is_alone_while_others_may_come(others: list[Status]) -> None:
+    assert called_alone([status(0, called=SAVE), *others], patience=5, world=2) is None
+
+
+@pytest.mark.parametrize("other", [status(1), status(1, ended=True, last_words="")], ids=["waits", "ended"])
+def test_a_rank_is_alone_when_all_others_wait_elsewhere_or_have_ended(other: Status) -> None:
+    found = called_alone([status(0, called=SAVE), other], patience=5, world=2)
+    assert found is not None and found[0] == [0]
+    assert found[1].startswith(f"{SAVE} was called by rank 0 alone; rank 1 ")

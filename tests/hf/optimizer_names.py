@@ -1,0 +1,93 @@
+"""What a rank does in the sweep over the names of `optim=`: a few steps of the Trainer, ours or the stock one.
+
+Both ranks read the same rows, so that the mean over them has the very bits of one process's gradient: an optimizer whose states
+have 8 bits turns a difference in the last bit into one of a percent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, SequentialSampler
+
+STEPS, ROWS, WIDTH, WORDS = 3, 2, 64, 128
+Outcome = tuple[dict[str, torch.Tensor], float]
+"""Weights by name, and the loss of the evaluation after training."""
+
+
+class Repeated(Dataset):
+    """Every batch once for each rank."""
+
+    def __init__(self, ranks: int) -> None:
+        tokens = torch.randint(0, WORDS, (STEPS * ROWS, 16), generator=torch.Generator().manual_seed(1))
+        self.rows = [row for batch in tokens.split(ROWS) for row in itertools.chain(*[batch] * ranks)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def small_model() -> Any:
+    """Matrices of 4096 elements and more, from which on 8-bit states have 8 bits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=WIDTH, intermediate_size=WIDTH, num_attention_heads=2, num_key_value_heads=2)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_hidden_layers=1, use_cache=False, **shape))
+
+
+def options(name: str) -> dict[str, Any]:
+    """Arguments of the Trainer for one name."""
+    few: dict[str, Any] = {}
+    if "galore" in name or "apollo" in name:
+        few = {"optim_target_modules": [r".*attn.*", r".*mlp.*"], "optim_args": "rank=8,update_proj_gap=2,scale=1.0"}
+    common = dict(
+        max_steps=STEPS, learning_rate=1e-3, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True
+    )
+    common |= dict(
+        max_grad_norm=0.0, lr_scheduler_type="constant", dataloader_pin_memory=False, weight_decay=0.01, logging_steps=1
+    )
+    return {"optim": name, "per_device_train_batch_size": ROWS, **common, **few}
+
+
+def train(base: type, arguments: Any, ranks: int) -> Outcome:
+    """What a Trainer of class `base` makes of the model."""
+
+    class InOrder(base):  # type: ignore[misc, valid-type]
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(small_model(), arguments, train_dataset=Repeated(ranks), eval_dataset=Repeated(1))
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    return {key: value.detach().clone() for key, value in state.items()}, loss
+
+
+def sweep(rank: int, world: int, names: list[str], folder: str) -> dict[str, list[Outcome | str]]:
+    """By name what came of it at stages 1 and 3: weights, or the error."""
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    outcomes: dict[str, list[Outcome | str]] = {name: [] for name in names}
+    for name, stage in itertools.product(names, (1, 3)):
+        config = {"zero_optimization": {"stage": stage}, "hf_dist": {"stall_report_seconds": 0, "check_load": False}}
+        try:
+            arguments = DistTrainingArguments(str(Path(folder) / "ours"), dist_config=config, **options(name))
+            weights, loss = train(DistTrainer, arguments, world)
+            outcomes[name].append(({}, loss) if rank else (weights, loss))
+        except Exception as error:
+            outcomes[name].append(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    return outcomes
+
+
+def alone(name: str, folder: str) -> Outcome:
+    """The same by the stock Trainer in this process."""
+    from transformers import Trainer, TrainingArguments
+
+    return train(Trainer, TrainingArguments(str(Path(folder) / "stock"), **options(name)), 1)

@@ -1,0 +1,56 @@
+"""Every name of `optim=` of the Trainer on two ranks: the numbers of one process, or refused by name. Never others.
+
+Names whose package is not installed are left out: `pip install -e ".[optimizers]"` brings all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers.training_args import OptimizerNames
+
+from tests.harness import run_ranks
+from tests.hf.optimizer_names import alone, small_model, sweep
+
+ELSEWHERE = {
+    **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"), "other hardware, or gone"),
+    **dict.fromkeys(("adalomo", "galore_adamw_8bit"), "CUDA"),
+    **{f"{name}_layerwise": "HF refuses it on ranks" for name in ("galore_adamw", "galore_adafactor", "apollo_adamw")},
+    "galore_adamw_8bit_layerwise": "both",
+}
+"""Names that two ranks on CPUs cannot try, and why."""
+REFUSED = {
+    "grokadamw": "GrokAdamW of grokadamw keeps tensors in its param groups",
+    "lomo": "Lomo of lomo_optim updates parameters during the backward pass",
+}
+"""What the error says."""
+NAMES = sorted(name.value for name in OptimizerNames if name.value not in ELSEWHERE)
+ABSENT = ("You need to install", "You need to have", "Please install", "No module named")
+
+
+def test_every_name_gives_the_numbers_of_one_process_or_is_refused(tmp_path: Path) -> None:
+    start = small_model().state_dict()
+    tried = []
+    for name, found in run_ranks(sweep, 2, (NAMES, str(tmp_path)), timeout=400)[0].items():
+        if any(isinstance(outcome, str) and any(word in outcome for word in ABSENT) for outcome in found):
+            continue
+        tried.append(name)
+        for stage, outcome in zip((1, 3), found, strict=True):
+            if name in REFUSED:
+                assert isinstance(outcome, str) and f"ConfigError: optimizer: {REFUSED[name]}" in outcome, (
+                    name,
+                    stage,
+                    outcome,
+                )
+                continue
+            assert not isinstance(outcome, str), f"{name}, stage {stage}: {outcome}"
+        if name in REFUSED:
+            continue
+        weights, loss = alone(name, str(tmp_path))
+        for stage, (ours, our_loss) in zip((1, 3), found, strict=True):
+            for key, value in weights.items():
+                update = (value - start[key]).norm()
+                assert (ours[key] - value).norm() <= 1e-5 * update, f"{name}, stage {stage}: {key}"
+            assert our_loss == pytest.approx(loss, rel=1e-6), f"{name}, stage {stage}: evaluation"
+    assert "adamw_torch" in tried

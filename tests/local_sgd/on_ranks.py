@@ -1,0 +1,138 @@
+"""The same work on ranks, with the engine: any layout of a replica."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dist.estimate.optimizer_states import OptimizerStates
+from hf_dist.estimate.state_bytes import States
+from hf_dist.estimate.wire import state_traffic
+from hf_dist.offload.resting import Tier
+from tests.local_sgd.emulation import CLIP, Work, count_items, inner_for, model_for, rows_of
+from tests.parity.families import ROWS, make_batches, summed_loss
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How each replica is laid out."""
+
+    stage: int = 0
+    shard: int = 1
+    """Ranks of a replica."""
+    offload: str = "none"
+    clip: bool = True
+    pp: int = 1
+    """Pipeline stages of a replica, each on `shard` ranks."""
+
+    def __str__(self) -> str:
+        flags = [self.offload] if self.offload != "none" else []
+        flags += [f"pp{self.pp}"] if self.pp > 1 else []
+        return "-".join([f"z{self.stage}", f"s{self.shard}", *flags])
+
+
+def config_for(work: Work, layout: Layout, data: int) -> dict[str, Any]:
+    """The JSON."""
+    zero: dict[str, Any] = {"stage": layout.stage, "mics_shard_size": layout.shard}
+    if layout.offload != "none":
+        zero["offload_optimizer"] = {"device": layout.offload}
+    return {
+        "train_batch_size": ROWS,
+        "train_micro_batch_size_per_gpu": ROWS // data,
+        "gradient_clipping": CLIP if layout.clip else 0.0,
+        "zero_optimization": zero,
+        "local_sgd": work.section,
+        "pipeline": {"stages": layout.pp},
+    }
+
+
+def train(
+    rank: int,
+    world: int,
+    work: Work,
+    layout: Layout,
+    *,
+    steps: tuple[int, int] = (1, 0),
+    load: str | None = None,
+    save: str | None = None,
+) -> dict[str, Any]:
+    """Losses and norms of this rank's replica, bytes by operation and axis of each step, weights at the end.
+
+    `steps`: the first and the last (0: of the work); `load`, `save`: checkpoints before and after.
+    """
+    import hf_dist
+    from hf_dist import collectives, mesh
+
+    model = model_for(work)
+    engine = hf_dist.initialize(
+        model, config=config_for(work, layout, world // layout.pp), optimizer=inner_for(work, model), device="cpu"
+    )
+    if load is not None:
+        engine.load_checkpoint(load)
+    data = world // layout.pp
+    replica, at = divmod(rank % data, layout.shard)
+    first, last = steps[0], steps[1] or work.steps
+    losses, norms, sent, foreign = [], [], [], []
+    for step, batch in enumerate(make_batches(work.family, last), 1):
+        if step < first:
+            continue
+        of_replica = rows_of(batch, replica, data // layout.shard)
+        items = count_items(of_replica)
+        before = mesh.sequence_number()
+
+        def one(model: Any, rows: Any, items: int = items) -> Any:
+            total, _ = summed_loss(model, rows)
+            return engine.backward(total * (layout.shard / items), scale_wrt_gas=False)
+
+        with collectives.record() as log:
+            loss = engine.run_window([rows_of(of_replica, at, layout.shard)], one)
+            engine.step()
+        if step == work.steps:
+            engine.meet()
+        foreign.append(mesh.sequence_number() - before)
+        found: dict[tuple[str, str], int] = {}
+        for entry in log.entries:
+            found[entry.op, entry.axis] = found.get((entry.op, entry.axis), 0) + entry.nbytes
+        sent.append(found)
+        losses.append(float(loss.detach()) / layout.shard)
+        norms.append(engine.get_global_grad_norm())
+    if save is not None:
+        engine.save_checkpoint(save)
+    with hf_dist.gathered(model):
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "sent": sent,
+        "foreign": foreign,
+        "weights": weights,
+        "held": held(engine),
+        "planned": state_traffic(
+            States.of_engine(engine.sharded, engine.config, OptimizerStates.of_config(engine.config)), engine.mesh.axes
+        ).get("dp_replicate", {}),
+        "numel": sum(g.resting[1] - g.resting[0] for g in engine.sharded.trainable_groups),
+    }
+
+
+def held(engine: Any) -> list[tuple[int, int]]:
+    """(bytes at rest of weights, masters and states, the plan's) of device and host."""
+    states = States.of_engine(engine.sharded, engine.config, OptimizerStates.of(engine.optimizer))
+    found = engine.resident_nbytes()
+    return [(found[tier.value], states.nbytes.resident(tier)) for tier in (Tier.DEVICE, Tier.HOST)]
+
+
+def run_parts(rank: int, world: int, parts: list[tuple[Work, Layout, dict[str, Any]]]) -> list[Any]:
+    """`train` with these arguments, of every part."""
+    results: list[Any] = []
+    for work, layout, how in parts:
+        try:
+            results.append(train(rank, world, work, layout, **how))
+        except Exception:
+            results.append(traceback.format_exc())
+    return results
+
+
+def run_cases(rank: int, world: int, cases: list[tuple[Work, Layout]]) -> list[Any]:
+    """Every case on this rank; a case that raises gives its traceback."""
+    return run_parts(rank, world, [(work, layout, {}) for work, layout in cases])

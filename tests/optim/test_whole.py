@@ -1,0 +1,60 @@
+"""Optimizers that must see whole tensors: bits, bytes, skipped steps, unused parameters, offload, and resuming elsewhere.
+
+With one process on other rows they are compared in `parity/test_grid.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.optim.whole_jobs import RESUMED, bits, odd, resumed, saved, torch_muon
+from tests.parity.families import make_batches, make_model, summed_loss
+from tests.parity.optimizers import SECTIONS
+
+STAGES = (0, 1, 2, 3)
+
+
+def one_process() -> dict[str, torch.Tensor]:
+    model = make_model("llama")
+    optimizer = torch_muon(model)
+    for batch in make_batches("llama", 3):
+        total, items = summed_loss(model, {k: v[:2] for k, v in batch.items()})
+        optimizer.zero_grad()
+        (total / items).backward()
+        optimizer.step()
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_muon_has_torchs_bits_where_gradients_are_equal_and_sends_what_the_formula_says(world: int) -> None:
+    expected = one_process()
+    ranks = run_ranks(bits, world, (STAGES,))
+    for outcomes in ranks:
+        for stage, (weights, nbytes, count, formula, rounds) in zip(STAGES, outcomes, strict=True):
+            assert all(torch.equal(weights[n], v) for n, v in expected.items()), f"stage {stage}"
+            assert rounds > 1, "more than one round is under way"
+            if world > 1:
+                assert nbytes == formula and count == 3 * rounds * (1 if stage == 0 else 2), f"stage {stage}"
+
+
+def test_states_of_whole_tensors_are_saved_by_name_and_loaded_at_another_layout(tmp_path: Path) -> None:
+    written = run_ranks(saved, 2, (str(tmp_path), 3))[0]
+    for world, stage in ((3, 1), (1, 0)):
+        for rank in run_ranks(resumed, world, (str(tmp_path), stage)):
+            for kind in RESUMED:
+                assert rank[kind][0] == written[kind][0], f"{kind}: states on {world} ranks"
+                assert rank[kind][1] == pytest.approx(written[kind][1], rel=1e-5), f"{kind} on {world} ranks"
+
+
+def test_skipped_steps_unused_parameters_and_offload() -> None:
+    for rank in run_ranks(odd, 2):
+        for name in SECTIONS:
+            assert rank[f"{name}-overflow"] == (1, True, True)
+            still, moved = rank[f"{name}-unused-False"], rank[f"{name}-unused-True"]
+            assert still == {"used.weight": False, "used.bias": False, "idle.weight": True, "idle.bias": True}, name
+            assert not any(moved.values()), name
+        assert rank["offload"]

@@ -1,0 +1,120 @@
+"""Layouts that others have published with their throughput, among those that `hf-dist plan --gpus` finds for the same job.
+
+    python -m tests.published [--only NAME ...]
+
+One line per job: the first of the search, the place of the published sizes among the different ones that were found, and how
+much longer their step is taken to be than the first's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_dist.config import load_config, resolve_without_trainer
+from hf_dist.estimate.hardware import Hardware
+from hf_dist.estimate.layouts import Wanted
+from hf_dist.estimate.memory_plan import Limits
+from hf_dist.estimate.overhead import estimated
+from hf_dist.estimate.search import Found, Search
+from tests.scale.engines import LLAMA_3
+
+TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+BRIDGE = "Megatron-Bridge 25.11, docs/performance-summary.md, DGX-H100"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A job and the sizes that it was run with."""
+
+    model: str
+    ranks: int
+    rows: int
+    seq: int
+    memory: float
+    """GB of a GPU."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of axes with more than one rank, but for the data ranks."""
+    speed: str = ""
+    source: str = TITAN
+
+
+JOBS = {
+    "8b-8": Published("8b", 8, 16, 8192, 96, {}, "5762"),
+    "8b-128": Published("8b", 128, 256, 8192, 96, {}, "5605"),
+    "8b-8-long": Published("8b", 8, 1, 262144, 96, {"cp": 8}, "548 (FP8)"),
+    "70b-256": Published("70b", 256, 512, 8192, 96, {"tp": 8}, "829 (FP8)"),
+    "405b-512": Published("405b", 512, 256, 8192, 96, {"tp": 8, "pp": 8}, "128 (FP8)"),
+    "8b-8-bridge": Published("8b", 8, 128, 8192, 80, {}, "14451 (FP8)", BRIDGE),
+    "70b-64-bridge": Published("70b", 64, 128, 8192, 80, {"tp": 4, "pp": 8}, "1602 (FP8)", BRIDGE),
+    "qwen3-30b-16": Published("qwen3-30b", 16, 512, 4096, 80, {"pp": 2, "ep": 8}, "5275 (FP8)", BRIDGE),
+}
+AXES = ("pp", "tp", "cp", "ep")
+
+
+def model_of(name: str) -> Any:
+    """Without memory, and without a way of checkpointing of its own."""
+    from dataclasses import replace
+
+    with torch.device("meta"):
+        if name != "qwen3-30b":
+            return replace(LLAMA_3[name], checkpointing=False).llama()
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        sizes: dict[str, Any] = dict(
+            hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48
+        )
+        heads = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936)
+        config = Qwen3MoeConfig(**sizes, **heads, num_experts=128, num_experts_per_tok=8, use_cache=False)
+        return Qwen3MoeForCausalLM(config).train()
+
+
+def search_of(job: Published) -> Search:
+    """As the command makes it."""
+    model = model_of(job.model)
+    data = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "hf_dist": {"tiled_loss": True}}
+    width = model.config.hidden_size
+    config = resolve_without_trainer(load_config(data), data_ranks=1, hidden_size=width, on_gpu=True)
+    wanted = Wanted(job.ranks, job.rows, job.seq, 8)
+    limits = Limits(round(job.memory * 1e9), None, 8)
+    return Search(model, config, wanted, limits, Hardware(), lambda c: estimated(c, job.ranks))
+
+
+def sizes_of(found: Found) -> tuple[int, ...]:
+    """Of the axes that papers name."""
+    return tuple(getattr(found.layout, name) for name in AXES)
+
+
+def line(name: str, job: Published) -> str:
+    """A row of the table."""
+    start = time.time()
+    search = search_of(job)
+    found = search.best(12)
+    wanted = {axis: job.sizes.get(axis, 1) for axis in AXES}
+    theirs = search.best_with(**wanted)
+    first = found[0]
+    better = {sizes_of(each) for each in found if theirs is None or each.time.seconds < theirs.time.seconds}
+    place = str(len(better - {tuple(wanted.values())}) + 1) if theirs is not None else "does not fit"
+    longer = f"{theirs.time.seconds / first.time.seconds:.2f}" if theirs is not None else ""
+    named = " ".join(f"{axis} {size}" for axis, size in job.sizes.items()) or "FSDP"
+    cells = [name, str(job.ranks), f"{job.rows} x {job.seq}", named, job.speed, first.layout.text]
+    cells += [f"{first.speed:.0f}", place, longer, f"{time.time() - start:.0f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(JOBS), choices=JOBS)
+    head = "job | GPUs | rows | published | tokens/s | first of the search | modelled | place | step | search s"
+    print(f"| {head} |\n|---|--:|---|---|--:|---|--:|--:|--:|--:|")
+    for name in parser.parse_args().only:
+        print(line(name, JOBS[name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Layouts that are looked for: all that divide, plans that are those of a job, the best that fit, and the command."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_dist.cli import app
+from hf_dist.config import axes_of, load_config, resolve_without_trainer
+from hf_dist.estimate.hardware import Hardware, Link, link_of
+from hf_dist.estimate.layouts import Layout, Shape, Wanted, layouts
+from hf_dist.estimate.memory_plan import Limits
+from hf_dist.estimate.planner import Planner, Workload
+from hf_dist.estimate.search import Search
+from hf_dist.pipeline.meta import meta_twin
+from tests.parity.families import make_model
+from tests.published import JOBS
+
+WANTED = Wanted(ranks=8, rows=64, seq=64, ranks_per_machine=4)
+ROOM = 40_000_000
+
+
+def meta(family: str) -> Any:
+    """A tiny model without memory."""
+    return meta_twin(make_model(family))
+
+
+def start() -> Any:
+    """What layouts start from."""
+    read = load_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}})
+    return resolve_without_trainer(read, data_ranks=1, hidden_size=64, on_gpu=True)
+
+
+@functools.cache
+def search(family: str, room: int = ROOM) -> Search:
+    return Search(meta(family), start(), WANTED, Limits(room, None, 4), Hardware(ranks_per_machine=4))
+
+
+@pytest.mark.parametrize("shape", [Shape(8, 8, 2), Shape(6, 4, 4, (4,))], ids=["dense", "experts"])
+def test_every_layout_uses_all_ranks_and_all_rows(shape: Shape) -> None:
+    wanted = Wanted(ranks=16, rows=96, seq=8192, ranks_per_machine=8)
+    found = list(layouts(shape, wanted))
+    assert len(set(found)) == len(found) > 100
+    for layout in found:
+        config = load_config(layout_file(layout))
+        axes = axes_of(config, wanted.ranks, experts=shape.experts)
+        assert axes.sizes == {
+            "pp": layout.pp,
+            "dp_replicate": layout.dp_replicate,
+            "dp_shard": layout.dp_shard,
+            "cp": layout.cp,
+            "tp": layout.tp,
+            "ep": layout.ep,
+        }
+        assert axes.size("data") * layout.micro * layout.microbatches == wanted.rows
+        assert layout.tp <= wanted.ranks_per_machine and layout.microbatches >= layout.pp
+        assert link_of(axes, "tp", wanted.ranks_per_machine).here == layout.tp
+
+
+def layout_file(layout: Layout) -> dict[str, Any]:
+    """The JSON of a layout, as the command writes it."""
+    data: dict[str, Any] = {}
+    for path, value in layout.values.items():
+        *sections, key = path.split(".")
+        section = data
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
+    return data
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_best_fit_and_are_planned_as_a_job_is(family: str) -> None:
+    looked = search(family)
+    found = looked.best(6)
+    assert len(found) == 6 and len({each.layout.place for each in found}) == 6
+    assert [each.time.seconds for each in found] == sorted(each.time.seconds for each in found)
+    for each in found:
+        assert each.plan.device_need <= ROOM
+        if each.layout.pp == 1:
+            config = each.layout.of(looked.config)
+            job = Planner(looked.model, WANTED.ranks, Workload(each.layout.micro, WANTED.seq))
+            assert job.plan(config).states.nbytes == each.plan.states.nbytes
+            assert job.plan(config).device_peak == pytest.approx(each.plan.device_peak, rel=0.02)
+            exact = {axis: sum(n for _, n in own.values()) for axis, own in job.traffic(config).items()}
+            assert {axis: n for axis, n in each.time.sent.items() if axis != "ep"} == pytest.approx(exact, rel=0.01)
+
+
+def test_less_room_means_more_shards_or_recomputation_and_a_longer_step() -> None:
+    wide = search("llama").best(1)[0]
+    room = wide.plan.device_need - 1
+    narrow = search("llama", room).best(1)[0]
+    assert narrow.plan.device_need <= room < wide.plan.device_need
+    assert narrow.time.seconds > wide.time.seconds
+    assert narrow.loses(wide)
+    assert search("llama", 1000).best(1) == []
+
+
+def test_a_layout_of_slices_and_one_of_experts_can_be_asked_for() -> None:
+    slices = search("llama").plan(Layout(tp=2, dp_shard=4, stage=1, microbatches=16))
+    experts = search("qwen3_moe").plan(Layout(ep=2, dp_shard=8, stage=3, microbatches=8))
+    assert slices is not None and slices.time.sent["tp"] > 0 and slices.time.parts["tp"] > 0
+    assert experts is not None and experts.time.sent["ep"] > 0 and experts.time.parts["ep"] > 0
+
+
+def test_bytes_that_leave_a_machine() -> None:
+    assert Link(8, 8).split(800) == (800, 0)
+    assert Link(8, 1).split(800) == (0, 800)
+    assert Link(8, 4).split(800) == (600, 200)
+    assert Link(8, 4).split(700, pairwise=True) == (300, 400)
+
+
+def test_the_command_writes_files_and_a_picture(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "tiny")
+    options = [
+        *("plan", "--model", str(tmp_path / "tiny"), "--gpus", "4", "--gpus-per-node", "2", "--seq", "64"),
+        *("--global-batch", "1k-tokens", "--device-memory", "2GB", "--json"),
+        *("--suggest", str(tmp_path / "out"), "--output", str(tmp_path / "steps.svg")),
+    ]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["layouts"]) == len(found["suggestions"]) > 1
+    assert found["layouts"][0]["loses_by"] == {} and found["layouts"][0]["sent_between"] >= 0
+    for file, row in zip(found["suggestions"], found["layouts"], strict=True):
+        config = load_config(Path(file))
+        assert all(config.value_at(path) == value for path, value in row["values"].items())
+        assert (
+            axes_of(config, 4).size("data")
+            * row["values"]["gradient_accumulation_steps"]
+            * config.value_at("train_micro_batch_size_per_gpu")
+            == 16
+        )
+    bars = ElementTree.parse(tmp_path / "steps.svg").getroot()
+    assert len([node for node in bars if node.tag.endswith("rect")]) > len(found["layouts"])
+
+
+def test_a_batch_that_is_none_is_an_error_with_its_option(tmp_path: Path) -> None:
+    make_model("llama").config.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpus", "4", "--global-batch", "many"])
+    assert "--global-batch: 'many' is not a number of rows" in str(result.exception)
+
+
+def test_the_readme_names_published_jobs_as_they_are() -> None:
+    text = (Path(__file__).resolve().parents[1] / "hf_dist" / "estimate" / "README.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    found = {row[0]: row[1:5] for row in rows if row[0] in JOBS}
+    assert len(found) >= 7
+    for name, cells in found.items():
+        job = JOBS[name]
+        sizes = " ".join(f"{axis} {size}" for axis, size in job.sizes.items()) or "FSDP"
+        assert cells == [str(job.ranks), f"{job.rows} x {job.seq}", sizes, job.speed]

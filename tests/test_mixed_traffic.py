@@ -1,0 +1,117 @@
+"""Bytes of mixed layouts: what rests on a rank, and what it sends along each axis, equal the plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.tensor.on_ranks import LENGTH, ROWS, llama
+
+WORLD, MICROBATCHES = 4, 2
+CASES: dict[str, dict[str, Any]] = {
+    "tp2-dp2-z3": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
+    "tp2-dp2-z1-recomputed": {
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 1},
+        "activation_checkpointing": {"every_n_layers": 1},
+    },
+    "tp4-plain-recomputed": {
+        "tensor_parallel": {"autotp_size": 4},
+        "activation_checkpointing": {"every_n_layers": 1},
+        "hf_dist": {"sequence_regions": False},
+    },
+    "cp2-tp2-z2-recomputed": {
+        "sequence_parallel_size": 2,
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 2},
+        "activation_checkpointing": {"every_n_layers": 1},
+    },
+    "cp2-ring-copies": {
+        "sequence_parallel_size": 2,
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+        "hf_dist": {"sequence_parallel": "ring"},
+    },
+}
+SEQ = LENGTH + 1
+AXES = ("shard", "dp_replicate", "tp", "cp", "model")
+
+
+def config_of(case: str) -> dict[str, Any]:
+    """Two microbatches, nothing in the background."""
+    own = dict(CASES[case])
+    ours = {"stall_report_seconds": 0, "tiled_loss": "auto", **own.pop("hf_dist", {})}
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **own,
+        "hf_dist": ours,
+    }
+
+
+def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, int]]]]:
+    """Case -> bytes at rest, and bytes sent by axis and operation in a step."""
+    import hf_dist
+    from hf_dist import collectives
+
+    found = {}
+    ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 100 + 1
+    for case in CASES:
+        engine = hf_dist.initialize(llama(), config=config_of(case), device="cpu")
+        for _ in range(5):  # later forwards do not compare their rows any more
+            with collectives.record() as log:
+                for _ in range(MICROBATCHES):
+                    engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+                    engine.step()
+        sent: dict[str, dict[str, int]] = {}
+        for entry in log.entries:
+            own = sent.setdefault("tp" if entry.axis.endswith(" on tp") else entry.axis, {})
+            own[entry.op] = own.get(entry.op, 0) + entry.nbytes
+        found[case] = (engine.resident_nbytes()["device"], sent)
+    return found
+
+
+@functools.cache
+def measured() -> list[Any]:
+    return run_ranks(measure, WORLD)
+
+
+@functools.cache
+def planned(case: str) -> tuple[int, dict[str, dict[str, int]]]:
+    """The same of the plan, without a rank."""
+    from hf_dist.config import axes_of, load_config, resolve_without_trainer
+    from hf_dist.estimate.planner import Planner, Workload
+    from hf_dist.offload.resting import Tier
+
+    config = load_config(config_of(case))
+    config = resolve_without_trainer(config, data_ranks=axes_of(config, WORLD).size("data"), hidden_size=32)
+    with torch.device("meta"):
+        model = llama()
+    planner = Planner(model, WORLD, Workload(ROWS, SEQ))
+    traffic = {axis: {op: nbytes for op, (_, nbytes) in own.items()} for axis, own in planner.traffic(config).items()}
+    return planner.plan(config).states.nbytes.resident(Tier.DEVICE), traffic
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_at_rest_equal_the_plan(case: str) -> None:
+    assert max(found[case][0] for found in measured()) == planned(case)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("axis", AXES)
+def test_bytes_sent_along_an_axis_equal_the_plan(case: str, axis: str) -> None:
+    most: dict[str, int] = {}  # the plan is of the fullest rank: a vocabulary need not divide
+    for found in measured():
+        by_axis = found[case][1]
+        sent = by_axis.get(axis) or (
+            by_axis.get("world", {}) if axis == "model" else {}
+        )  # one group where they are the same
+        most |= {op: max(nbytes, most.get(op, 0)) for op, nbytes in sent.items()}
+    if axis == "cp":
+        assert most.pop("all_reduce", 0) <= 64 * MICROBATCHES  # the loss itself
+    assert most == planned(case)[1].get(axis, {})
