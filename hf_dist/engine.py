@@ -323,8 +323,8 @@ class Engine:
             used = summary.used
             self._look_at_unused(used)
             self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip))
-        met = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
-        if met or not overflow:
+        moved = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
+        if moved or not overflow:
             self.sharded.weights_changed()
         self.window.close()
 

@@ -117,10 +117,14 @@ def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
     kind = "Nesterov momentum" if section.nesterov else "momentum"
     momentum = f", {kind} {section.outer_momentum:g}" if section.outer_momentum else ""
     outer = f"outer rate {section.outer_lr:g}{momentum}" if has_anchor(section) else "the mean of their weights"
-    return [
-        f"{axis.size} replicas train alone and meet every {section.every} steps ({outer}): {size_text(nbytes)} per rank "
-        f"and meeting, {size_text(nbytes // section.every)} per step; between meetings they send each other nothing"
-    ]
+    alone = f"{axis.size} replicas train alone and meet every {section.every} steps"
+    sent = f"{size_text(nbytes)} per rank and meeting, {size_text(nbytes // section.every)} per step"
+    if section.streams:
+        return [
+            f"{alone}, in {section.fragments} fragments in turn ({outer}): {sent}; a mean is taken up {section.overlap} steps "
+            f"after it was sent, and {section.mix:g} of a replica's own weights stay"
+        ]
+    return [f"{alone} ({outer}): {sent}; between meetings they send each other nothing"]
 
 
 def _experts(sharded: ShardedModel) -> list[str]:

@@ -21,6 +21,8 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
     missing: set[str] = set()
     problem = None
     engine.zero_grad()  # gradients of the weights that go
+    if engine.outer is not None:
+        engine.outer.before_load()
     try:
         check_readable(directory)
         missing = load_state(engine, directory / folder.STATE, weights_only=weights_only)

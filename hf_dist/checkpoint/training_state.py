@@ -5,6 +5,7 @@
     optimizer_scalar.<key>.<parameter>   one value per parameter (step)
     replica.<number>.optimizer...        the same of a replica that trains alone, but for the first: those have the plain names
     outer.momentum.<parameter>           interval of the outer momentum of replicas that train alone
+    outer.anchor.<parameter>             interval of where the outer step of a fragment goes on from, if fragments meet in turn
     rank.<rank>.<key>                    what belongs to one rank (random state)
 
 No name contains a rank's layout, so any other layout finds its part.
@@ -38,7 +39,7 @@ from hf_dist.sharding.runtime import ShardedModel
 COMMON = "common.pt"
 """Numbers and strings that are equal on every rank: param group options, schedule, scaler, counters."""
 
-_OUTER, _REPLICA, _STATES = "outer.momentum.", "replica.", ("optimizer.", "optimizer_scalar.")
+_OUTER, _REPLICA, _STATES = "outer.", "replica.", ("optimizer.", "optimizer_scalar.")
 
 Take = Callable[[str, Any], Any]
 """How a tensor (or `Sliceable`) enters the checkpoint under a name: as it is, or as a copy on the host."""
@@ -172,33 +173,40 @@ def _of_replica(number: int) -> str:
 
 
 def _outer_state(outer: OuterOptimizer, take: Take) -> dict[str, FlatSlice]:
-    """The outer momentum. Anchors are the weights: replicas meet before a save."""
+    """The outer momentum; anchors, where they are not the weights: replicas meet before a save."""
     state = {}
-    for group, momentum in outer.states():
+    for kind, group, values_at_rest in outer.states():
         if not group.axes.owns:
             continue
         for slot in group.layout.slots:
             first, last = group.layout.fragment(slot, group.axes.shard.rank)
             if last > first:
-                name, at = f"{_OUTER}{slot.name}", slot.offset + first - group.resting[0]
-                values = take(name, momentum.part(at, at + last - first))
+                name, at = f"{_OUTER}{kind}.{slot.name}", slot.offset + first - group.resting[0]
+                values = take(name, values_at_rest.part(at, at + last - first))
                 state[name] = FlatSlice(values, first, slot.held)
     return state
 
 
 def _fill_outer(outer: OuterOptimizer, stored: Stored, read: Read) -> None:
-    """The outer momentum of this rank's shards; zeros where none is stored. Local."""
-    for group, momentum in outer.states():
-        with opened(momentum, changed=True) as values:
+    """The outer states of this rank's shards: momentum is zero where none is stored, anchors are taken all or none. Local."""
+    anchors = {
+        f"{_OUTER}anchor.{s.name}" for kind, group, _ in outer.states() if kind == "anchor" for s in group.layout.slots
+    }
+    for kind, group, at_rest in outer.states():
+        if kind == "anchor" and not anchors <= set(stored):
+            continue
+        with opened(at_rest, changed=True) as values:
             values.zero_()
             wanted: dict[str, FlatSlice | torch.Tensor] = {}
             for slot in group.layout.slots:
-                start, stop = group.fragment(slot)
-                if stop > start and f"{_OUTER}{slot.name}" in stored:
+                name, (start, stop) = f"{_OUTER}{kind}.{slot.name}", group.fragment(slot)
+                if stop > start and name in stored:
                     first = group.resting[0] + start - slot.offset
-                    wanted[f"{_OUTER}{slot.name}"] = FlatSlice(values[start:stop], first, slot.held)
+                    wanted[name] = FlatSlice(values[start:stop], first, slot.held)
             if wanted:
                 read(wanted)
+    if anchors and anchors <= set(stored):
+        outer.anchors_loaded()
 
 
 def _for_replica(stored: Stored, read: Read, replica: int) -> tuple[Stored, Read]:

@@ -53,10 +53,11 @@ _NEEDS = (
         "read at stage 3 only",
     ),
     Needs(
-        tuple(f"local_sgd.{key}" for key in ("outer_lr", "outer_momentum", "nesterov")),
+        tuple(f"local_sgd.{key}" for key in ("outer_lr", "outer_momentum", "nesterov", "fragments", "overlap", "mix")),
         lambda config: config.local_sgd.enabled,
         "local_sgd.every is 0",
     ),
+    Needs(("local_sgd.mix",), lambda config: config.local_sgd.streams, 'read with "fragments" or "overlap" only'),
     Needs(("local_sgd.nesterov",), lambda config: config.local_sgd.outer_momentum > 0, "outer_momentum is 0"),
     Needs(("hf_dist.memory_budget",), lambda config: config.zero_optimization.stage == 3, "read at stage 3 only"),
     Needs(
@@ -227,6 +228,11 @@ def _check_partition(config: DistConfig, findings: Findings) -> None:
 
 
 def _check_intervals(config: DistConfig, findings: Findings) -> None:
+    section = config.local_sgd
+    if section.enabled and section.overlap >= section.every:
+        expected = f'is not below "every" {section.every}: a fragment would start again before its mean is taken up'
+        fix = f"Set it to {section.every - 1} or less, or remove the key."
+        findings.problem("local_sgd.overlap", expected, fix, found=section.overlap)
     here, there = config.activation_checkpointing.every_n_layers, config.pipeline.activation_checkpoint_interval
     if here and there and here != there:
         expected = f'contradicts "activation_checkpoint_interval" {there} of the pipeline section'

@@ -15,7 +15,7 @@ Growth = Annotated[
     Literal["fixed_linear", "fixed_root", "fixed_discrete"],
     PlainValidator(values.choice("fixed_linear", "fixed_root", "fixed_discrete")),
 ]
-Momentum = Annotated[float, PlainValidator(values.real(below=1.0))]
+BelowOne = Annotated[float, PlainValidator(values.real(below=1.0))]
 FromMinusOne = Annotated[int, PlainValidator(values.whole(-1))]
 
 
@@ -45,15 +45,26 @@ class LocalSgdConfig(Frozen):
     """`local_sgd.every`: optimizer steps from one meeting of the replicas to the next; 0 is off."""
     outer_lr: Real = 1.0
     """`local_sgd.outer_lr`: learning rate of the outer SGD, whose gradient is what the replicas moved on average."""
-    outer_momentum: Momentum = 0.0
+    outer_momentum: BelowOne = 0.0
     """`local_sgd.outer_momentum`: momentum of the outer SGD; 0 with `outer_lr` 1 is the mean of the weights, without state."""
     nesterov: Flag = False
     """`local_sgd.nesterov`: whether the outer momentum is Nesterov's."""
+    fragments: Count = 1
+    """`local_sgd.fragments`: parts of the model that meet in turn, spread over the steps of `every`; 1: all at once."""
+    overlap: Whole = 0
+    """`local_sgd.overlap`: optimizer steps that a mean may travel beside training before it is taken up."""
+    mix: BelowOne = 0.0
+    """`local_sgd.mix`: share of its own weights that a replica keeps when it takes up a fragment."""
 
     @property
     def enabled(self) -> bool:
         """Whether replicas train alone."""
         return self.every > 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether fragments meet in turn, or travel beside training; otherwise training waits, and all meet at once."""
+        return self.enabled and (self.fragments > 1 or self.overlap > 0)
 
 
 class CurriculumSchedule(Frozen):

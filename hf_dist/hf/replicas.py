@@ -82,7 +82,8 @@ class ReplicasMixin:
         if engine is None or engine.outer is None:
             super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
             return
-        if self.control.should_training_stop:
+        asks = any(self._due) or self.control.should_evaluate or self.control.should_save
+        if self.control.should_training_stop or (asks and engine.outer.interval_ended):
             engine.meet()
         self._postpone(engine.outer.met)
         wanted = self.control.should_evaluate, self.control.should_save
@@ -129,7 +130,7 @@ class ReplicasMixin:
         outer = self.outer
         if outer is None or in_evaluation:
             return self._stop.agreed()
-        if not outer.met or self._asked_at == self.state.global_step:
+        if not outer.interval_ended or self._asked_at == self.state.global_step:
             return 0
         self._asked_at = self.state.global_step
         self._stop.agreed()

@@ -5,7 +5,11 @@
     weights         = anchor
 
 With a rate of 1 and no momentum that is the mean of the weights: then there is neither anchor nor state, and the weights
-themselves travel. Sources: local SGD, Stich 2018 (arXiv 1805.09767); DiLoCo, Douillard et al. 2023 (arXiv 2311.08105).
+themselves travel. Fragments may do it in turn, and beside training (`turns.py`):
+
+    weights         = mix * weights + (1 - mix) * anchor        some steps after the pseudo-gradient was taken
+
+Sources: local SGD, Stich 2018 (arXiv 1805.09767); DiLoCo, Douillard et al. 2023 (arXiv 2311.08105); in turns, arXiv 2501.18512.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from hf_dist import collectives
 from hf_dist.collectives import Handle
 from hf_dist.config.training_sections import LocalSgdConfig
 from hf_dist.errors import ModelError
+from hf_dist.local_sgd.turns import Turns
 from hf_dist.mesh import MeshAxis
 from hf_dist.offload.host import sent
 from hf_dist.offload.resting import Resting, Tier, opened
@@ -54,27 +59,44 @@ class GroupMotion:
     @torch.no_grad()
     def outgoing(self) -> torch.Tensor:
         """What is averaged, 1-D, a copy on the device. Local."""
+        if self.anchor is None:
+            return self.weights()
         self.group.master.settle()  # a step may still be writing it
-        with opened(self.group.master) as masters:
-            if self.anchor is None:
-                return sent(masters.clone(), self.group.mesh.device)
-            with opened(self.anchor) as anchor:
-                return sent(anchor - masters, self.group.mesh.device)
+        with opened(self.group.master) as masters, opened(self.anchor) as anchor:
+            return sent(anchor - masters, self.group.mesh.device)
 
     @torch.no_grad()
-    def incoming(self, mean: torch.Tensor) -> None:
-        """Step the anchor by the mean of `outgoing` over the replicas, and go on from there. Local."""
+    def incoming(self, mean: torch.Tensor, mix: float = 0.0) -> None:
+        """Step the anchor by the mean of `outgoing` over the replicas, and go on from there. Local.
+
+        `mix`: the share of this replica's weights that stays as it is.
+        """
+        self.group.master.settle()  # steps may have been made since it was sent
         with opened(self.group.master, changed=True) as masters:
             mean = mean.to(masters.device)
             if self.anchor is None:
-                masters.copy_(mean)
+                _become(masters, mean, mix)
             else:
                 if self.momentum is not None:
                     with opened(self.momentum, changed=True) as momentum:
                         momentum.mul_(self._factor).add_(mean)
                         mean = mean.add_(momentum, alpha=self._factor) if self._nesterov else momentum.clone()
                 with opened(self.anchor, changed=True) as anchor:
-                    masters.copy_(anchor.sub_(mean, alpha=self._rate))
+                    _become(masters, anchor.sub_(mean, alpha=self._rate), mix)
+        self.group.masters_changed()
+
+    @torch.no_grad()
+    def weights(self) -> torch.Tensor:
+        """The master weights, 1-D, a copy on the device. Local."""
+        self.group.master.settle()
+        with opened(self.group.master) as masters:
+            return sent(masters.clone(), self.group.mesh.device)
+
+    @torch.no_grad()
+    def become(self, weights: torch.Tensor) -> None:
+        """The master weights are these from now on; anchor and momentum stay. Local."""
+        with opened(self.group.master, changed=True) as masters:
+            masters.copy_(weights)
         self.group.masters_changed()
 
     def resident_nbytes(self) -> dict[Tier, int]:
@@ -84,6 +106,11 @@ class GroupMotion:
             if state is not None:
                 held[state.tier] += state.nbytes
         return held
+
+
+def _become(masters: torch.Tensor, values: torch.Tensor, mix: float) -> None:
+    """`masters` = mix * masters + (1 - mix) * values, in place."""
+    masters.copy_(values if not mix else torch.lerp(values, masters.to(values.dtype), mix))
 
 
 def num_outer_states(config: LocalSgdConfig) -> int:
@@ -117,9 +144,18 @@ class OuterOptimizer:
         """Optimizer steps between two meetings; 0: whoever calls `meet` counts."""
         self.met = True
         """Whether no step was made since the replicas met last: what is saved or evaluated is all of them then."""
+        self.interval_ended = True
+        """Whether the last step is one of every `every`-th: where the job may ask something of all replicas."""
         self._anchored = False
         self.sharded = sharded
         self.motions = [GroupMotion(group, config) for group in sharded.trainable_groups]
+        self.turns = Turns(config, len(sharded.units))
+        self._mix = config.mix
+        of_group = {id(motion.group): motion for motion in self.motions}
+        self._fragments = [
+            [of_group[id(group)] for unit in units for group in sharded.units[unit].groups if id(group) in of_group]
+            for units in self.turns.units
+        ]
 
     def before_backward(self) -> None:
         """A backward begins: the first one after a meeting finds what all replicas have, with writes of user code. Local."""
@@ -130,41 +166,70 @@ class OuterOptimizer:
                 motion.begin()
 
     def after_step(self, number: int, scaler: DynamicLossScaler | None) -> bool:
-        """Step `number` was made, or skipped, which counts too: all replicas meet at the same one. Whether they did.
+        """Step `number` was made, or skipped, which counts too: all replicas meet at the same one. Whether weights changed.
 
-        Collective over the replicas at every `every`-th step, else local.
+        Collective over the replicas at every `every`-th step, or where a fragment has its turn, else local.
         """
         self.met = False
-        if not self.every or number % self.every:
-            return False
-        self.meet(scaler)
-        return True
+        self.interval_ended = bool(self.every) and number % self.every == 0
+        if self.every and self.turns.streams:
+            return self._take_turns(number)
+        if self.interval_ended:
+            self.meet(scaler)
+        return self.interval_ended
+
+    def _take_turns(self, number: int) -> bool:
+        starting = list(self.turns.starting(number))
+        if starting or self.turns.is_due(number):
+            self._let_masters_rest()
+        for fragment in starting:
+            for motion in self._fragments[fragment]:
+                if motion.group.layout.numel:
+                    self.turns.add(number, self._start(motion, motion.outgoing, self._mixed(motion)))
+        return self.turns.take_up(number)
+
+    def _mixed(self, motion: GroupMotion) -> Callable[[torch.Tensor], None]:
+        return lambda mean: motion.incoming(mean, self._mix)
 
     def meet(self, scaler: DynamicLossScaler | None) -> None:
-        """The outer step; follow with `weights_changed()`. Collective over the replicas."""
-        if self.sharded.mesh.device.type == "cuda":  # masters on the host may still be on their way to it
-            torch.cuda.synchronize(self.sharded.mesh.device)
+        """All replicas have the same weights after it; follow with `weights_changed()`. Collective over the replicas.
+
+        It is the outer step. Where fragments have theirs in turn, it is the mean of the weights: that changes nothing of
+        what the replicas moved on average, so anchors stay, and the next outer steps are those that would have been.
+        """
+        self._let_masters_rest()
+        self.turns.take_up()
+        in_turn = bool(self.every) and self.turns.streams
         in_flight: deque[Callable[[], None]] = deque()
         for motion in self.motions:
             if not motion.group.layout.numel:
                 continue
             if len(in_flight) >= MAX_IN_FLIGHT:
                 in_flight.popleft()()
-            in_flight.append(self._start(motion))
+            if in_turn:
+                in_flight.append(self._start(motion, motion.weights, motion.become))
+            else:
+                in_flight.append(self._start(motion, motion.outgoing, motion.incoming))
         while in_flight:
             in_flight.popleft()()
         self.sharded.passes.buffers.share(self.axis)
         if scaler is not None and scaler.dynamic:
             self._agree_on_scale(scaler)
-        self.restart()
+        self.met, self.interval_ended, self._anchored = True, True, in_turn
 
-    def _start(self, motion: GroupMotion) -> Callable[[], None]:
-        values = motion.outgoing()
+    def _let_masters_rest(self) -> None:
+        if self.sharded.mesh.device.type == "cuda":  # masters on the host may still be on their way to it
+            torch.cuda.synchronize(self.sharded.mesh.device)
+
+    def _start(
+        self, motion: GroupMotion, outgoing: Callable[[], torch.Tensor], incoming: Callable[[torch.Tensor], None]
+    ) -> Callable[[], None]:
+        values = outgoing()
         handle: Handle = collectives.all_reduce(self.axis, values)
 
         def take_up() -> None:
             handle.wait()
-            motion.incoming(values)
+            incoming(values)
 
         return take_up
 
@@ -179,9 +244,18 @@ class OuterOptimizer:
         smallest = min(everyone, key=lambda row: row[0])
         scaler.load_state_dict(dict(zip(state, smallest, strict=True)))
 
+    def before_load(self) -> None:
+        """Other weights take the place of these: what is on its way is for nobody. Collective over the replicas."""
+        self.turns.take_up()
+        self._anchored = False
+
     def restart(self) -> None:
-        """All replicas have the same weights: they have met, or loaded them. Local."""
-        self.met, self._anchored = True, False
+        """All replicas have the same weights: they have loaded them. Local."""
+        self.met = self.interval_ended = True
+
+    def anchors_loaded(self) -> None:
+        """The anchors are those of a checkpoint, and not the weights. Local."""
+        self._anchored = True
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes of anchors and momenta at rest, by kind of memory."""
@@ -191,8 +265,10 @@ class OuterOptimizer:
                 held[tier] += nbytes
         return held
 
-    def states(self) -> Iterator[tuple[FlatGroup, Resting]]:
-        """The outer momentum of every group; anchors are the weights whenever replicas meet."""
+    def states(self) -> Iterator[tuple[str, FlatGroup, Resting]]:
+        """(kind, group, values) of what a checkpoint holds: the outer momentum, and anchors unless they are the weights."""
         for motion in self.motions:
             if motion.momentum is not None:
-                yield motion.group, motion.momentum
+                yield "momentum", motion.group, motion.momentum
+            if motion.anchor is not None and self.turns.streams:
+                yield "anchor", motion.group, motion.anchor

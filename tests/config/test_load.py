@@ -208,6 +208,11 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             "local_sgd.outer_momentum: 1 is not a number of at least 0 and below 1. Write one, or remove the key.",
         ),
         (
+            {"local_sgd": {"every": 2, "fragments": 2, "overlap": 2}},
+            'local_sgd.overlap: 2 is not below "every" 2: a fragment would start again before its mean is taken up. '
+            "Set it to 1 or less, or remove the key.",
+        ),
+        (
             zero(prefetch_bucket_size=1, stage3_prefetch_bucket_size=2),
             'zero_optimization.prefetch_bucket_size: 1 contradicts "zero_optimization.stage3_prefetch_bucket_size", '
             'the newer name of the same key. Remove "zero_optimization.prefetch_bucket_size".',

@@ -71,7 +71,7 @@ OURS = {
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
     *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective", "mlp_tiles")),
     "strict_config",
-    *(f"local_sgd.{key}" for key in ("every", "outer_lr", "outer_momentum", "nesterov")),
+    *(f"local_sgd.{key}" for key in ("every", "outer_lr", "outer_momentum", "nesterov", "fragments", "overlap", "mix")),
     *(
         f"curriculum_learning.schedule_config{key}"
         for key in ("", ".total_curriculum_step", ".difficulty_step", ".root_degree", ".difficulty", ".max_step")

@@ -52,6 +52,10 @@ def test_manifests_have_the_fields_that_the_operators_read() -> None:
     assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     assert job["spec"]["runtimeRef"]["name"] == "torch-distributed"
     trainer = job["spec"]["trainer"]
+    # An API server drops others: manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml of kubeflow/trainer 8c0f505.
+    assert set(job["spec"]) <= {"runtimeRef", "trainer", "initializer", "runtimePatches", "suspend", "managedBy"}
+    assert set(trainer) <= {"args", "command", "env", "image", "numNodes", "numProcPerNode", "resourcesPerNode"}
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 8
     old = MANIFESTS["PyTorchJob"]

@@ -1,6 +1,6 @@
 """Figures of `hf_dist/local_sgd/README.md`, outside the test run:
 
-python -m tests.local_sgd.bench convergence FOLDER     four replicas: curves.json and curves.svg
+python -m tests.local_sgd.bench convergence FOLDER     four replicas: curves.json and curves.svg; goes on where it was stopped
 python -m tests.local_sgd.bench slow-link              two replicas of two ranks, over a link that is simulated
 """
 
@@ -22,13 +22,28 @@ from tests.harness import ROOT, run_ranks
 BEGINNING, STEPS, EVERY, ROWS, LENGTH, LR = 200, 500, 10, 4, 64, 3e-3
 """All runs go on from the same beginning, which is synchronous."""
 EVALUATED = 20
-DILOCO = {"every": EVERY, "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
-RUNS: dict[str, dict[str, Any]] = {
+
+
+def outer(rate: float, momentum: float, **more: Any) -> dict[str, Any]:
+    """The section."""
+    return {"every": EVERY, "outer_lr": rate, "outer_momentum": momentum, "nesterov": momentum > 0, **more}
+
+
+DILOCO = outer(0.7, 0.9)
+STREAMED = {"fragments": 4, "overlap": 2}
+DRAWN: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "mean of the weights": {"every": EVERY},
-    "outer rate 1, Nesterov 0.5": {"every": EVERY, "outer_lr": 1.0, "outer_momentum": 0.5, "nesterov": True},
-    "outer rate 0.7, Nesterov 0.9": DILOCO,
+    "rate 1, Nesterov 0.7": outer(1.0, 0.7),
+    "rate 0.7, Nesterov 0.9": DILOCO,
+    "rate 1, Nesterov 0.7, 4 fragments": outer(1.0, 0.7, **STREAMED, mix=0.5),
 }
+TRIED = {
+    **{f"rate {r:g}, Nesterov {m:g}": outer(r, m) for m in (0.5, 0.7, 0.9) for r in (0.7, 1.0)},
+    "rate 1, Nesterov 0.7, 4 fragments, mix 0": outer(1.0, 0.7, **STREAMED),
+}
+RUNS = DRAWN | {name: section for name, section in TRIED.items() if name not in DRAWN}
+COLORS = ("#4477aa", "#ccbb44", "#228833", "#ee6677", "#aa3377")
 WIDTH = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -105,19 +120,23 @@ def _rate(step: int) -> float:
 def convergence(folder: Path) -> None:
     """Run all, print a table, draw."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_blocks(folder)
-    first = run_ranks(curve, 4, ({}, str(folder), True), timeout=1200)[0]
-    found = {}
+    file = folder / "curves.json"
+    if not file.exists():
+        write_blocks(folder)
+        file.write_text(json.dumps({"beginning": run_ranks(curve, 4, ({}, str(folder), True), timeout=1200)[0]}))
+    found = json.loads(file.read_text())
     for name, section in RUNS.items():
+        if name in found:
+            continue
         started = time.time()
         found[name] = run_ranks(curve, 4, (section, str(folder)), timeout=1200)[0]
-        found[name]["losses"] = first["losses"][-1:] + found[name]["losses"]
+        found[name]["losses"] = found["beginning"]["losses"][-1:] + found[name]["losses"]
+        file.write_text(json.dumps(found))
         print(
             f"{name}: {found[name]['losses'][-1][1]:.4f}, {found[name]['sent']} bytes, {time.time() - started:.0f} s",
             flush=True,
         )
-    (folder / "curves.json").write_text(json.dumps(found))
-    draw(found, folder / "curves.svg")
+    draw({name: found[name] for name in DRAWN}, folder / "curves.svg")
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
@@ -128,7 +147,7 @@ def draw(found: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
-    for name, color in zip(found, ("#4477aa", "#ccbb44", "#228833", "#ee6677"), strict=True):
+    for name, color in zip(found, COLORS, strict=True):
         steps, losses = zip(*found[name]["losses"], strict=True)
         left.plot(steps, losses, label=name, color=color)
         right.plot(
@@ -169,7 +188,12 @@ def slow_link(nbytes_per_second: float, latency: float) -> Iterator[None]:
 
 
 LINKS = {"none": (math.inf, 0.0), "1 Gb/s, 1 ms": (125e6, 1e-3), "100 Mb/s, 10 ms": (12.5e6, 10e-3)}
-EVERIES = (0, 10, 50)
+SECTIONS: dict[str, dict[str, Any]] = {
+    "HSDP": {},
+    "every 10": DILOCO,
+    "every 10, 4 fragments, overlap 2": {**DILOCO, **STREAMED},
+    "every 50": {**DILOCO, "every": 50},
+}
 ROUNDS = 2
 
 
@@ -178,27 +202,27 @@ def timed(rank: int, world: int, folder: str) -> dict[str, list[float]]:
     import hf_dist
 
     engines = {}
-    for every in EVERIES:
+    for name, section in SECTIONS.items():
         model, train, _ = model_and_blocks(folder)
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "zero_optimization": {"stage": 3, "mics_shard_size": 2},
-            "local_sgd": {**DILOCO, "every": every} if every else {},
+            "local_sgd": section,
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        engines[every] = hf_dist.initialize(model, config=config, optimizer=optimizer, device="cpu")
+        engines[name] = hf_dist.initialize(model, config=config, optimizer=optimizer, device="cpu")
     found: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for link, speed in LINKS.items():
-            for every, engine in engines.items():
-                steps = max(10, every)
+            for name, engine in engines.items():
+                steps = SECTIONS[name].get("every", 10)
                 with slow_link(*speed):
                     began = time.monotonic()
                     for step in range(steps):
                         rows = train[(step * world + rank) * ROWS :][:ROWS]
                         engine.backward(engine(input_ids=rows, labels=rows).loss)
                         engine.step()
-                found.setdefault(f"{link}|{every}", []).append((time.monotonic() - began) / steps)
+                found.setdefault(f"{link}|{name}", []).append((time.monotonic() - began) / steps)
     return found
 
 
@@ -213,8 +237,8 @@ def main(words: list[str]) -> None:
         write_blocks(Path(folder))
         found = run_ranks(timed, 4, (folder,), timeout=1200)[0]
     for link in LINKS:
-        cells = {every: min(found[f"{link}|{every}"]) for every in EVERIES}
-        print(link, {every: f"{1e3 * seconds:.0f} ms" for every, seconds in cells.items()})
+        cells = {name: min(found[f"{link}|{name}"]) for name in SECTIONS}
+        print(link, {name: f"{1e3 * seconds:.0f} ms" for name, seconds in cells.items()})
 
 
 if __name__ == "__main__":

@@ -33,11 +33,25 @@ class Work:
     """The first block does not train."""
     later: tuple[int, int] | None = None
     """(after this step, so many replicas); a new one begins with the optimizer of one that there was."""
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.0
 
     def __str__(self) -> str:
         outer = f"lr{self.outer_lr:g}-m{self.momentum:g}{'-nesterov' if self.nesterov else ''}"
         flags = [name for name in ("tied", "lora", "frozen") if getattr(self, name)]
-        return "-".join([self.family, *flags, self.inner, f"r{self.replicas}", f"h{self.every}", outer])
+        turns = [f"p{self.fragments}-tau{self.overlap}-alpha{self.mix:g}"] if self.streams else []
+        return "-".join([self.family, *flags, self.inner, f"r{self.replicas}", f"h{self.every}", outer, *turns])
+
+    @property
+    def streams(self) -> bool:
+        """Whether fragments meet in turn, or later."""
+        return self.fragments > 1 or self.overlap > 0
+
+    def starting(self, step: int) -> list[int]:
+        """The fragments that are sent after step `step`; the last one at the multiples of `every`."""
+        first = [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
+        return [p for p in range(self.fragments) if step % self.every == first[p] % self.every]
 
     @property
     def section(self) -> dict[str, Any]:
@@ -47,6 +61,7 @@ class Work:
             "outer_lr": self.outer_lr,
             "outer_momentum": self.momentum,
             "nesterov": self.nesterov,
+            **({"fragments": self.fragments, "overlap": self.overlap, "mix": self.mix} if self.streams else {}),
         }
 
 
@@ -78,8 +93,11 @@ def count_items(batch: dict[str, Any]) -> int:
 
 
 @functools.cache
-def emulate(work: Work) -> dict[str, Any]:
-    """Losses and norms of every replica at every step; weights at the end, which is a meeting."""
+def emulate(work: Work, parts: tuple[tuple[str, ...], ...] = ()) -> dict[str, Any]:
+    """Losses and norms of every replica at every step; weights at the end, which is a meeting.
+
+    `parts`: the parameters of each fragment, where they meet in turn.
+    """
     models = [model_for(work) for _ in range(work.replicas)]
     inner = [inner_for(work, model) for model in models]
     anchor = {n: p.detach().clone().requires_grad_() for n, p in models[0].named_parameters() if p.requires_grad}
@@ -87,18 +105,71 @@ def emulate(work: Work) -> dict[str, Any]:
         anchor.values(), lr=work.outer_lr, momentum=work.momentum, nesterov=work.nesterov and work.momentum > 0
     )
     losses, norms = [], []
+    stream = Stream(work, parts, anchor, outer)
     for step, batch in enumerate(make_batches(work.family, work.steps), 1):
         if work.later is not None and step == work.later[0] + 1:
+            if work.streams:
+                stream.settle(models)
             models, inner = _dealt_out(work, models, inner, work.later[1])
         found = [
             _step(m, o, rows_of(batch, r, len(models))) for r, (m, o) in enumerate(zip(models, inner, strict=True))
         ]
         losses.append([loss for loss, _ in found])
         norms.append([norm for _, norm in found])
-        if len(models) > 1 and (step % work.every == 0 or step == work.steps):
+        if work.streams:
+            stream.after_step(step, models)
+            if step == work.steps:
+                stream.settle(models)
+        elif len(models) > 1 and (step % work.every == 0 or step == work.steps):
             _meet(models, anchor, outer)
     weights = {n: p.detach().clone() for n, p in models[0].named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+class Stream:
+    """Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512), with plain torch."""
+
+    def __init__(
+        self,
+        work: Work,
+        parts: tuple[tuple[str, ...], ...],
+        anchor: dict[str, torch.Tensor],
+        outer: torch.optim.Optimizer,
+    ) -> None:
+        self.work, self.parts, self.anchor, self.outer = work, parts, anchor, outer
+        self.on_the_way: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    @torch.no_grad()
+    def after_step(self, step: int, models: list[nn.Module]) -> None:
+        """What is sent after this step, and then what is taken up after it."""
+        for p in self.work.starting(step):
+            sent = {n: _mean([self.anchor[n] - model.get_parameter(n) for model in models]) for n in self.parts[p]}
+            self.on_the_way.append((step + self.work.overlap, sent))
+        while self.on_the_way and self.on_the_way[0][0] <= step:
+            self._take_up(self.on_the_way.pop(0)[1], models)
+
+    def _take_up(self, means: dict[str, torch.Tensor], models: list[nn.Module]) -> None:
+        for name, where in self.anchor.items():
+            where.grad = means.get(name)
+        self.outer.step()
+        for model in models:
+            for name in means:
+                own = model.get_parameter(name)
+                own.copy_(self.work.mix * own + (1 - self.work.mix) * self.anchor[name])
+
+    @torch.no_grad()
+    def settle(self, models: list[nn.Module]) -> None:
+        """Before a checkpoint: what is on the way is taken up now, and all go on from the mean of the weights."""
+        while self.on_the_way:
+            self._take_up(self.on_the_way.pop(0)[1], models)
+        for name in self.anchor:
+            mean = _mean([model.get_parameter(name) for model in models])
+            for model in models:
+                model.get_parameter(name).copy_(mean)
+
+
+def _mean(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(values).mean(0)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: dict[str, torch.Tensor]) -> tuple[float, float]:

@@ -111,8 +111,27 @@ def train(
         "planned": state_traffic(
             States.of_engine(engine.sharded, engine.config, OptimizerStates.of_config(engine.config)), engine.mesh.axes
         ).get("dp_replicate", {}),
+        "fragments": fragments_of(engine, work),
         "numel": sum(g.resting[1] - g.resting[0] for g in engine.sharded.trainable_groups),
     }
+
+
+def fragments_of(engine: Any, work: Work) -> list[tuple[list[str], int]]:
+    """(names of parameters, elements on this rank) of each fragment: every P-th unit."""
+    found: list[tuple[list[str], int]] = [([], 0) for _ in range(work.fragments)]
+    for index, unit in enumerate(engine.sharded.units):
+        for group in unit.groups:
+            if group.trainable:
+                names, numel = found[index % work.fragments]
+                names.extend(slot.name for slot in group.layout.slots)
+                found[index % work.fragments] = names, numel + group.resting[1] - group.resting[0]
+    return found
+
+
+def parts_of(ranks: list[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each fragment, on whatever stage they are."""
+    every = [[names for names, _ in rank["fragments"]] for rank in ranks]
+    return tuple(tuple(sorted({n for names in of for n in names})) for of in zip(*every, strict=True))
 
 
 def held(engine: Any) -> list[tuple[int, int]]:

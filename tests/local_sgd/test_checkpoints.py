@@ -9,10 +9,12 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.local_sgd.emulation import Work, emulate
-from tests.local_sgd.on_ranks import Layout, run_parts
+from tests.local_sgd.on_ranks import Layout, parts_of, run_parts
 from tests.parity.train import relative
 
 DILOCO: dict[str, Any] = dict(every=2, outer_lr=0.7, momentum=0.9, nesterov=True)
+STREAMING: dict[str, Any] = {**DILOCO, "every": 3, "fragments": 2, "overlap": 1, "mix": 0.5, "steps": 7}
+"""A fragment is on its way when the checkpoint is made."""
 AT = 4
 PAIRS: dict[str, tuple[Work, tuple[int, Layout], tuple[int, Layout]]] = {
     "same": (Work(**DILOCO), (4, Layout(3, 2)), (4, Layout(3, 2))),
@@ -20,6 +22,8 @@ PAIRS: dict[str, tuple[Work, tuple[int, Layout], tuple[int, Layout]]] = {
     "from the host to the device": (Work(**DILOCO, lora=True), (4, Layout(2, 2, "cpu")), (2, Layout(3))),
     "a replica less": (Work(**DILOCO, later=(AT, 1)), (4, Layout(3, 2)), (2, Layout(3, 2))),
     "two replicas more": (Work(**DILOCO, later=(AT, 4)), (2, Layout(0)), (4, Layout(2))),
+    "streaming": (Work(**STREAMING, later=(AT, 2)), (4, Layout(3, 2)), (2, Layout(1))),
+    "streaming, two replicas more": (Work(**STREAMING, later=(AT, 4)), (2, Layout(0)), (4, Layout(2))),
     "mean of weights": (Work(every=2), (2, Layout(1)), (4, Layout(3, 2))),
 }
 """Name -> work, layout that saves, layout that resumes; each with its ranks."""
@@ -52,7 +56,7 @@ def test_a_run_that_resumes_at_a_meeting_equals_the_one_that_did_not_stop(
     name: str, outcomes: dict[str, list[Any]]
 ) -> None:
     work, _, (world, layout) = PAIRS[name]
-    expected = emulate(work)
+    expected = emulate(work, parts_of(outcomes[name]) if work.streams else ())
     for replica in range(world // layout.shard):
         here = outcomes[name][replica * layout.shard : (replica + 1) * layout.shard]
         losses = [sum(rank["losses"][i] for rank in here) for i in range(work.steps - AT)]

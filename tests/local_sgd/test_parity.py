@@ -9,9 +9,10 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.local_sgd.emulation import Work, emulate, together
-from tests.local_sgd.on_ranks import Layout, run_cases
+from tests.local_sgd.on_ranks import Layout, parts_of, run_cases
 from tests.parity.train import relative
 
+DILOCO: dict[str, Any] = dict(outer_lr=0.7, momentum=0.9, nesterov=True)
 PLAIN = Work(inner="sgd")
 CASES: dict[int, list[tuple[Work, Layout]]] = {
     2: [
@@ -21,6 +22,9 @@ CASES: dict[int, list[tuple[Work, Layout]]] = {
         (Work(every=3, outer_lr=0.7, momentum=0.9, nesterov=True), Layout(3)),
         (Work(every=4, outer_lr=0.7, momentum=0.9), Layout(2)),
         (Work(every=3, outer_lr=0.7, momentum=0.9, nesterov=True, lora=True), Layout(3)),
+        (Work(every=4, steps=8, fragments=2, **DILOCO), Layout(0)),
+        (Work(every=3, fragments=1, overlap=2, mix=0.5, **DILOCO), Layout(1)),
+        (Work(every=2, fragments=3, overlap=1), Layout(3)),
     ],
     4: [
         *((Work(every=3, outer_lr=0.7, momentum=0.9, nesterov=True), Layout(stage, 2)) for stage in (0, 1, 2, 3)),
@@ -29,6 +33,10 @@ CASES: dict[int, list[tuple[Work, Layout]]] = {
         (Work(every=3, outer_lr=0.7, momentum=0.9, frozen=True), Layout(3, 2, "cpu")),
         (Work(every=3, outer_lr=0.7, momentum=0.9, nesterov=True, tied=True), Layout(1, 1, pp=2)),
         (Work(replicas=4, every=2, outer_lr=0.9), Layout(1)),
+        *((Work(every=3, fragments=3, overlap=1, mix=0.25, **DILOCO), Layout(stage, 2)) for stage in (2, 3)),
+        (Work(every=3, fragments=2, overlap=2, frozen=True, **DILOCO), Layout(3, 2, "cpu")),
+        (Work(every=3, fragments=2, overlap=1, tied=True, **DILOCO), Layout(1, 1, pp=2)),
+        (Work(replicas=4, every=4, steps=7, fragments=2, overlap=1, mix=0.5), Layout(2)),
     ],
 }
 NAMED = [(world, i) for world, cases in CASES.items() for i in range(len(cases))]
@@ -66,7 +74,7 @@ def test_replicas_equal_models_that_train_in_turn_in_one_process(world: int, ind
             for name, weight in outcome["weights"].items():
                 assert relative(weight, together(work)["weights"][name]) < 1e-5, name
         return
-    expected = emulate(work)
+    expected = emulate(work, parts_of(ranks) if work.streams else ())
     size = layout.shard
     for replica in range(work.replicas):
         here = ranks[replica * size : (replica + 1) * size]
@@ -86,15 +94,16 @@ def test_nothing_crosses_between_replicas_between_meetings_and_then_what_the_for
     work, _, ranks = outcomes(world, index)
     across = ("dp_replicate", "world", "dp", "data", "control")
     for outcome in ranks:
-        meeting = 2 * (work.replicas - 1) * 4 * outcome["numel"] // work.replicas
+        by_fragment = [2 * (work.replicas - 1) * 4 * numel // work.replicas for _, numel in outcome["fragments"]]
+        assert all(by_fragment) and sum(numel for _, numel in outcome["fragments"]) == outcome["numel"]
         for step in range(1, work.steps + 1):
             sent = {(op, axis): n for (op, axis), n in outcome["sent"][step - 1].items() if axis in across and n}
-            meets = step % work.every == 0
+            starting = sum(by_fragment[p] for p in work.starting(step))
             if (
                 step > 1
             ):  # the first backward agrees on orders by small objects within the replica, which are not counted
                 assert outcome["foreign"][step - 1] == 0
-            assert sent == ({("all_reduce", "dp_replicate"): meeting} if meets else {}), step
+            assert sent == ({("all_reduce", "dp_replicate"): starting} if starting else {}), step
 
 
 @cases

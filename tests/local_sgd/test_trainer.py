@@ -20,11 +20,17 @@ PLAIN: dict[int, list[Job]] = {
     4: [(f"{JOB}plain", {"stage": 3, "shard": 2})],
 }
 WATCHED: Job = (f"{JOB}watched", {"resume_at": 4})
+IN_TURN: Job = (f"{JOB}watched", {"resume_at": 4, "in_turn": True})
+"""Fragments meet in turn; for a save, or an evaluation, all do."""
 TOLD: Job = (f"{JOB}told", {})
+TOLD_IN_TURN: Job = (f"{JOB}told", {"in_turn": True})
 LOOP: Job = (f"{JOB}loop", {"steps": 5})
 WITHOUT: Job = (f"{JOB}loop_without_replicas", {})
 SKIPPED: Job = (f"{JOB}skipped", {"steps": 6, "at": 3})
-JOBS: dict[int, list[Job]] = {2: [*PLAIN[2], LOOP, WITHOUT, SKIPPED], 4: [*PLAIN[4], WATCHED, TOLD]}
+JOBS: dict[int, list[Job]] = {
+    2: [*PLAIN[2], LOOP, WITHOUT, SKIPPED],
+    4: [*PLAIN[4], WATCHED, IN_TURN, TOLD, TOLD_IN_TURN],
+}
 Outcomes = Callable[[int], dict[str, list[Any]]]
 
 
@@ -70,11 +76,12 @@ def test_nothing_crosses_between_replicas_until_they_meet(outcomes: Outcomes) ->
                 assert foreign == 0 or step == 1, "accelerate's own collectives"
 
 
-def test_evaluations_and_saves_wait_for_a_meeting_and_the_last_step_is_one(outcomes: Outcomes) -> None:
-    for rank in found(outcomes, 4, WATCHED):
+@pytest.mark.parametrize("job", [WATCHED, IN_TURN], ids=["at once", "in turn"])
+def test_evaluations_and_saves_wait_for_a_meeting_and_the_last_step_is_one(job: Job, outcomes: Outcomes) -> None:
+    for rank in found(outcomes, 4, job):
         assert rank["whole"]["saved"] == [2, 4, 6, 7]
         assert [step for step, _ in rank["whole"]["evaluated"]] == [4, 6, 7]
-    ranks = found(outcomes, 4, WATCHED)
+    ranks = found(outcomes, 4, job)
     assert len({str(rank["whole"]["evaluated"]) for rank in ranks}) == 1, "one loss for all replicas"
 
 
@@ -85,8 +92,9 @@ def test_the_log_is_the_replicas_own(outcomes: Outcomes) -> None:
     assert [entry[3] for entry in logs[0]] == [entry[3] for entry in logs[2]], "one learning rate"
 
 
-def test_a_run_that_resumes_at_a_meeting_is_the_one_that_did_not_stop_bit_for_bit(outcomes: Outcomes) -> None:
-    for number, rank in enumerate(found(outcomes, 4, WATCHED)):
+@pytest.mark.parametrize("job", [WATCHED, IN_TURN], ids=["at once", "in turn"])
+def test_a_run_that_resumes_at_a_meeting_is_the_one_that_did_not_stop_bit_for_bit(job: Job, outcomes: Outcomes) -> None:
+    for number, rank in enumerate(found(outcomes, 4, job)):
         whole, again = rank["whole"], rank["again"]
         # What came before the checkpoint is told by rank 0's file: the log, and the count, of its replica.
         assert again["logs"][4:] == whole["logs"][4:] and (again["seen"] == whole["seen"] or number > 1)
@@ -95,8 +103,9 @@ def test_a_run_that_resumes_at_a_meeting_is_the_one_that_did_not_stop_bit_for_bi
             assert str(again["state"][kind]) == str(whole["state"][kind])
 
 
-def test_a_signal_is_answered_at_the_next_meeting(outcomes: Outcomes) -> None:
-    for rank in found(outcomes, 4, TOLD):
+@pytest.mark.parametrize("job", [TOLD, TOLD_IN_TURN], ids=["at once", "in turn"])
+def test_a_signal_is_answered_at_the_next_meeting(job: Job, outcomes: Outcomes) -> None:
+    for rank in found(outcomes, 4, job):
         assert rank["code"] == 75
         assert rank["saved"] == ["checkpoint-4"]
 

@@ -19,6 +19,9 @@ ACROSS = ("dp_replicate", "world", "dp", "data", "control")
 DILOCO = {"every": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
 
 
+IN_TURN = {**DILOCO, "fragments": 2, "overlap": 1, "mix": 0.5}
+
+
 def all_labels() -> list[Row]:
     """48 rows with as many labels each."""
     return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in texts(48, ragged=False)]
@@ -84,18 +87,19 @@ def plain(folder: Path, stage: int, shard: int) -> dict[str, Any]:
     return {"weights": weights_of(trainer)}
 
 
-def watched(folder: Path, resume_at: int = 0, **changes: Any) -> dict[str, Any]:
+def watched(folder: Path, resume_at: int = 0, in_turn: bool = False, **changes: Any) -> dict[str, Any]:
     """Seven steps that meet at every second; everything is asked for more often than that. Then resumed at a checkpoint."""
     changes = {
         **dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=3, logging_steps=1),
         **dict(include_num_input_tokens_seen="all", dataloader_num_workers=0),
         **changes,
     }
-    trainer = trainer_for(RAGGED, folder, DILOCO, **changes)
+    section = IN_TURN if in_turn else DILOCO
+    trainer = trainer_for(RAGGED, folder, section, **changes)
     trainer.train()
     trainer._end_step()
     whole = report(trainer, folder)
-    again = trainer_for(RAGGED, folder, DILOCO, **changes)
+    again = trainer_for(RAGGED, folder, section, **changes)
     again.train(resume_from_checkpoint=str(folder / f"checkpoint-{resume_at}"))
     return {"whole": whole, "again": report(again, folder)}
 
@@ -114,9 +118,9 @@ def report(trainer: Watched, folder: Path) -> dict[str, Any]:
     }
 
 
-def told(folder: Path) -> dict[str, Any]:
+def told(folder: Path, in_turn: bool = False) -> dict[str, Any]:
     """Told to stop after step 3, which is no meeting."""
-    trainer = trainer_for(RAGGED, folder, DILOCO)
+    trainer = trainer_for(RAGGED, folder, IN_TURN if in_turn else DILOCO)
     trainer.add_callback(Told(3))
     try:
         trainer.train()

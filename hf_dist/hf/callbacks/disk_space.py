@@ -49,11 +49,10 @@ def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
     nbytes = weights_nbytes(engine.sharded) if plan is None else plan.nbytes
     if with_state and engine.optimizer is not None:
         per_weight = MASTER_NBYTES + sum(OptimizerStates.of(engine.optimizer).elements)
-        if engine.outer is not None:  # every replica has states of its own; the outer momentum is all replicas'
+        if engine.outer is not None:  # every replica has states of its own; outer states are all replicas'
             own = per_weight - MASTER_NBYTES
-            per_weight += own * (engine.outer.axis.size - 1) + MASTER_NBYTES * bool(
-                engine.config.local_sgd.outer_momentum
-            )
+            kinds = {kind for kind, _, _ in engine.outer.states()}
+            per_weight += own * (engine.outer.axis.size - 1) + MASTER_NBYTES * len(kinds)
         nbytes += (
             sum(held_slice(p).whole_numel for p in engine.sharded.whole.parameters() if p.requires_grad) * per_weight
         )
