@@ -32,7 +32,7 @@ class Difference:
 
 def differences(config: DistConfig) -> tuple[Difference, ...]:
     """Of a config as it was read, or resolved: then also what the job's own numbers say."""
-    finders = (_clipping, _wire, _accumulation, _recompute, _overlap)
+    finders = (_clipping, _wire, _accumulation, _recompute, _overlap, _neox)
     return tuple(found for finder in finders for found in finder(config))
 
 
@@ -99,3 +99,9 @@ def _overlap(config: DistConfig) -> Iterator[Difference]:
     if absent and zero.overlap_comm is not False and zero.stage in (1, 2):
         text = "not in the file: reductions run beside backward on GPUs, at stage 3 only in DeepSpeed"
         yield Difference(f"{_ZERO}.overlap_comm", text, "set it to false")
+
+
+def _neox(config: DistConfig) -> Iterator[Difference]:
+    if config.spelled("fp16.enabled") == "fp16.fp16" and config.fp16.enabled is not False:
+        text = "a key of GPT-NeoX, which is read as fp16.enabled; DeepSpeed ignores it and trains in fp32"
+        yield Difference("fp16.fp16", text, "remove it")

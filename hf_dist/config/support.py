@@ -107,6 +107,7 @@ _SCHEDULER = {
 
 _LOSS_SCALE_KEYS = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
 _PRECISION = {
+    **rows("fp16", "fp16", moved("fp16.enabled")),  # GPT-NeoX writes both
     **rows("fp16", "auto_cast", idle("floating-point inputs always follow the compute dtype")),
     **rows("fp16", "fp16_master_weights_and_grads", later("Remove the key; master weights are fp32.")),
     **rows("fp16", "opt_level", _NOT_A_KEY),

@@ -109,3 +109,13 @@ def test_half_precision_that_nobody_has_filled_is_not_called_by_name() -> None:
     (line,) = lines(data)
     assert "with half precision gradients travel in fp32" in line
     assert not differences(resolve(load_config(data), TRAINER))
+
+
+def test_the_key_of_gpt_neox_is_read_and_alone_it_differs() -> None:
+    data = {"gradient_clipping": 0.0, "communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp16"}}
+    alone = {**data, "fp16": {"fp16": True}}
+    assert load_config(alone).fp16.enabled is True
+    (line,) = lines(alone)
+    assert line.startswith("fp16.fp16: a key of GPT-NeoX") and line.endswith("As there: remove it")
+    both = {**data, "fp16": {"fp16": True, "enabled": True}}
+    assert load_config(both).fp16.enabled is True and lines(both) == []

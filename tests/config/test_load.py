@@ -217,6 +217,10 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             'zero_optimization.prefetch_bucket_size: 1 contradicts "zero_optimization.stage3_prefetch_bucket_size", '
             'the newer name of the same key. Remove "zero_optimization.prefetch_bucket_size".',
         ),
+        (
+            {"fp16": {"fp16": True, "enabled": False}},
+            'fp16.fp16: true contradicts "fp16.enabled", the newer name of the same key. Remove "fp16.fp16".',
+        ),
         # refused
         (
             zero(stage=0, offload_optimizer={"device": "cpu", "pin_memory": True}),

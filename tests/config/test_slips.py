@@ -120,7 +120,6 @@ INSIDE = {
         'Move it to the top level, as "train_micro_batch_size_per_gpu".',
     ),
     "zero_optimization.zero_optimization": ({"stage": 2}, 'Remove it: "zero_optimization" is there already.'),
-    "fp16.fp16": (True, 'Remove it: "fp16" is there already.'),
     "aio.blocksize": (1, 'Did you mean "block_size"?'),
     "activation_checkpointing.gradient_checkpointing": (
         True,
@@ -204,6 +203,22 @@ def test_older_spellings_of_deepspeed_are_read() -> None:
     assert load_config({"communication_data_type": "bfp16"}).communication_data_type == "bf16"
     assert load_config({"compile": {"disable": False}}).compile.enabled
     assert not load_config({"compile": {"disable": True}}).compile.enabled
+
+
+def test_a_folder_that_all_ranks_must_see_is_said() -> None:
+    (note,) = load_config({"checkpoint": {"use_node_local_storage": True}}).notes
+    assert (note.path, note.reason) == (
+        "checkpoint.use_node_local_storage",
+        "all ranks write to one folder, which must be shared",
+    )
+
+
+def test_a_one_bit_optimizer_leads_to_the_one_it_starts_as_with_all_its_parameters_at_once() -> None:
+    own = {"freeze_step": 3, "cuda_aware": False}
+    for name, there in (("OneBitLamb", "Lamb"), ("OneBitAdam", "Adam"), ("ZeroOneAdam", "Adam")):
+        first, *others = messages({"optimizer": {"type": name, "params": {"lr": 1e-4, **own}}})
+        assert first.startswith("optimizer.type: ") and f'Use "{there}"' in first, first
+        assert [other.partition(":")[0] for other in others] == [f"optimizer.params.{key}" for key in own]
 
 
 def test_what_belongs_to_other_programs_stays_a_note() -> None:
