@@ -67,8 +67,10 @@ def main() -> None:
     asked = parser.parse_args()
     import ray
 
-    # Workers are other processes, elsewhere perhaps: they must find the modules beside this script.
-    ray.init(runtime_env={"working_dir": str(Path(__file__).parent)})
+    # Workers are other processes, elsewhere perhaps: they must find the modules beside this script. Ray would log all that
+    # is printed there, and so the bytecode that datasets makes its fingerprints from.
+    variables = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+    ray.init(runtime_env={"working_dir": str(Path(__file__).parent), "env_vars": variables})
     arguments = {
         "dist_config": str(Path(asked.dist_config).resolve()),
         "max_steps": asked.max_steps,

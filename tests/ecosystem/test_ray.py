@@ -64,9 +64,8 @@ def test_a_killed_worker_and_a_smaller_group_go_on_as_one_process_would(
     from tests.ecosystem.ray_jobs import Killed
 
     found = os.pathsep.join([ROOT, EXAMPLES, os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}}
-    )
+    variables = {"PYTHONPATH": found, "OMP_NUM_THREADS": "1", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         first = ray_train.fit(tmp_path, 2, False, arguments(4, 4), [Killed(str(tmp_path), 3)])
         second = ray_train.fit(tmp_path, 1, False, arguments(8, 6), [Killed(str(tmp_path), 3)])

@@ -195,7 +195,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "every 10, 4 fragments, overlap 2": {**DILOCO, **STREAMED},
     "every 50": {**DILOCO, "every": 50},
 }
-ROUNDS = 2
+ROUNDS = 5
 
 
 def timed(rank: int, world: int, folder: str) -> dict[str, list[float]]:
