@@ -163,7 +163,7 @@ def run(rank: int, world: int) -> dict[Any, Any]:
 def results() -> list[dict[Any, Any]] | str:
     """One spawn; its error if it failed as a whole."""
     try:
-        return run_ranks(run, WORLD, timeout=120)
+        return run_ranks(run, WORLD, timeout=300)
     except RuntimeError as error:
         return str(error)
 
