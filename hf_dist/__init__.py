@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_dist.hf.loading import from_pretrained
     from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
     from hf_dist.hf.trainer import DistTrainer, DistTrainerMixin
+    from hf_dist.ordinary import unprepare
     from hf_dist.sharding.full_params import full_gradient, full_shape, gathered
 
 from hf_dist.version import __version__ as __version__
@@ -30,6 +31,7 @@ __all__ = [
     "full_shape",
     "gathered",
     "initialize",
+    "unprepare",
 ]
 
 # Imported on first use: a loop of one's own should not pay for the Trainer (1 s and 100 MB, most of it `datasets` and
@@ -48,6 +50,7 @@ _WHERE = {
     "full_shape": "hf_dist.sharding.full_params",
     "gathered": "hf_dist.sharding.full_params",
     "initialize": "hf_dist.build",
+    "unprepare": "hf_dist.ordinary",
 }
 
 

@@ -41,6 +41,7 @@ from hf_dist.offload.storage import Storage, open_storage
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
+from hf_dist.ordinary import taking_over
 from hf_dist.pipelined import CutModel, Example, Pipeline, cut_model, example_of
 from hf_dist.report import start_up_report
 from hf_dist.same_rows import compare_rows
@@ -143,6 +144,7 @@ def in_flight_limits(config: DistConfig) -> InFlightLimits:
     )
 
 
+@taking_over
 def build_engine(
     model: nn.Module,
     config: DistConfig,

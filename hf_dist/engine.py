@@ -43,6 +43,7 @@ from hf_dist.optim.unused import describe_unused, unused_parameters
 from hf_dist.pipelined import Pipeline
 from hf_dist.runner import Runner, Step, Whole
 from hf_dist.sequence import SplitSequence
+from hf_dist.sharding.keeper import check_owner
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.window import Window
 
@@ -69,6 +70,7 @@ class Engine:
         pipeline: Pipeline | None = None,
     ) -> None:
         self.sharded = sharded
+        self._model = sharded.model
         self.config = config
         self.batch = batch
         self.pipeline = pipeline
@@ -107,7 +109,7 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The user's own model object."""
-        return self.sharded.model
+        return self._model
 
     module = model
 
@@ -209,6 +211,7 @@ class Engine:
         microbatch; pass False if the loss is already normalised over the window. Returns the loss as it was. A backward that
         raises takes the window with it.
         """
+        check_owner(self.model, self.sharded)
         scale = self.loss_scale / (self.batch.accumulation if scale_wrt_gas else 1)
         scaled = loss if scale == 1.0 else loss.float() * scale
         self.runner.backward(scaled, self.loss_scale, retain_graph=retain_graph)

@@ -54,6 +54,7 @@ from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, prepare_start, wait_for_
 from hf_dist.on_one_rank import every_rank
 from hf_dist.pipelined import Example
 from hf_dist.sharding.guard import replace_method
+from hf_dist.sharding.keeper import check_owner, shards_of
 from hf_dist.window import joint_clip
 
 
@@ -175,12 +176,15 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return bool(self.sync_gradients and self._may_reduce)
 
     def engine_of(self, model: nn.Module) -> Engine | None:
-        """The engine of `model`, None if it was not prepared here."""
-        return next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
+        """The engine of `model`, None if it was not prepared here, or was prepared elsewhere since."""
+        return next((e for e in self._current_engines() if e.model is model), None)
+
+    def _current_engines(self) -> Iterator[Engine]:
+        return (e for e in (*self.engines, *self.frozen) if shards_of(e.model) is e.sharded)
 
     def engine_containing(self, part: nn.Module) -> Engine | None:
         """The engine of the model that `part` belongs to (a base model whose adapters were merged, say), or None."""
-        return next((e for e in (*self.engines, *self.frozen) if any(m is part for m in e.model.modules())), None)
+        return next((e for e in self._current_engines() if any(m is part for m in e.model.modules())), None)
 
     def end_training(self) -> None:
         """accelerate's, which ends all process groups, when every rank is here and its GPU is done with them. Collective."""
@@ -214,7 +218,11 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
     ) -> nn.Module:
         """Shard `model` in place and return it. A second model in evaluation mode is frozen and has no training state."""
         let_vllm_gather()
-        if self.engine_of(model) is not None:
+        known = next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
+        if known is not None:
+            if evaluation_mode and shards_of(model) is not None:
+                return model  # whoever has it now: a forward asks for no more
+            check_owner(model, known.sharded)
             set_up_checkpointing(model, self.dist_config)  # a second `train()` has used HF's switch again
         else:
             trainable = not evaluation_mode or model is self.own_model
@@ -401,7 +409,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         if engine is not None:
             every_rank(self.mesh, "accelerator.get_state_dict()")
             engine.meet()
-            return full_state_dict(engine, keep=self.is_main_process)
+            return full_state_dict(engine.sharded, keep=self.is_main_process)
         engine = self.engine_containing(model)
         if engine is not None:
             every_rank(self.mesh, "accelerator.get_state_dict()")

@@ -22,11 +22,12 @@ from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
 from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
-from hf_dist.hf.state_dict import loading
+from hf_dist.hf.state_dict import full_state_dict, loading
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
 from hf_dist.log import say
 from hf_dist.on_one_rank import every_rank
 from hf_dist.optim.taken_over import load_schedule
+from hf_dist.sharding.keeper import shards_of
 
 _SCHEDULER = "scheduler.pt"
 
@@ -233,10 +234,17 @@ class CheckpointingMixin:
         weights are then written with the rest, after it returns.
         """
         engine = self.dist_engine
-        if engine is None:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
         target = Path(self.args.output_dir if output_dir is None else output_dir)
+        if engine is None:
+            sharded = None if self.dist is None else shards_of(self.model)
+            if sharded is None:
+                super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+                return
+            # Another Trainer has taken the model over; the weights are in its shards.
+            state = full_state_dict(sharded, keep=self.args.should_save)
+            if self.args.should_save:
+                self._save(str(target), state_dict=state)  # type: ignore[attr-defined]
+            return
         if self._working is not None and target == self._working[0]:
             if self.accelerator.mesh.world.rank == 0:
                 self._working[1].write_small_files(target)

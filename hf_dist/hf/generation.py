@@ -15,6 +15,7 @@ from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import unsharded
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.units import containers
 from hf_dist.sizes import size_text
 
@@ -31,55 +32,56 @@ def let_generate(engine: Engine) -> None:
     `with hf_dist.gathered(model):` nothing is sent, and each rank may call it as often as it likes. Nothing changes
     where each rank has all weights.
     """
-    shares = engine.sharded.placements.params is Placement.SHARD and engine.mesh.shard.size > 1
-    if not shares and engine.mesh.axes.size("ep") == 1:
+    sharded = engine.sharded
+    shares = sharded.placements.params is Placement.SHARD and sharded.mesh.shard.size > 1
+    if not shares and sharded.mesh.axes.size("ep") == 1:
         return
-    for module in containers(engine.model, engine.sharded.units):
+    for module in containers(sharded.model, sharded.units):
         # HF's `generate` then keeps all ranks in step until the longest is done.
         module.__dict__["_is_fsdp_managed_module"] = True
         for name, instead in (("generate", _generate), ("generate_batch", _generate_batch)):
             if hasattr(type(module), name):
-                replace_method(module, name, functools.partial(instead, weakref.ref(engine)))
+                replace_method(module, name, functools.partial(instead, weakref.ref(sharded)))
 
 
-def _generate(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(reference: weakref.ref[ShardedModel], model: Any, *args: Any, **kwargs: Any) -> Any:
     generate = type(model).generate
-    engine = reference()
-    if engine is None:
+    sharded = reference()
+    if sharded is None:
         return generate(model, *args, **kwargs)
     # Tokens travel to experts in every forward: a rank that is done must go on for the others.
-    spread = engine.mesh.axes.size("ep") > 1
-    if all(group.pins and group.fresh for group in engine.sharded.groups):  # in a block that gathered everything
+    spread = sharded.mesh.axes.size("ep") > 1
+    if all(group.pins and group.fresh for group in sharded.groups):  # in a block that gathered everything
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
-    every_rank(engine.mesh, "model.generate()")
-    needed = sum(g.layout.numel * g.full.element_size() for g in engine.sharded.groups if not g.resident)
-    if not _fits(engine, needed):
+    every_rank(sharded.mesh, "model.generate()")
+    needed = sum(g.layout.numel * g.full.element_size() for g in sharded.groups if not g.resident)
+    if not _fits(sharded, needed):
         say_once(
             f"generate: the {size_text(needed)} of full weights do not fit beside what is in memory; every token "
             "gathers them unit by unit, which is slow. More ranks, shorter prompts, or offloaded optimizer state make room."
         )
         return generate(model, *args, **{**kwargs, "synced_gpus": True})
-    with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
+    with unsharded(sharded.model, settle=lambda group, changed: None, slices=True):
         # No rank waits for another inside: one that is done need not go on for the others.
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
 
 
-def _generate_batch(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate_batch(reference: weakref.ref[ShardedModel], model: Any, *args: Any, **kwargs: Any) -> Any:
     """HF's continuous batching, on weights gathered once: ranks take other numbers of forwards, in a thread of its own."""
     generate = type(model).generate_batch
-    engine = reference()
-    if engine is None:
+    sharded = reference()
+    if sharded is None:
         return generate(model, *args, **kwargs)
-    if engine.mesh.axes.size("ep") > 1:
+    if sharded.mesh.axes.size("ep") > 1:
         raise ModelError(
             "generate_batch: tokens travel to experts on other ranks (expert_parallel) in every forward, and the ranks take "
             "different numbers of them. Use model.generate, or set expert_parallel.enabled to false."
         )
-    with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
+    with unsharded(sharded.model, settle=lambda group, changed: None, slices=True):
         return generate(model, *args, **kwargs)
 
 
-def _fits(engine: Engine, needed: int) -> bool:
+def _fits(sharded: ShardedModel, needed: int) -> bool:
     """Whether all ranks of `shard` have room for `needed` more bytes; equal on each of them. Collective over shard."""
-    mine = needed <= _SHARE * (free_nbytes(engine.device) or 0)
-    return all(collectives.all_gather_object(engine.mesh.shard, mine))
+    mine = needed <= _SHARE * (free_nbytes(sharded.mesh.device) or 0)
+    return all(collectives.all_gather_object(sharded.mesh.shard, mine))

@@ -173,25 +173,28 @@ def let_save_pretrained(engine: Engine) -> None:
     """
     for module in containers(engine.model, engine.sharded.units):
         if hasattr(module, "save_pretrained"):
-            instead = functools.partial(_save_pretrained, weakref.ref(engine))  # weak: the model would keep the engine
+            instead = functools.partial(_save_pretrained, weakref.ref(engine.sharded), weakref.ref(engine))
             replace_method(module, "save_pretrained", instead)
 
 
-def _save_pretrained(reference: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
-    engine = reference()
+def _save_pretrained(
+    shards: weakref.ref[ShardedModel], trainer: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    sharded, engine = shards(), trainer()
     stock = functools.partial(type(model).save_pretrained, model, *args, **kwargs)
-    if engine is None:
+    if sharded is None:
         return stock()
-    sharded, writes = engine.sharded, engine.mesh.world.rank == 0
+    writes = sharded.mesh.world.rank == 0
     if sharded.model in _LENT or kwargs.get("state_dict") is not None:
         return stock() if writes or not is_spread(sharded) else None
     if not is_spread(sharded):
         with lent_here(sharded) if own_save_pretrained(model) else nullcontext():
             return stock()
-    every_rank(engine.mesh, "model.save_pretrained()")
-    engine.meet()
-    if engine.mesh.pp.size > 1 and not own_save_pretrained(model):
-        state = full_state_dict(engine, keep=writes)
+    every_rank(sharded.mesh, "model.save_pretrained()")
+    if engine is not None:
+        engine.meet()
+    if sharded.mesh.pp.size > 1 and not own_save_pretrained(model):
+        state = full_state_dict(sharded, keep=writes)
         return stock(state_dict=state) if writes else None
     with lent(sharded, model, keep=writes):
         return stock() if writes else None

@@ -21,13 +21,13 @@ _LOADING: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Engines whose weights are being loaded from a state dict."""
 
 
-def full_state_dict(engine: Engine, keep: bool = True) -> dict[str, torch.Tensor]:
+def full_state_dict(sharded: ShardedModel, keep: bool = True) -> dict[str, torch.Tensor]:
     """All weights and persistent buffers on the CPU, under the model's own names, in the dtype they were loaded in.
 
     Collective: every rank calls it; those with `keep=False` get an empty dict and hold one unit at most. Tied names share
     one tensor, as in `model.state_dict()`.
     """
-    whole = engine.sharded.whole
+    whole = sharded.whole
     names: dict[int, list[str]] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in whole.state_dict(keep_vars=True).items():
@@ -35,13 +35,13 @@ def full_state_dict(engine: Engine, keep: bool = True) -> dict[str, torch.Tensor
         names.setdefault(id(value), []).append(name)
     aliases = {name: names.get(id(param), []) for name, param in whole.named_parameters()}
     owned: set[str] = set()
-    for name, tensor in all_tensors(engine.sharded):
+    for name, tensor in all_tensors(sharded):
         owned.update(aliases[name])
         if keep:
             state.update(dict.fromkeys(aliases[name], tensor.detach().to("cpu", copy=True)))
     if not keep:
         return {}
-    buffers = engine.model.state_dict(keep_vars=True)
+    buffers = sharded.model.state_dict(keep_vars=True)
     for name, value in state.items():
         if name not in owned and isinstance(value, torch.Tensor):
             state[name] = buffers[name].detach().cpu()

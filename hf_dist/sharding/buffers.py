@@ -8,6 +8,7 @@ A model without any (rotary tables are constants) sends nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -22,7 +23,7 @@ class ChangingBuffers:
     """The buffers of one model that differ between data ranks after a forward, and how they become equal."""
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
-        self.model, self.mesh = model, mesh
+        self._model, self.mesh = weakref.ref(model), mesh
         self._statistics = sorted(
             f"{name}.{buffer}" if name else buffer
             for name, module in model.named_modules()
@@ -33,6 +34,13 @@ class ChangingBuffers:
         self._before: dict[str, tuple[int, int]] | None = None
         self._at_first: dict[str, torch.Tensor] = {}
         self._owners: list[int] | None = None  # which stage runs the module of each of `_statistics`
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which whoever calls this holds."""
+        model = self._model()
+        assert model is not None
+        return model
 
     def watch(self) -> None:
         """A training forward comes: remember what the buffers are. Local; only the first call does something."""

@@ -255,8 +255,8 @@ def _make_readable(tensor: Any) -> None:
     owner = reference()
     if owner is None:
         raise FreedParameterError(
-            f"parameter {name} was read after the engine that held its shards was dropped. Keep the engine for as long as "
-            "the model is used, or save the weights before."
+            f"parameter {name} was read after the model that it belonged to was dropped. Keep the model for as long as its "
+            "parameters are used."
         )
     owner.make_readable(name)
 

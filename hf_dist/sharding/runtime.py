@@ -19,6 +19,7 @@ from hf_dist.sharding.group_axes import Combination, axes_by_name, held_between_
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
 from hf_dist.sharding.held import cut_along
 from hf_dist.sharding.in_flight import InFlightLimits
+from hf_dist.sharding.keeper import keep_shards
 from hf_dist.sharding.passes import Passes
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
@@ -51,7 +52,7 @@ class ShardedModel:
         whatever the structure; `pipeline`: the stages of a pipeline that this rank runs, `model` then has their parameters
         only; `sliced`: of a model that is cut along `tp`; `storage`: where states rest (default: all on the device).
         """
-        self.model = model
+        self._model = weakref.ref(model)
         self.mesh = mesh
         self.placements = placements
         self.precision = precision
@@ -96,6 +97,14 @@ class ShardedModel:
 
         for group in self.trainable_groups:
             group.access = GroupAccess(group, land, to_combine)
+        keep_shards(model, self)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model. It holds these shards (`keeper.py`), and whoever uses them holds it."""
+        model = self._model()
+        assert model is not None, "shards of a model that is gone"
+        return model
 
     @property
     def whole(self) -> nn.Module:

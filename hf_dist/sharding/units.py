@@ -167,7 +167,9 @@ def _check_materialized(model: nn.Module) -> None:
             "hf_dist places parameters itself: load it without device_map."
         )
     if any(hasattr(p, "_hf_dist_owner") for p in model.parameters()):
-        raise ModelError("the model is already sharded by hf_dist; prepare each model once")
+        raise ModelError(
+            "the model has parameters of one that is already prepared. Call hf_dist.unprepare(that_model) first, on every rank."
+        )
 
 
 def containers(model: nn.Module, units: list[ShardUnit]) -> list[nn.Module]:

@@ -48,6 +48,7 @@ class Holder:
 
     sharded: Any
     fragments: Any
+    model: Any
     outer: Any = None
 
     @property
@@ -75,7 +76,7 @@ def shard(model: nn.Module, stage: int, mesh: Any) -> Holder:
     precision = Precision(compute=next(model.parameters()).dtype)
     sharded = ShardedModel(model, placements=ZERO_STAGES[stage], mesh=mesh, precision=precision)
     check_load(model, sharded.groups, sources, mesh)
-    return Holder(sharded, FragmentedOptimizer(sharded, optimizer))
+    return Holder(sharded, FragmentedOptimizer(sharded, optimizer), model)
 
 
 def load(family: str, folder: Path, dtype: torch.dtype, cut: Any = None) -> Any:

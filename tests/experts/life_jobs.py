@@ -62,7 +62,7 @@ def streamed(folder: Path, source: str) -> dict[str, Any]:
     before = bytes_read()
     engine = hf_dist.initialize(model, config={**config, **SPREAD}, device="cpu")
     read = bytes_read() - before
-    state = full_state_dict(engine)
+    state = full_state_dict(engine.sharded)
     wrong = [name for name, value in stock.state_dict().items() if not torch.equal(state[name], value)]
     return {"read": read, "experts": 4 * experts, "rest": 4 * rest, "wrong": wrong}
 

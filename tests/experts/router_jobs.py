@@ -147,7 +147,7 @@ def engine_loop(rank: int, world: int, accumulation: int, stage: int, pp: int, s
         mine = [part(batch, engine.mesh.dp.rank, dp) for batch in window]
         losses.append(float(engine.train_batch(iter(mine))))
         norms.append(engine.get_global_grad_norm())
-    return {"losses": losses, "norms": norms, "weights": full_state_dict(engine)}
+    return {"losses": losses, "norms": norms, "weights": full_state_dict(engine.sharded)}
 
 
 def one_process(accumulation: int, parts: int = 1) -> dict[str, Any]:

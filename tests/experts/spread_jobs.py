@@ -157,7 +157,7 @@ def train(rank: int, world: int, setting: Setting) -> dict[str, Any]:
         losses.append(window.item())
         norms.append(engine.get_global_grad_norm())
     names = {n for n, _ in engine.sharded.whole.named_parameters()}
-    weights = full_state_dict(engine, keep=rank == 0)
+    weights = full_state_dict(engine.sharded, keep=rank == 0)
     return {"losses": losses, "norms": norms, "weights": {n: w for n, w in weights.items() if n in names}}
 
 
@@ -263,7 +263,7 @@ def lived(rank: int, world: int, folder: str) -> dict[str, Any]:
             resumed = start(other, world)
             resumed.load_checkpoint(str(root / saved.name))
             found[f"{saved.name} to {other.name}"] = (after, step(resumed, other, rank, world, 1))
-        found[f"weights of {saved.name}"] = full_state_dict(engine, keep=rank == 0)
+        found[f"weights of {saved.name}"] = full_state_dict(engine.sharded, keep=rank == 0)
     engine = start(Setting("replicated", stage=1), world)
     try:
         copy.deepcopy(engine.model)(input_ids=torch.ones(1, 4, dtype=torch.long))

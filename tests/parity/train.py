@@ -126,7 +126,7 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
     now = {n: (held_slice(p).whole, id(p)) for n, p in model.named_parameters()}
     assert shapes == now, "object, name or shape changed"
     if case.ep > 1:
-        whole = full_state_dict(engine, keep=rank == 0)
+        whole = full_state_dict(engine.sharded, keep=rank == 0)
         return {"losses": losses, "norms": norms, "weights": {n: whole[n] for n in shapes if n in whole}}
     with hf_dist.gathered(model):
         now = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}

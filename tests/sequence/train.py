@@ -174,7 +174,7 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
     if case.ep > 1:  # inside `gathered` a rank has its own experts
         from hf_dist.hf.state_dict import full_state_dict
 
-        return {"losses": losses, "norms": norms, "weights": full_state_dict(engine, keep=rank == 0)}
+        return {"losses": losses, "norms": norms, "weights": full_state_dict(engine.sharded, keep=rank == 0)}
     with hf_dist.gathered(model):
         weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if engine.mesh.dp.rank == 0 else {}
     return {"losses": losses, "norms": norms, "weights": weights}

@@ -1,0 +1,168 @@
+"""What ranks do with a model whose Trainer is gone, or that another Trainer takes over; one function a story."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import SequentialSampler
+
+STEPS, ROWS, WORDS = 2, 4, 64
+PROMPT = torch.tensor([[3, 4, 5, 6]])
+Weights = dict[str, torch.Tensor]
+
+
+def small_model(lora: bool = False) -> Any:
+    """A Llama, alone or under adapters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_hidden_layers=2, eos_token_id=2, **shape))
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def rows() -> list[dict[str, list[int]]]:
+    """For a whole training; the ranks share each batch of them."""
+    tokens = torch.randint(3, WORDS, (STEPS * ROWS, 8), generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer(model: Any, folder: str, stage: int | None, ranks: int = 1, **more: Any) -> Any:
+    """Ours at a stage, or the stock one."""
+    from transformers import Trainer, TrainingArguments
+
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    base, kind, own = Trainer, TrainingArguments, {}
+    if stage is not None:
+        quiet = {"stall_report_seconds": 0, "check_load": False}
+        base, kind = DistTrainer, DistTrainingArguments
+        own = {"dist_config": {"zero_optimization": {"stage": stage}, "hf_dist": quiet}}
+
+    class InOrder(base):  # type: ignore[misc, valid-type]
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    # Adam divides by gradients that are close to nothing; their last bits differ with the number of ranks.
+    options = {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+    }
+    options |= {"disable_tqdm": True, "per_device_train_batch_size": ROWS // ranks, "logging_steps": 1}
+    arguments = kind(folder, **options, **own, **more)
+    return InOrder(model, arguments, train_dataset=rows(), eval_dataset=rows())
+
+
+def finetune(model: Any, *args: Any, **more: Any) -> Any:
+    """As a function of a user's does: the Trainer ends with it."""
+    trainer(model, *args, **more).train()
+    return model
+
+
+def _ours(stage: int | None, ranks: int, folder: str) -> Callable[..., Any]:
+    def run(model: Any, other: int | None = None, **more: Any) -> Any:
+        return finetune(model, folder, stage if other is None or stage is None else other, ranks, **more)
+
+    return run
+
+
+def weights_of(model: Any) -> Weights:
+    """Whole weights. Collective."""
+    import hf_dist
+    from hf_dist.sharding.keeper import shards_of
+
+    with nullcontext() if shards_of(model) is None else hf_dist.gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def outlives(stage: int | None, ranks: int, folder: str, lora: bool) -> dict[str, Any]:
+    """The model works, saves and trains again after its Trainer is gone."""
+    run = _ours(stage, ranks, folder)
+    model = run(small_model(lora))
+    gc.collect()
+    model.eval()
+    found: dict[str, Any] = {"logits": model(input_ids=PROMPT).logits.detach()}
+    found["tokens"] = model.generate(input_ids=PROMPT, max_new_tokens=5, do_sample=False).tolist()
+    model.save_pretrained(folder + "/saved")
+    found["saved"] = weights_of(model)
+    run(model, 3 if stage in (0, 1) else 1)  # another stage
+    found["second"] = weights_of(model)
+    run(model)
+    found["third"] = weights_of(model)
+    return found
+
+
+def alive(stage: int | None, ranks: int, folder: str) -> dict[str, Any]:
+    """A second Trainer takes the model over while the first one is there."""
+    model = small_model()
+    first = trainer(model, folder, stage, ranks)
+    first.train()
+    second = trainer(model, folder, stage, ranks, weight_decay=0.5)
+    second.train()
+    first.save_model(folder + "/by_the_first")
+    found: dict[str, Any] = {"weights": weights_of(model), "loss": first.evaluate()["eval_loss"]}
+    if stage is not None:
+        try:
+            first.train()
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def evaluated_first(stage: int | None, ranks: int, folder: str) -> dict[str, Any]:
+    """Evaluation alone, then training by another Trainer, then an ordinary model."""
+    import hf_dist
+
+    model = small_model()
+    loss = trainer(model, folder, stage, ranks).evaluate()["eval_loss"]
+    finetune(model, folder, stage, ranks)
+    if stage is not None:
+        hf_dist.unprepare(model)
+        left = [key for m in model.modules() for key, value in m.__dict__.items() if "hf_dist" in str(type(value))]
+        assert not left, left
+        assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return {"loss": loss, "weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def many(stage: int, ranks: int, folder: str) -> list[tuple[int, int, int, int]]:
+    """What is left after each of six Trainers in a row, half of them on one model."""
+    from hf_dist.sharding.group import FlatGroup
+    from hf_dist.sharding.runtime import ShardedModel
+
+    left, model = [], small_model()
+    for number in range(6):
+        finetune(model if number < 3 else small_model(), folder, stage, ranks)
+        gc.collect()
+        kinds = [type(thing) for thing in gc.get_objects()]
+        open_files = len(list(Path("/proc/self/fd").iterdir()))
+        left.append((kinds.count(ShardedModel), kinds.count(FlatGroup), threading.active_count(), open_files))
+    return left
+
+
+def stories(rank: int, world: int, told: list[tuple[str, tuple[Any, ...]]], folder: str) -> list[Any]:
+    """Every story in its own folder, which is the same on all ranks: what it returned, or the error."""
+    found: list[Any] = []
+    for number, (name, arguments) in enumerate(told):
+        own = f"{folder}/{number}"
+        try:
+            outcome = globals()[name](arguments[0], world, own, *arguments[1:])
+            found.append(outcome if rank == 0 or name == "many" else None)
+        except Exception:
+            found.append(traceback.format_exc())
+    return found

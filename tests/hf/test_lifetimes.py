@@ -1,0 +1,95 @@
+"""Weights belong to the model object, not to its Trainer: what happens after the Trainer, or under a second one, equals DDP's.
+
+The stock Trainer in one process on the joined batches is the reference, story by story.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.harness import run_ranks
+from tests.hf import lifetimes
+from tests.hf.lifetimes import Weights, small_model
+
+STAGES = (0, 1, 3)
+STORIES: list[tuple[str, tuple[Any, ...]]] = [
+    *(("outlives", (stage, lora)) for stage in STAGES for lora in (False, True)),
+    *(("alive", (stage,)) for stage in STAGES),
+    *(("evaluated_first", (stage,)) for stage in STAGES),
+    *(("many", (stage,)) for stage in (1, 3)),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], Path]:
+    folder = tmp_path_factory.mktemp("stories")
+    return run_ranks(lifetimes.stories, 2, (STORIES, str(folder)), timeout=400), folder
+
+
+def outcome(told: Any, *story: Any) -> tuple[Any, Path]:
+    number = STORIES.index((story[0], tuple(story[1:])))
+    for rank in told[0]:
+        assert not isinstance(rank[number], str), rank[number]
+    return told[0][0][number], told[1] / str(number)
+
+
+def close(ours: Weights, stock: Weights, start: Weights) -> None:
+    assert ours.keys() == stock.keys()
+    for name, value in stock.items():
+        update = (value - start[name]).norm()
+        assert (ours[name] - value).norm() <= 1e-5 * value.norm() and (
+            update == 0 or (ours[name] != start[name]).any()
+        ), name
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_outlives_its_trainer(stage: int, lora: bool, told: Any, tmp_path: Path) -> None:
+    ours, folder = outcome(told, "outlives", stage, lora)
+    stock = lifetimes.outlives(None, 1, str(tmp_path), lora)
+    start = dict(small_model(lora).named_parameters())
+    assert (ours["logits"] - stock["logits"]).norm() <= 1e-5 * stock["logits"].norm()
+    assert ours["tokens"] == stock["tokens"]
+    for key in ("saved", "second", "third"):
+        close(ours[key], stock[key], start)
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    close(load_file(folder / "saved" / name), load_file(tmp_path / "saved" / name), _zeros(tmp_path / "saved" / name))
+
+
+def _zeros(file: Path) -> Weights:
+    return {name: torch.zeros_like(value) for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_trainer_takes_the_model_over(stage: int, told: Any, tmp_path: Path) -> None:
+    ours, folder = outcome(told, "alive", stage)
+    stock = lifetimes.alive(None, 1, str(tmp_path))
+    close(ours["weights"], stock["weights"], dict(small_model().named_parameters()))
+    saved = load_file(folder / "by_the_first" / "model.safetensors")
+    assert all(torch.equal(saved[name], ours["weights"][name]) for name in saved), "of the weights before"
+    assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+    assert ours["error"].startswith("ModelError: LlamaForCausalLM was taken over by another Trainer")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_then_training_then_an_ordinary_model(stage: int, told: Any, tmp_path: Path) -> None:
+    ours, _ = outcome(told, "evaluated_first", stage)
+    stock = lifetimes.evaluated_first(None, 1, str(tmp_path))
+    assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+    close(ours["weights"], stock["weights"], dict(small_model().named_parameters()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_is_left_of_trainers_before(stage: int, told: Any) -> None:
+    number = STORIES.index(("many", (stage,)))
+    for rank in told[0]:
+        left = rank[number]
+        assert not isinstance(left, str), left
+        assert {(shards, groups) for shards, groups, *_ in left} == {(1, 3)}, "of the model that is there"
+        # Four Trainers later: one thread or file of each would be four. Collectives of gloo end in their own time.
+        assert left[5][2] - left[1][2] < 4 and left[5][3] - left[1][3] < 4, "threads, open files"
