@@ -75,6 +75,19 @@ def layout_file(layout: Layout) -> dict[str, Any]:
     return data
 
 
+def test_replicas_that_train_alone_hold_more_and_send_less() -> None:
+    alone = start().replaced({"local_sgd.every": (100, "test"), "local_sgd.outer_momentum": (0.9, "test")})
+    layout = Layout(dp_replicate=2, dp_shard=4, stage=3, micro=1, microbatches=8)
+    limits, hardware = Limits(ROOM, None, 4), Hardware(ranks_per_machine=4)
+    together, apart = (Search(meta("llama"), c, WANTED, limits, hardware) for c in (start(), alone))
+    usual, found = together.plan(layout), apart.plan(layout)
+    assert usual is not None and found is not None
+    job = Planner(apart.model, WANTED.ranks, Workload(1, WANTED.seq)).plan(layout.of(alone))
+    assert found.plan.states.nbytes == job.states.nbytes != usual.plan.states.nbytes
+    rough, before = (each._time(layout).sent["dp_replicate"] for each in (apart, together))
+    assert 0 < rough == before // 100
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_best_fit_and_are_planned_as_a_job_is(family: str) -> None:
     looked = search(family)

@@ -30,6 +30,7 @@ from hf_dist.estimate.state_bytes import States
 from hf_dist.estimate.step_time import StepTime, Sum, step_time
 from hf_dist.estimate.wire import Traffic, state_traffic
 from hf_dist.experts.spread import expert_counts, expert_slices
+from hf_dist.local_sgd.outer import num_outer_states
 from hf_dist.offload.resting import Tier
 from hf_dist.pipeline import make_schedule, simulate
 from hf_dist.sequence.split import heads_of
@@ -226,7 +227,9 @@ class Search:
         traffic: Traffic = {"shard": {"all_gather": (calls * (gathers + reductions), nbytes)}}
         if layout.dp_replicate > 1:
             copies = layout.dp_replicate
-            traffic["dp_replicate"] = {"all_reduce": (calls, 8 * numel * (copies - 1) // (shards * copies))}
+            every = self.config.local_sgd.every if self.config.local_sgd.enabled else 1
+            sent = 8 * numel * (copies - 1) // (shards * copies)
+            traffic["dp_replicate"] = {"all_reduce": (calls // every, sent // every)}
         return traffic
 
     # ----------------------------------------------------------------- memory
@@ -256,7 +259,7 @@ class Search:
         key = (*layout.place, layout.virtual, rank)
         if key not in self._states:
             slices = self.planner.slices(config)
-            self._states[key] = States.of_model(
+            states = States.of_model(
                 self.model if slices is None else slices.model,
                 config,
                 num_shards=layout.dp_shard * layout.cp,
@@ -264,6 +267,8 @@ class Search:
                 names=names,
                 copies=slices.copies if slices else None,
             )
+            outer = num_outer_states(config.local_sgd) if layout.dp_replicate > 1 else 0
+            self._states[key] = replace(states, outer_states=outer)
         return self._states[key]
 
     def _stage(self, layout: Layout, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
