@@ -71,6 +71,7 @@ OURS = {
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
     *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective", "mlp_tiles")),
     "strict_config",
+    "fp16.fp16",
     *(f"local_sgd.{key}" for key in ("every", "outer_lr", "outer_momentum", "nesterov", "fragments", "overlap", "mix")),
     *(
         f"curriculum_learning.schedule_config{key}"
