@@ -29,7 +29,13 @@ CASES = {
     f"stage{stage}-{kind or 'none'}-{optimizer}": (stage, kind, optimizer)
     for stage in (0, 1, 2, 3)
     for kind in ("", *(("cpu",) if stage else ()), *(("cpu+cpu",) if stage == 3 else ()))
-    for optimizer in ("AdamW", "SGD", "Muon", *(() if kind else ("Lamb", "Adafactor", "AdamW in bf16")))
+    for optimizer in (
+        "AdamW",
+        "SGD",
+        "Muon",
+        "AdamW all in bf16",
+        *(() if kind else ("Lamb", "Adafactor", "AdamW in bf16")),
+    )
 }
 
 
@@ -53,12 +59,13 @@ def config_of(stage: int, kind: str, optimizer: str = "AdamW", **more: Any) -> d
     offload = dict(zip(("offload_optimizer", "offload_param"), kind.split("+") if kind else (), strict=False))
     own: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adafactor": {"relative_step": False, "beta1": 0.9}}
     own["AdamW in bf16"] = {"fp32_optimizer_states": False}
+    own["AdamW all in bf16"] = own["AdamW in bf16"]
     params = {"lr": 1e-3, **own.get(optimizer, {})}
     return {
         "train_micro_batch_size_per_gpu": MICRO,
-        "optimizer": {"type": optimizer.removesuffix(" in bf16"), "params": params},
+        "optimizer": {"type": optimizer.partition(" ")[0], "params": params},
         "zero_optimization": {"stage": stage, **{key: {"device": device} for key, device in offload.items()}},
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": "all" in optimizer},
         **more,
     }
 

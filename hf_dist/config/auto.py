@@ -239,6 +239,8 @@ def _apply(rule: AutoRule, sources: AutoSources, work: _Resolution) -> None:
     if value is None or (rule.stage3 and work.config.zero_optimization.stage < 3):
         return
     path = rule.path
+    if path == "bf16.enabled" and work.config.torch_autocast.enabled and work.config.source_of(path) == "default":
+        return  # what `bf16=True` means for the stock Trainer: autocast over fp32 weights
     if path in _BATCH and work.config.elasticity.enabled:
         return
     source = work.config.source_of(path)

@@ -69,10 +69,13 @@ def _wire(config: DistConfig) -> Iterator[Difference]:
         text = f"not in the file: {with_half}gradients travel in fp32 (twice the bytes), {there} in DeepSpeed"
         write = "the half precision" if with_half else f'"{half}"'
         yield Difference("communication_data_type", text, f"write {write}")
+    elif half is None and config.torch_autocast.enabled and config.communication_data_type is None:
+        text = "not in the file: under autocast gradients travel in fp32; DeepSpeed sends those of matrices in bf16"
+        yield Difference("communication_data_type", text, 'write "bf16"')
 
 
 def _accumulation(config: DistConfig) -> Iterator[Difference]:
-    half = _half(config)
+    half = None if config.bf16.bf16_master_weights_and_grads else _half(config)
     if half is not None and config.data_types.grad_accum_dtype is None and config.zero_optimization.stage > 0:
         text = "not in the file: gradients of several microbatches add up in fp32, in the dtype of the weights in DeepSpeed"
         write = "the half precision" if half == "half precision" else f'"{half}"'

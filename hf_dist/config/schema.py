@@ -34,6 +34,7 @@ from hf_dist.config.sections import (
     SchedulerConfig,
     TensorboardConfig,
     TensorParallelConfig,
+    TorchAutocastConfig,
     WandbConfig,
     ZeroConfig,
 )
@@ -85,6 +86,8 @@ class DistConfig(Frozen):
     """`fp16`: half precision."""
     bf16: Bf16Config = Bf16Config()
     """`bf16`: bfloat16."""
+    torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
+    """`torch_autocast`: torch.autocast around forward."""
     data_types: DataTypesConfig = DataTypesConfig()
     """`data_types`: dtypes of gradients and weights."""
     zero_optimization: ZeroConfig = ZeroConfig()

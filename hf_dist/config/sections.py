@@ -14,6 +14,7 @@ from hf_dist.config import values
 from hf_dist.config.values import Auto
 
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], PlainValidator(values.dtype)]
+AutocastDtype = Annotated[Literal["bf16"], PlainValidator(values.autocast_dtype)]
 Flag = Annotated[bool, PlainValidator(values.flag)]
 FlagOrAuto = Annotated[bool | Auto, PlainValidator(values.or_auto(values.flag))]
 Names = Annotated[tuple[str, ...], PlainValidator(values.names)]
@@ -94,6 +95,17 @@ class Bf16Config(Frozen):
     """`bf16.check_grad_overflow`: whether a step with inf or nan gradients is skipped."""
     bf16_optimizer_states: Flag = False
     """`bf16.bf16_optimizer_states`: whether optimizer states rest in bf16; they are stepped in fp32."""
+    bf16_master_weights_and_grads: Flag = False
+    """`bf16.bf16_master_weights_and_grads`: whether there are no fp32 master weights, and gradients add up in bf16."""
+
+
+class TorchAutocastConfig(Frozen):
+    """The `torch_autocast` section: `torch.autocast` around forward, as `bf16=True` is for the stock Trainer."""
+
+    enabled: Flag = False
+    """`torch_autocast.enabled`: whether operators cast by torch's rules; weights stay fp32 unless `bf16` is on as well."""
+    dtype: AutocastDtype = "bf16"
+    """`torch_autocast.dtype`: what they cast to; only "bfloat16" is available."""
 
 
 class DataTypesConfig(Frozen):

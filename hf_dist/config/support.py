@@ -112,19 +112,21 @@ _PRECISION = {
     **rows("fp16", "fp16_master_weights_and_grads", later("Remove the key; master weights are fp32.")),
     **rows("fp16", "opt_level", _NOT_A_KEY),
     **rows("bf16", "immediate_grad_update", _PERFORMANCE),
-    **rows("bf16", "bf16_master_weights_and_grads", later("Remove the key; master weights are fp32.")),
     **rows("bf16", f"auto_cast {_LOSS_SCALE_KEYS}", idle("bf16 has no loss scale")),
     **rows(
         "amp",
         "enabled",
         refused(
             "is not supported (nor does DeepSpeed take it with ZeRO)",
-            'Remove the section; "bf16": {"enabled": true} and "fp16" are what there is.',
+            'Remove the section; "torch_autocast": {"enabled": true} is what torch has in its place.',
         ),
     ),
     **rows("amp", "opt_level *", _SECTION_OFF),
-    **rows("torch_autocast", "enabled", later('Remove the section; "bf16": {"enabled": true} is what there is.')),
-    **rows("torch_autocast", "dtype lower_precision_safe_modules", _SECTION_OFF),
+    **rows(
+        "torch_autocast",
+        "lower_precision_safe_modules",
+        idle("weights and gradients travel in fp32, unless communication_data_type says otherwise"),
+    ),
     **rows("data_types", "buffer_dtype", later("Remove the key; buffers keep their dtype.")),
 }
 

@@ -162,6 +162,14 @@ def dtype(value: Any) -> str:
     raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(_DTYPE_SPELLINGS))
 
 
+def autocast_dtype(value: Any) -> str:
+    """ "bf16" from any usual spelling."""
+    found = dtype(str(value).strip().removeprefix("torch."))
+    if found != "bf16":
+        raise BadValue("is not available: autocast needs no loss scale in bfloat16 only", 'Set it to "bfloat16".')
+    return found
+
+
 def needed(coerce: Coerce) -> Coerce:
     """The same coercion of a key that something depends on: its remedy never is to remove it."""
 

@@ -14,6 +14,7 @@ from hf_dist.config import DistConfig
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.muon import is_matrix
 from hf_dist.sharding.layout import ParamSlot
+from hf_dist.sharding.precision import states_in_bf16
 
 __all__ = ["OptimizerStates"]
 
@@ -62,8 +63,7 @@ class OptimizerStates:
     def of_config(cls, config: DistConfig) -> OptimizerStates:
         """Of the config's optimizer; of the Trainer's AdamW if it has none."""
         found = cls._wide(config)
-        section = config.optimizer.params if config.optimizer is not None else {}
-        if config.bf16.bf16_optimizer_states or section.get("fp32_optimizer_states") is False:
+        if states_in_bf16(config):
             return replace(found, elements=tuple(2 for _ in found.elements))
         return found
 

@@ -198,7 +198,7 @@ class States:
                     dtype,
                     placements=placements,
                     storage=storage,
-                    grads=precision.grads,
+                    precision=precision,
                 )
                 groups.append(PlannedGroup(layout, dtype, first.requires_grad, at_rest, (copies or {}).get(name)))
             if named or not path:
@@ -240,10 +240,11 @@ class States:
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, how exact) of the states of one rank; nothing that is zero."""
         held, rows = self.nbytes, []
+        wide = "bf16" if self.config.bf16.bf16_master_weights_and_grads else "fp32"
         for tier, where in ((Tier.DEVICE, ""), (Tier.HOST, " on the host"), (Tier.DISK, " on disk")):
             rows += [
                 (f"weights{where}", held.weights[tier], "exact"),
-                (f"fp32 master weights{where}", held.masters[tier], "exact"),
+                (f"{wide} master weights{where}", held.masters[tier], "exact"),
                 (f"optimizer state{where}", held.optimizer[tier], "exact"),
                 (f"gradients{where}", held.gradients[tier], "exact" if where else "after backward"),
                 (f"buffers of transfers{where}", held.buffers[tier], "at most"),

@@ -55,6 +55,7 @@ from hf_dist.on_one_rank import every_rank
 from hf_dist.pipelined import Example
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.keeper import check_owner, shards_of
+from hf_dist.sharding.precision import DTYPES
 from hf_dist.window import joint_clip
 
 
@@ -363,6 +364,14 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         if self._shares_rows and self._schedulers[-1] is prepared:
             self._schedulers[-1] = prepared = DataRankScheduler.of(prepared, self.mesh.data.size)
         return prepared
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """accelerate's, for what a loop computes beside the model: on with `torch_autocast`, else nothing to cast."""
+        if not self.dist_config.torch_autocast.enabled:
+            casts: AbstractContextManager[Any] = super().autocast(autocast_handler)
+            return casts
+        kwargs = {} if autocast_handler is None else autocast_handler.to_kwargs()
+        return torch.autocast(self.device.type, DTYPES[self.dist_config.torch_autocast.dtype], **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Global norm of the gradients of `parameters` before clipping; equal on every rank.

@@ -1,11 +1,12 @@
-"""Optimizer states that rest in bf16 and are fp32 while they are stepped: half their memory, for any element-wise optimizer.
+"""What rests in bf16 and is fp32 while it is stepped: optimizer states, and master weights, for any element-wise optimizer.
 
     swap_in    bf16 -> fp32, of one batch of fragments
     step       in fp32, as without
     swap_out   fp32 -> bf16, rounded to the nearest, or up or down by chance so that the mean is right
 
 A second moment moves by (1 - beta2) of its value in a step, 0.1% with 0.999, and bf16 has steps of 0.8%: rounded to the nearest
-it stands still. That is what DeepSpeed's keys ask for; `hf_dist.stochastic_rounding` lets it move.
+it stands still. So does a weight, whose steps of 0.4 to 0.8% are far above a learning rate. That is what DeepSpeed's keys ask
+for; `hf_dist.stochastic_rounding` lets both move.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hf_dist.errors import ConfigError, Problem
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.step_batch import StepBatch
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.precision import states_in_bf16
 
 __all__ = ["RoundedBatch", "Rounding", "rounding_of"]
 
@@ -26,9 +28,10 @@ __all__ = ["RoundedBatch", "Rounding", "rounding_of"]
 class Rounding:
     """How fp32 becomes bf16."""
 
-    def __init__(self, *, stochastic: bool, seed: int = 0) -> None:
-        """`seed`: of this rank's own random numbers, which are no part of a checkpoint."""
+    def __init__(self, *, stochastic: bool, seed: int = 0, states: bool = True) -> None:
+        """`seed`: of this rank's own random numbers, no part of a checkpoint; `states`: whether states are rounded, too."""
         self.stochastic = stochastic
+        self.states = states
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -47,7 +50,7 @@ class Rounding:
 
 
 class RoundedBatch(StepBatch):
-    """Fragments of one group whose states rest in bf16."""
+    """Fragments of one group whose states, masters or both rest in bf16."""
 
     def __init__(self, group: FlatGroup, fragments: Sequence[Fragment], rounding: Rounding) -> None:
         super().__init__([group], fragments)
@@ -55,7 +58,10 @@ class RoundedBatch(StepBatch):
         self._rounding = rounding
 
     def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wide copies of the states."""
+        """Wide copies of the states and of the masters."""
+        for f in self.fragments:
+            if f.tensor.dtype is torch.bfloat16:
+                f.tensor.data = f.tensor.data.float()
         for state in (optimizer.state.get(f.tensor, {}) for f in self.fragments):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
@@ -66,14 +72,19 @@ class RoundedBatch(StepBatch):
         for f in self.fragments:
             state = optimizer.state.get(f.tensor, {})
             for key, value in state.items():
-                if f.is_like(value) and value.dtype is torch.float32:
+                if self._rounding.states and f.is_like(value) and value.dtype is torch.float32:
                     state[key] = self._rounding(value)
+            rests = f.group.source[f.start : f.stop]
+            if rests.dtype is torch.bfloat16 and f.tensor.dtype is torch.float32:
+                rests.copy_(self._rounding(f.tensor.data))
+                f.tensor.data = rests
         super().swap_out(optimizer)
 
 
 def rounding_of(config: DistConfig, rank: int) -> Rounding | None:
     """What the resolved `config` asks for; None for states in fp32. Raises `ConfigError` where there is no bf16."""
-    paths = {"bf16.bf16_optimizer_states": "true"} if config.bf16.bf16_optimizer_states else {}
+    narrow = {key: getattr(config.bf16, key) for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")}
+    paths = {f"bf16.{key}": "true" for key, wanted in narrow.items() if wanted}
     if config.optimizer is not None and config.optimizer.params.get("fp32_optimizer_states") is False:
         paths["optimizer.params.fp32_optimizer_states"] = "false"
     stochastic = config.hf_dist.stochastic_rounding
@@ -81,14 +92,15 @@ def rounding_of(config: DistConfig, rank: int) -> Rounding | None:
         if stochastic:
             fix = 'Add "bf16_optimizer_states": true to "bf16", or remove the key.'
             raise ConfigError(
-                Problem("hf_dist.stochastic_rounding", "true", "rounds optimizer states in bf16 only", fix)
+                Problem("hf_dist.stochastic_rounding", "true", "rounds states and weights in bf16 only", fix)
             )
         return None
     path, found = next(iter(paths.items()))
     if not settled(config.bf16.enabled):
         fix = "Train in bf16, or remove the key."
-        raise ConfigError(Problem(path, found, "needs bf16: states follow the dtype of the weights", fix))
+        raise ConfigError(Problem(path, found, "needs bf16: both follow the dtype of the weights", fix))
     if config.zero_optimization.offload_optimizer.device == "nvme":
         fix = 'Remove the key, or set "device" to "cpu".'
         raise ConfigError(Problem(path, found, "is not available with states on disk", fix))
-    return Rounding(stochastic=stochastic, seed=torch.initial_seed() % (1 << 31) + rank)
+    seed = torch.initial_seed() % (1 << 31) + rank
+    return Rounding(stochastic=stochastic, seed=seed, states=states_in_bf16(config))

@@ -105,9 +105,10 @@ def check_whole(stepping: Stepping, optimizer: torch.optim.Optimizer, config: Di
     if device == "nvme" or (device == "cpu" and stepping is Stepping.WHOLE):
         other = 'Set it to "none", or use an element-wise optimizer such as "AdamW".'
         raise ConfigError(Problem("zero_optimization.offload_optimizer.device", f'"{device}"', needs, other))
-    if config.bf16.bf16_optimizer_states:
-        fix = 'Set it to false, or use an element-wise optimizer such as "AdamW".'
-        raise ConfigError(Problem("bf16.bf16_optimizer_states", "true", needs, fix))
+    for key in ("bf16_optimizer_states", "bf16_master_weights_and_grads"):
+        if getattr(config.bf16, key):
+            fix = 'Set it to false, or use an element-wise optimizer such as "AdamW".'
+            raise ConfigError(Problem(f"bf16.{key}", "true", needs, fix))
     if config.hf_dist.optimizer_in_backward:
         fix = 'Remove the key, or use an element-wise optimizer such as "AdamW".'
         raise ConfigError(Problem("hf_dist.optimizer_in_backward", "true", needs, fix))

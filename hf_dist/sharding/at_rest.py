@@ -14,7 +14,7 @@ from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements
-from hf_dist.sharding.precision import MASTER_DTYPE
+from hf_dist.sharding.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ def plan_at_rest(
     *,
     placements: StatePlacements,
     storage: Storage,
-    grads: torch.dtype = torch.float32,
+    precision: Precision,
 ) -> GroupAtRest:
     """How one group rests on `rank` of its shard axis; groups must be asked for in the order of the units.
 
-    `dtype`: of the weights in use; `grads`: of the gradient. Storage counts what it has handed out (`ratio`, `max_in_cpu`).
+    `dtype`: of the weights in use. Storage counts what it has handed out (`ratio`, `max_in_cpu`).
     """
     rests = placements.optim if trainable else placements.params
     interval = layout.shard(rank) if rests is Placement.SHARD else (0, layout.numel)
@@ -69,8 +69,9 @@ def plan_at_rest(
     rests_sharded = placements.params is Placement.SHARD
     tier = storage.optim_tier(numel) if trainable else Tier.DEVICE
     params_tier = storage.params_tier(numel) if rests_sharded else Tier.DEVICE
-    separate = rests_sharded or (trainable and tier is Tier.DEVICE and dtype != MASTER_DTYPE)
-    wide = MASTER_DTYPE if trainable else dtype
+    stepped = precision.master_dtype(dtype)
+    separate = rests_sharded or (trainable and tier is Tier.DEVICE and dtype != stepped)
+    wide = stepped if trainable else dtype
     here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
     shard = master = None
     if not separate:
@@ -81,7 +82,7 @@ def plan_at_rest(
         master = TensorAtRest(tier, numel, wide)
         same = tier is params_tier is Tier.HOST and dtype == wide
         shard = None if same else TensorAtRest(params_tier, numel, dtype)
-    gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, grads)
+    gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, precision.grads)
     second = None
     if rests_sharded and 1 < placements.second < layout.num_shards:
         second = TensorAtRest(Tier.DEVICE, layout.numel // placements.second, dtype)

@@ -105,7 +105,7 @@ class FlatGroup:
             self.dtype,
             placements=self.placements,
             storage=self.storage,
-            grads=self.precision.grads,
+            precision=self.precision,
         )
         self.resting = self.at_rest.interval
         rests_sharded = self.placements.params is Placement.SHARD

@@ -26,6 +26,19 @@ def inside_object(value: Any) -> list[torch.Tensor]:
     return [] if isinstance(value, (torch.Tensor, nn.Module)) else differentiable(getattr(value, "__dict__", None))
 
 
+def in_fp32(value: Any) -> Any:
+    """`value` with half-precision tensors in fp32, as accelerate gives the outputs of a model under autocast; see
+    `accelerate.utils.operations.convert_to_fp32`. HF's `ModelOutput` stays the object it is; caches pass as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if type(value) in (tuple, list):
+        return type(value)(in_fp32(item) for item in value)
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = in_fp32(value[key])
+    return value
+
+
 def map_plain(fn: Callable[[Any], Any], value: Any) -> Any:
     """Apply `fn` to the leaves of tuples, lists and dicts; other objects pass as they are."""
     if type(value) in (tuple, list):

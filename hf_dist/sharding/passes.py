@@ -11,6 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -22,13 +23,12 @@ from hf_dist import collectives
 from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
 from hf_dist.sharding.buffers import ChangingBuffers
-from hf_dist.sharding.leaves import differentiable, inside_object, map_plain
+from hf_dist.sharding.leaves import differentiable, in_fp32, inside_object, map_plain
 from hf_dist.sharding.order import IssueOrder, PassOrders
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
-from hf_dist.sharding.targets import MixedDtypes
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.units import containers
 
@@ -81,7 +81,7 @@ class Passes:
         self.paused = False
         """Whether the modules hold whole weights that are not ours: a forward is this rank's own affair then."""
         self._depth = 0  # how many modules that contain every unit are in their forward
-        self._mixed: MixedDtypes | None = None  # open during a forward that was given targets
+        self._mixed: AbstractContextManager[Any] | None = None  # open during a forward: autocast, or given targets
         self._frame: FrameType | None = None  # of the outermost one's call, while it runs
         # Forwards of each unit that are under way.
         self._calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
@@ -168,7 +168,8 @@ class Passes:
         self._issue(self.orders.forward.reach(0))
         self.root.wait_unshard()
         self._gather_ahead(self.orders.forward, 0)
-        inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs)
+        keeps = self.params_rest is not Placement.SHARD
+        inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs, keeps_casts=keeps)
         if self._mixed is not None:
             self._mixed.__enter__()
         return inputs
@@ -179,15 +180,17 @@ class Passes:
         if decide is not None:
             decide(args, kwargs)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After it. The root stays for backward; in evaluation everything rests."""
         self._depth -= 1
         if self._depth > 0:
-            return
+            return None
         self._frame = None
         if _recomputing():
-            return
+            return None
         self._close_mixed()
+        if self.precision.autocast is not None:
+            output = in_fp32(output)
         self.reducer.settle()  # of the microbatch before: their buffers would be there beside the loss
         tensors = differentiable(output) or inside_object(output)
         # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
@@ -204,6 +207,7 @@ class Passes:
                 unit.reshard()
         if keep:
             self._watch_outputs(self.root, tensors, Call(has_inputs=False))
+        return None if self.precision.autocast is None else output
 
     def _close_mixed(self) -> None:
         if self._mixed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,19 +10,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_dist.config import DistConfig
+from hf_dist.config import DistConfig, settled
 from hf_dist.sharding.quantised import is_packed
 from hf_dist.sharding.targets import MixedDtypes, cast_but_targets
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """By the names that the config and the command line have for them."""
 MASTER_DTYPE = torch.float32
-"""Master weights and optimizer state, always."""
+"""Master weights, unless the config asks for less."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a training run. Master weights and optimizer state are fp32 in each of them."""
+    """The dtypes of a training run."""
 
     compute: torch.dtype = torch.float32
     """Weights and activations in forward and backward (bf16 with `bf16.enabled`, fp16 with `fp16.enabled`)."""
@@ -29,6 +30,12 @@ class Precision:
     """Gradients on the wire (`communication_data_type`)."""
     grads: torch.dtype = torch.float32
     """Accumulated gradients (`data_types.grad_accum_dtype`)."""
+    masters: torch.dtype = MASTER_DTYPE
+    """Master weights of what computes in less than fp32 (`bf16.bf16_master_weights_and_grads`)."""
+    states: torch.dtype = torch.float32
+    """Optimizer states at rest (`bf16.bf16_optimizer_states`); they are stepped in fp32."""
+    autocast: torch.dtype | None = None
+    """What `torch.autocast` casts to around forward (`torch_autocast`); None without."""
     keep_fp32: frozenset[str] = frozenset()
     """Full names of parameters that the model's author wants in fp32 whatever the compute dtype."""
     as_loaded: frozenset[str] = frozenset()
@@ -40,6 +47,10 @@ class Precision:
             return loaded
         return torch.float32 if name in self.keep_fp32 else self.compute
 
+    def master_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Of the weights that the optimizer steps, for parameters whose `compute_dtype` is `compute`."""
+        return MASTER_DTYPE if compute == torch.float32 else self.masters
+
     @property
     def reduced(self) -> torch.dtype:
         """A reduced gradient before it is added to the accumulated one: the wider of the two."""
@@ -49,8 +60,17 @@ class Precision:
         """What is handed to a reduction over that many ranks; one rank sends nothing, so it rounds nothing."""
         return self.reduce if ranks > 1 else self.reduced
 
-    def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, MixedDtypes | None]:
-        """(what the model is called with, what is open meanwhile); None for no change. See [Note: dtypes of inputs]."""
+    def cast_inputs(
+        self, module: nn.Module, args: Any, kwargs: Any, *, keeps_casts: bool = False
+    ) -> tuple[Any, AbstractContextManager[Any] | None]:
+        """(what the model is called with, what is open meanwhile); None for no change. See [Note: dtypes of inputs].
+
+        `keeps_casts`: whether autocast may keep the cast of a weight until the forward ends, as it does for DDP; of weights
+        that rest sharded it would keep the whole model.
+        """
+        if self.autocast is not None:
+            device = next((p.device.type for p in module.parameters()), "cpu")
+            return None, torch.autocast(device, self.autocast, cache_enabled=keeps_casts)
         if self.compute == torch.float32:
             return None, None
         inputs, has_targets = cast_but_targets(module, args, kwargs, self.compute)
@@ -66,8 +86,13 @@ class Precision:
             ("weights and activations", short(self.compute)),
             ("gradients on the wire", short(self.reduce)),
             ("gradient accumulation", short(self.grads)),
-            ("master weights, optimizer state", short(MASTER_DTYPE)),
         ]
+        if self.masters == self.states:
+            rows.append(("master weights, optimizer state", short(self.masters)))
+        else:
+            rows += [("master weights", short(self.masters)), ("optimizer state", short(self.states))]
+        if self.autocast is not None:
+            rows.append(("autocast around forward", short(self.autocast)))
         if self.keep_fp32 and self.compute != torch.float32:
             rows.append(("kept in float32 by the model's author", f"{len(self.keep_fp32)} parameters"))
         if self.as_loaded:
@@ -89,14 +114,24 @@ def precision_for(config: DistConfig, model: nn.Module) -> Precision:
     """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
     compute = DTYPES[config.dtype]
     reduce = DTYPES[config.communication_data_type or "fp32"]
-    grads = DTYPES[config.data_types.grad_accum_dtype or "fp32"]
+    narrow = settled(config.bf16.enabled) and config.bf16.bf16_master_weights_and_grads
+    grads = DTYPES[config.data_types.grad_accum_dtype or ("bf16" if narrow else "fp32")]
     return Precision(
         compute=compute,
         reduce=reduce,
         grads=grads,
+        masters=torch.bfloat16 if narrow else MASTER_DTYPE,
+        states=torch.bfloat16 if settled(config.bf16.enabled) and states_in_bf16(config) else torch.float32,
+        autocast=DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None,
         keep_fp32=_kept_in_fp32(model, compute),
         as_loaded=_kept_as_loaded(model, compute),
     )
+
+
+def states_in_bf16(config: DistConfig) -> bool:
+    """Whether the file asks for optimizer states that rest in bf16, in either spelling."""
+    section = config.optimizer.params if config.optimizer is not None else {}
+    return config.bf16.bf16_optimizer_states or section.get("fp32_optimizer_states") is False
 
 
 def _kept_as_loaded(model: nn.Module, compute: torch.dtype) -> frozenset[str]:

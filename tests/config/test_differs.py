@@ -111,6 +111,22 @@ def test_half_precision_that_nobody_has_filled_is_not_called_by_name() -> None:
     assert not differences(resolve(load_config(data), TRAINER))
 
 
+def test_under_autocast_gradients_travel_in_fp32() -> None:
+    data = {"gradient_clipping": 0.0, "torch_autocast": {"enabled": True}}
+    (line,) = lines(data)
+    assert line.startswith("communication_data_type: not in the file: under autocast")
+    assert lines({**data, "communication_data_type": "bf16"}) == []
+
+
+def test_gradients_add_up_in_bf16_as_there_where_masters_are_in_bf16() -> None:
+    zero = {"stage": 1, "overlap_comm": False}
+    data = {"gradient_clipping": 0.0, "communication_data_type": "bf16", "zero_optimization": zero}
+    half = {"enabled": True}
+    (line,) = lines({**data, "bf16": half})
+    assert line.startswith("data_types.grad_accum_dtype")
+    assert lines({**data, "bf16": {**half, "bf16_master_weights_and_grads": True}}) == []
+
+
 def test_the_key_of_gpt_neox_is_read_and_alone_it_differs() -> None:
     data = {"gradient_clipping": 0.0, "communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp16"}}
     alone = {**data, "fp16": {"fp16": True}}

@@ -252,9 +252,9 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
             "tensor_parallel.autotp_size: 2.5 is not a whole number of at least 0. Write one, or remove the key.",
         ),
         (
-            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-            "torch_autocast.enabled: true is not available yet in this version of hf_dist. "
-            'Remove the section; "bf16": {"enabled": true} is what there is.',
+            {"torch_autocast": {"enabled": True, "dtype": "torch.float16"}},
+            'torch_autocast.dtype: "torch.float16" is not available: autocast needs no loss scale in bfloat16 only. '
+            'Set it to "bfloat16".',
         ),
         (
             {"gradient_allreduce_op": "sum"},
@@ -347,7 +347,7 @@ def test_settings_that_are_off_are_accepted_without_a_word() -> None:
         "wall_clock_breakdown": False,
         "pipeline": {"stages": 1},
         "zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": None, "cpu_offload": False},
-        "torch_autocast": {"enabled": "false"},
+        "torch_autocast": {"enabled": False},
     }
     assert load_config(off).notes == ()
 

@@ -10,6 +10,7 @@ import torch
 
 from hf_dist.config import load_config
 from hf_dist.errors import ConfigError
+from hf_dist.offload.resting import opened
 from hf_dist.optim.rounded import Rounding, rounding_of
 from tests.harness import run_ranks
 from tests.parity.families import make_batches, make_model, summed_loss
@@ -18,13 +19,20 @@ STEPS = 4
 LR, EPS = 1e-3, 1e-6
 
 
-def engine_of(stage: int, stochastic: bool = False, offload: bool = False, narrow: bool = True) -> Any:
+NARROW = ("bf16_optimizer_states", "bf16_master_weights_and_grads")
+BOTH, MASTERS = dict.fromkeys(NARROW, True), {NARROW[1]: True}
+
+
+def engine_of(
+    stage: int, stochastic: bool = False, offload: bool = False, *, grads: str | None = None, **narrow: bool
+) -> Any:
     import hf_dist
 
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": EPS}},
-        "bf16": {"enabled": True, "bf16_optimizer_states": narrow},
+        "bf16": {"enabled": True, **(narrow or {NARROW[0]: True})},
+        "data_types": {"grad_accum_dtype": grads} if grads else {},
         "zero_optimization": {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})},
         "hf_dist": {"stochastic_rounding": stochastic},
     }
@@ -41,8 +49,17 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     return {f.name: f.group.source[f.start : f.stop].clone() for f in engine.fragments.fragments}
 
 
+def round_masters(engine: Any) -> None:
+    """Master weights that are in bf16 between steps, by hand."""
+    for group in engine.sharded.trainable_groups:
+        with opened(group.master, changed=True) as values:
+            values.copy_(values.bfloat16())
+        group.masters_changed()
+        group.write_back()
+
+
 def round_states(engine: Any) -> None:
-    """What is in bf16 between steps, by hand."""
+    """Optimizer states that are in bf16 between steps, by hand."""
     for state in engine.optimizer.state.values():
         for key in state.keys() - {"step"}:
             state[key].copy_(state[key].bfloat16())
@@ -57,7 +74,10 @@ def on_ranks(rank: int, world: int, root: str) -> dict[str, tuple[bool, bool, bo
         ("offload", 2, False, True),
         ("chance", 1, True, False),
     ):
-        engine, wide = engine_of(stage, stochastic, offload), engine_of(stage, False, offload, narrow=False)
+        engine, wide = (
+            engine_of(stage, stochastic, offload),
+            engine_of(stage, False, offload, bf16_optimizer_states=False),
+        )
         for batch in batches[:STEPS]:
             step(engine, batch)
             step(wide, batch)
@@ -84,6 +104,70 @@ def test_states_rest_in_bf16_and_are_stepped_in_fp32(tmp_path: Path) -> None:
         )
 
 
+def with_narrow_masters(rank: int, world: int, root: str) -> dict[str, Any]:
+    """The same of master weights in bf16, with states in either dtype; bytes held; gathered whole, exported and saved."""
+    import hf_dist
+
+    found: dict[str, Any] = {}
+    batches = make_batches("llama", STEPS + 1)
+    for name, stage, offload, narrow in (
+        ("0", 0, False, MASTERS),
+        ("1", 1, False, BOTH),
+        ("3", 3, False, BOTH),
+        ("3 offload", 3, True, BOTH),
+        ("2 offload", 2, True, MASTERS),
+    ):
+        engine = engine_of(stage, False, offload, **narrow)
+        wide = engine_of(stage, False, offload, grads="bf16", bf16_optimizer_states=False)
+        round_masters(wide)  # as they are loaded
+        wide_grads = wide.sharded.trainable_groups[0].precision.grads
+        for batch in batches[:STEPS]:
+            for each in (engine, wide):
+                step(each, batch)
+            round_masters(wide)
+            if narrow is BOTH:
+                round_states(wide)
+        with hf_dist.gathered(engine.model), hf_dist.gathered(wide.model):
+            pairs = zip(engine.model.parameters(), wide.model.parameters(), strict=True)
+            same = all(torch.equal(a, b) for a, b in pairs)
+        expected = masters(wide)
+        same &= all(torch.equal(expected[n], v.float()) for n, v in masters(engine).items())
+        held = {g.source.dtype for g in engine.sharded.trainable_groups}
+        states = {v.dtype for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"}
+        folder = Path(root) / name
+        engine.save_checkpoint(folder)
+        step(engine, batches[STEPS])
+        other = engine_of(3 - stage, **narrow)
+        other.load_checkpoint(folder)
+        step(other, batches[STEPS])
+        with hf_dist.gathered(engine.model), hf_dist.gathered(other.model):
+            pairs = zip(engine.model.parameters(), other.model.parameters(), strict=True)
+            alike = all(torch.equal(a, b) for a, b in pairs)
+        fp32 = engine_of(1, bf16_optimizer_states=False)
+        fp32.load_checkpoint(folder)
+        found[name] = {
+            "grads": (engine.sharded.trainable_groups[0].precision.grads, wide_grads),
+            "same": same,
+            "alike": alike,
+            "held": held,
+            "states": states,
+            "resident": sum(engine.resident_nbytes().values()),
+            "wide": sum(wide.resident_nbytes().values()),
+            "to fp32": {v.dtype for v in masters(fp32).values()},
+        }
+    return found
+
+
+def test_master_weights_rest_in_bf16_and_are_stepped_in_fp32(tmp_path: Path) -> None:
+    for rank in run_ranks(with_narrow_masters, 2, (str(tmp_path),)):
+        for name, found in rank.items():
+            assert found["same"], f"{name}: not the formula's numbers"
+            assert found["alike"], f"{name}: a checkpoint goes on otherwise at another stage"
+            assert found["held"] == {torch.bfloat16} and found["to fp32"] == {torch.float32}
+            assert found["states"] == {torch.float32 if name in ("0", "2 offload") else torch.bfloat16}
+            assert found["resident"] < found["wide"] and found["grads"] == (torch.bfloat16, torch.bfloat16)
+
+
 def test_rounding_by_chance_is_right_in_the_mean_and_leaves_what_bf16_can_hold() -> None:
     by_chance, nearest = Rounding(stochastic=True, seed=1), Rounding(stochastic=False)
     values = torch.full((100_000,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to the next
@@ -102,7 +186,7 @@ def test_rounding_by_chance_is_right_in_the_mean_and_leaves_what_bf16_can_hold()
             {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}, "fp16": {"enabled": True}},
             "optimizer.params.fp32_optimizer_states: false needs bf16",
         ),
-        ({"hf_dist": {"stochastic_rounding": True}}, "rounds optimizer states in bf16 only"),
+        ({"hf_dist": {"stochastic_rounding": True}}, "rounds states and weights in bf16 only"),
     ],
 )
 def test_states_in_bf16_need_bf16(config: dict[str, Any], words: str) -> None:
