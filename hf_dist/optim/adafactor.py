@@ -6,15 +6,17 @@ state is as small as its edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from hf_dist.optim.per_tensor import PerTensor
+
 __all__ = ["Adafactor"]
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(PerTensor):
     """Steps whole tensors."""
 
     def __init__(
@@ -42,21 +44,8 @@ class Adafactor(torch.optim.Optimizer):
         own |= {"weight_decay": weight_decay, "scale_parameter": scale_parameter}
         super().__init__(params, own | {"relative_step": relative_step, "warmup_init": warmup_init})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                self._step_tensor(p, group)
-        return loss
-
-    def _step_tensor(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[p], p.grad
-        assert grad is not None
+    def _step_tensor(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
         if not state:
             self._begin(state, grad, group)
         state["step"] += 1

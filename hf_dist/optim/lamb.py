@@ -5,15 +5,17 @@ Sources: You et al. 2019, arXiv 1904.00962; the rules where papers leave a choic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from hf_dist.optim.per_tensor import PerTensor
+
 __all__ = ["Lamb"]
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(PerTensor):
     """Steps whole tensors; for weights p with gradient g, in fp32,
 
     m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  u = m / (sqrt(v) + eps) + wd p,
@@ -37,21 +39,8 @@ class Lamb(torch.optim.Optimizer):
         own |= {"eps_inside_sqrt": eps_inside_sqrt, "max_coeff": max_coeff, "min_coeff": min_coeff}
         super().__init__(params, own)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                self._step_tensor(p, group)
-        return loss
-
-    def _step_tensor(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[p], p.grad
-        assert grad is not None
+    def _step_tensor(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         state["step"] += 1

@@ -6,15 +6,17 @@ Defaults are those of DeepSpeed (ops/lion), whose second beta is 0.999 where the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from hf_dist.optim.per_tensor import PerTensor
+
 __all__ = ["Lion"]
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(PerTensor):
     """Element-wise Lion over torch's multi-tensor operations.
 
     For gradient g, momentum m, parameter p, learning rate lr and decay wd, one step is
@@ -36,17 +38,6 @@ class Lion(torch.optim.Optimizer):
         if weight_decay < 0.0:
             raise ValueError(f"weight_decay: {weight_decay} is not >= 0")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
-        return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
