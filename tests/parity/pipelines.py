@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tests.parity.optimizers import EPS, LR
+from tests.parity.optimizers import EPS, LR, PLAIN, SECTIONS
 from tests.parity.train import CLIP, STEPS
 from tests.pipeline.zoo import make_microbatches, make_model
 
@@ -37,12 +37,15 @@ class PipelineCase:
     """`bf16` or `fp16`: the model is built in fp32 and run in that."""
     experts: str | None = None
     """How the experts of a mixture run (`eager`: a loop that uses one weight once per expert), None for HF's choice."""
+    optimizer: str = "adamw"
+    """Or a section of `optimizers.SECTIONS`."""
 
     def __str__(self) -> str:
         flags = [name for name in ("tied", "checkpointing", "reshard", "offload") if getattr(self, name)]
         often = f"x{self.virtual}" if self.virtual > 1 else ""
         flags += [self.precision] if self.precision != "fp32" else []
         flags += [self.experts] if self.experts else []
+        flags += [self.optimizer] if self.optimizer != "adamw" else []
         shape = [self.family, f"pp{self.pp}", f"dp{self.dp}", f"z{self.stage}", self.schedule + often]
         return "-".join([*shape, f"m{self.microbatches}", *flags])
 
@@ -52,9 +55,9 @@ class PipelineCase:
         return self.pp * self.dp
 
     @property
-    def work(self) -> tuple[str, int, bool, bool]:
+    def work(self) -> tuple[str, int, bool, bool, str]:
         """What the reference depends on."""
-        return self.family, self.microbatches * self.dp, self.tied, self.checkpointing
+        return self.family, self.microbatches * self.dp, self.tied, self.checkpointing, self.optimizer
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,6 +67,7 @@ class PipelineCase:
             "gradient_accumulation_steps": self.microbatches,
             "gradient_clipping": CLIP,
             "zero_optimization": {"stage": self.stage, **(OFFLOAD if self.offload else {})},
+            **({"optimizer": SECTIONS[self.optimizer]} if self.optimizer in SECTIONS else {}),
             **({self.precision: {"enabled": True}} if self.precision != "fp32" else {}),
             "hf_dist": {"router_loss": "local"},  # the reference takes each microbatch of a rank by itself
             "pipeline": {
@@ -110,10 +114,12 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def reference(family: str, count: int, tied: bool, checkpointing: bool) -> dict[str, Any]:
+def reference(
+    family: str, count: int, tied: bool, checkpointing: bool, optimizer_name: str = "adamw"
+) -> dict[str, Any]:
     """The mean of the model's own loss over `count` microbatches per step, in one process."""
     model = build(family, tied, checkpointing)
-    optimizer = optimizer_for(model)
+    optimizer = PLAIN[optimizer_name](model) if optimizer_name in SECTIONS else optimizer_for(model)
     losses, norms = [], []
     for step in range(STEPS):
         window = 0.0
@@ -139,7 +145,7 @@ def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu"
     engine = hf_dist.initialize(
         model,
         config=case.config,
-        optimizer=optimizer_for(model),
+        optimizer=None if case.optimizer in SECTIONS else optimizer_for(model),
         example_batch=step_batches(case.family, 1, 0)[0],
         device=device,
     )

@@ -45,6 +45,14 @@ def llama_cases() -> list[PipelineCase]:
             PipelineCase("Llama", pp, dp, 3, offload=True),
             PipelineCase("Llama", pp, dp, 1, "zb_h1", tied=True, offload=True),
         ]
+    cases += [
+        PipelineCase("Llama", 2, 1, 0, "interleaved_1f1b", 2, optimizer="muon"),
+        PipelineCase("Llama", 2, 1, 1, "zb_h1", tied=True, optimizer="muon"),
+        PipelineCase("Llama", 2, 2, 1, optimizer="muon"),
+        PipelineCase("Llama", 2, 2, 3, optimizer="muon"),
+        PipelineCase("Llama", 2, 2, 3, optimizer="lamb"),
+        PipelineCase("Llama", 2, 2, 2, tied=True, optimizer="adafactor"),
+    ]
     return list(dict.fromkeys(cases))
 
 
