@@ -20,11 +20,13 @@ Outcome = tuple[dict[str, torch.Tensor], float]
 
 
 class Repeated(Dataset):
-    """Every batch once for each rank."""
+    """Every batch once for each rank; the first `seen` of them come last."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, seen: int = 0) -> None:
         tokens = torch.randint(0, WORDS, (STEPS * ROWS, 16), generator=torch.Generator().manual_seed(1))
-        self.rows = [row for batch in tokens.split(ROWS) for row in itertools.chain(*[batch] * ranks)]
+        self.rows = [
+            row for batch in tokens.roll(-seen * ROWS, 0).split(ROWS) for row in itertools.chain(*[batch] * ranks)
+        ]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,15 +58,17 @@ def options(name: str) -> dict[str, Any]:
     return {"optim": name, "per_device_train_batch_size": ROWS, **common, **few}
 
 
-def train(base: type, arguments: Any, ranks: int) -> Outcome:
-    """What a Trainer of class `base` makes of the model."""
+def train(base: type, arguments: Any, ranks: int, resume: str | None = None) -> Outcome:
+    """What a Trainer of class `base` makes of the model, from the start or from a checkpoint."""
 
     class InOrder(base):  # type: ignore[misc, valid-type]
         def _get_train_sampler(self, *args: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
-    trainer = InOrder(small_model(), arguments, train_dataset=Repeated(ranks), eval_dataset=Repeated(1))
-    trainer.train()
+    trainer = InOrder(
+        small_model(), arguments, train_dataset=Repeated(ranks, STEPS - 1 if resume else 0), eval_dataset=Repeated(1)
+    )
+    trainer.train(resume_from_checkpoint=resume)
     loss = trainer.evaluate()["eval_loss"]
     state = trainer.accelerator.get_state_dict(trainer.model)
     return {key: value.detach().clone() for key, value in state.items()}, loss
@@ -84,6 +88,30 @@ def sweep(rank: int, world: int, names: list[str], folder: str) -> dict[str, lis
         except Exception as error:
             outcomes[name].append(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     return outcomes
+
+
+def parted(rank: int, world: int, names: list[str], folder: str, stage: int, resumes: bool) -> dict[str, Outcome | str]:
+    """By name the first steps of a training, saved, or the last one, from what others have saved. Weights are rank 0's."""
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    found: dict[str, Outcome | str] = {}
+    config = {"zero_optimization": {"stage": stage}, "hf_dist": {"stall_report_seconds": 0, "check_load": False}}
+    for name in names:
+        home = Path(folder) / name
+        # Rows are other rows with another number of ranks, so none are passed over.
+        more = (
+            {"ignore_data_skip": True}
+            if resumes
+            else {"max_steps": STEPS - 1, "save_strategy": "steps", "save_steps": STEPS - 1}
+        )
+        try:
+            arguments = DistTrainingArguments(str(home), dist_config=config, **{**options(name), **more})
+            saved = str(home / f"checkpoint-{STEPS - 1}") if resumes else None
+            weights, loss = train(DistTrainer, arguments, world, saved)
+            found[name] = ({} if rank else weights, loss)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return found
 
 
 def alone(name: str, folder: str) -> Outcome:

@@ -11,7 +11,7 @@ import pytest
 from transformers.training_args import OptimizerNames
 
 from tests.harness import run_ranks
-from tests.hf.optimizer_names import alone, small_model, sweep
+from tests.hf.optimizer_names import alone, parted, small_model, sweep
 
 ELSEWHERE = {
     **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"), "other hardware, or gone"),
@@ -26,6 +26,11 @@ REFUSED = {
 }
 """What the error says."""
 NAMES = sorted(name.value for name in OptimizerNames if name.value not in ELSEWHERE)
+RESUMED = (
+    *("adamw_torch", "adafactor", "schedule_free_adamw", "galore_adamw", "galore_adafactor", "apollo_adamw"),
+    *("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit"),
+)
+"""States of every shape: of elements, of whole tensors, in 8 and 4 bits, objects that project."""
 ABSENT = ("You need to install", "You need to have", "Please install", "No module named")
 
 
@@ -54,3 +59,24 @@ def test_every_name_gives_the_numbers_of_one_process_or_is_refused(tmp_path: Pat
                 assert (ours[key] - value).norm() <= 1e-5 * update, f"{name}, stage {stage}: {key}"
             assert our_loss == pytest.approx(loss, rel=1e-6), f"{name}, stage {stage}: evaluation"
     assert "adamw_torch" in tried
+
+
+def test_states_of_every_shape_are_resumed_at_another_layout(tmp_path: Path) -> None:
+    """Two ranks at stage 1 save; four at stage 3, and one alone, go on: the weights of one process that never stopped."""
+    start = small_model().state_dict()
+    names, folder = list(RESUMED), str(tmp_path)
+    first = run_ranks(parted, 2, (names, folder, 1, False), timeout=400)[0]
+    absent = [n for n, found in first.items() if isinstance(found, str) and any(word in found for word in ABSENT)]
+    here = [name for name in names if name not in absent]
+    assert "adafactor" in here
+    assert not any(isinstance(first[name], str) for name in here), [first[name] for name in here]
+    for world in (1, 4):
+        found = run_ranks(parted, world, (here, folder, 3, True), timeout=400)[0]
+        for name in here:
+            outcome = found[name]
+            assert not isinstance(outcome, str), f"{name} on {world}: {outcome}"
+            weights, loss = alone(name, folder)
+            assert outcome[1] == pytest.approx(loss, rel=1e-6), (name, world)
+            for key, value in weights.items():
+                update = (value - start[key]).norm()
+                assert (outcome[0][key] - value).norm() <= 1e-5 * update, f"{name} on {world}: {key}"
