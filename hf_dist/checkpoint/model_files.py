@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from hf_dist.boxes import TensorSlice
+from hf_dist.checkpoint.check_names import check_needed, check_planned, check_shapes
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.piece_source import PieceSource
 from hf_dist.checkpoint.pieces import Piece
@@ -38,6 +39,8 @@ class ModelFiles:
     """Persistent buffers, equal on every rank; rank 0 writes them."""
     write_small_files: Callable[[Path], None] = lambda _: None
     """Configuration and the like; called on rank 0 with the folder."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the whole parameters that must be there, by full name; with `plan` None, of those that may be."""
     with_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     """Every rank is inside while small files are written: there they may be made of the weights. Collective to enter."""
 
@@ -45,6 +48,14 @@ class ModelFiles:
         """Write the weights of all ranks. Collective over `axis`. Raises `CheckpointError` on every rank."""
         if self.plan is not None:
             write_weights(folder, self.plan, [*parts, *self.buffers] if axis.rank == 0 else list(parts), axis)
+
+    def check(self, folder: Path) -> None:
+        """Raise `CheckpointError` where what was written is not the model, by the names and shapes in the files. One rank."""
+        if self.plan is None:
+            check_shapes(folder, self.shapes)
+        else:
+            check_needed(self.plan, self.shapes)
+            check_planned(folder, self.plan)
 
     def write_plan(self, folder: Path) -> None:
         """Write where everything is. One rank."""
@@ -81,6 +92,11 @@ def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
     }
 
 
+def whole_shapes(sharded: ShardedModel) -> dict[str, tuple[int, ...]]:
+    """Of all parameters, by full name, also where stages or slices of them are elsewhere."""
+    return {name: held_slice(p).whole for name, p in sharded.whole.named_parameters()}
+
+
 def weights_nbytes(sharded: ShardedModel) -> int:
     """Bytes of all weights in the dtypes that they are saved in."""
     dtypes = loaded_dtypes(sharded)
@@ -102,7 +118,7 @@ def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFile
     tensors += [StoredTensor(b.name, b.held.whole, b.values.dtype, (Piece.whole(b.name, b.stop),)) for b in buffers]
     order = {name: i for i, name in enumerate(sharded.whole.state_dict(keep_vars=True))}
     tensors.sort(key=lambda t: order[t.name])
-    return ModelFiles(WeightPlan.pack(tensors, max_shard_size=max_shard_size), buffers)
+    return ModelFiles(WeightPlan.pack(tensors, max_shard_size=max_shard_size), buffers, shapes=whole_shapes(sharded))
 
 
 def read_plan(folder: Path) -> WeightPlan | None:

@@ -148,6 +148,7 @@ class CheckpointWriter:
             files.write(working, parts, axis)
         with _all_or_none(axis, target):
             if axis.rank == 0:
+                files.check(working)
                 folder.move_files(working, target, last=PLAN)
 
     def save_model_here(self, engine: Stateful, target: Path, files: Callable[[], ModelFiles]) -> None:
@@ -171,6 +172,7 @@ class CheckpointWriter:
                     made.write_small_files(working)
                 made.write_plan(working)
                 made.write(working, list(whole_parts(engine.sharded)), alone)
+                made.check(working)
                 folder.move_files(working, target, last=PLAN)
             problem = ""
         except CheckpointError as error:
@@ -244,6 +246,7 @@ class CheckpointWriter:
                         write_common(working / folder.STATE, snapshot.common)
             with _all_or_none(axis, request.final):
                 if axis.rank == 0:
+                    request.files.check(working)
                     folder.seal(working, {"hf_dist": __version__, **request.facts})
                     folder.publish(working, request.final)
                     request.after(request.final)

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from hf_dist.agree import agree
-from hf_dist.checkpoint.model_files import ModelFiles, loaded_dtypes, read_plan, read_weights, register
+from hf_dist.checkpoint.model_files import ModelFiles, loaded_dtypes, read_plan, read_weights, register, whole_shapes
 from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.naming import buffer_parts, weight_plan_for
 from hf_dist.hf.saving import lent, lent_here, own_way
 from hf_dist.hf.state_dict import loaded_dtype, write_dtype
+from hf_dist.log import warn_once
 from hf_dist.sharding.runtime import ShardedModel
 
 _HF_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
@@ -79,7 +80,8 @@ def _own_files(sharded: ShardedModel, save: Callable[[str], None], *, alone: boo
     """Everything as the code of a library writes it, weights too."""
     everyone = functools.partial(lent, sharded, keep=sharded.mesh.world.rank == 0)
     weights = functools.partial(lent_here, sharded) if alone else everyone
-    return ModelFiles(None, write_small_files=lambda folder: save(str(folder)), with_weights=weights)
+    shapes = whole_shapes(sharded)
+    return ModelFiles(None, write_small_files=lambda folder: save(str(folder)), shapes=shapes, with_weights=weights)
 
 
 def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> ModelFiles:
@@ -97,7 +99,24 @@ def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> Model
         write_dtype(folder, loaded_dtype(sharded))
 
     buffers = [replace(b, values=b.values.clone()) for b in buffer_parts(sharded.model, plan)]
-    return ModelFiles(plan, buffers, small_files)
+    return ModelFiles(plan, buffers, small_files, _needed(sharded, plan))
+
+
+def _needed(sharded: ShardedModel, plan: WeightPlan) -> dict[str, tuple[int, ...]]:
+    """What the files must hold: all but what the class leaves out by itself; of a model under adapters what PEFT has chosen."""
+    model: Any = sharded.whole
+    shapes = whole_shapes(sharded)
+    if isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False):
+        return {name: shape for name, shape in shapes.items() if name not in (model._keys_to_ignore_on_save or ())}
+    if not hasattr(model, "peft_config"):
+        return shapes
+    lost = [n for n, p in model.named_parameters() if p.requires_grad and n not in plan.by_param]
+    if lost:
+        warn_once(
+            f"{len(lost)} trained parameters, the first is {lost[0]}, are not among what PEFT saves of this model, and are "
+            "lost when it is loaded again. Name their modules in modules_to_save of the adapter's config."
+        )
+    return {}
 
 
 @contextmanager

@@ -152,3 +152,37 @@ def read_only(rank: int, world: int, root: str) -> str:
     except CheckpointError as error:
         return str(error)
     return "saved"
+
+
+def another_writer(rank: int, world: int, root: str, what: str) -> dict[str, Any]:
+    """Somebody loses, renames or adds a tensor of the weight file of the second save, before the folder has its name."""
+    import safetensors.torch
+
+    from hf_dist.checkpoint import model_files
+    from hf_dist.errors import CheckpointError
+
+    engine = start(3)
+    train(engine, 0, 1)
+    engine.save_checkpoint(Path(root) / "checkpoint-1")
+    write = model_files.write_weights
+
+    def broken(folder: Path, *args: Any) -> None:
+        write(folder, *args)
+        path = folder / "model.safetensors"
+        if rank == 0:
+            tensors = safetensors.torch.load_file(path)
+            value = tensors.pop("model.norm.weight") if what != "added" else tensors["model.norm.weight"]
+            tensors |= {"norm.weight": value.clone()} if what in ("renamed", "added") else {}
+            tensors |= {"model.norm.weight": value[:1].clone()} if what == "cut" else {}
+            safetensors.torch.save_file(tensors, path)
+
+    model_files.write_weights = broken  # type: ignore[assignment]
+    message = ""
+    try:
+        engine.save_checkpoint(Path(root) / "checkpoint-2")
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        model_files.write_weights = write
+    engine.save_checkpoint(Path(root) / "checkpoint-3")
+    return {"error": message, "left": sorted(p.name for p in Path(root).iterdir())}

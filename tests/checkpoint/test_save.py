@@ -6,7 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from hf_dist.checkpoint.check_names import check_needed, check_shapes
+from hf_dist.checkpoint.pieces import Piece
+from hf_dist.checkpoint.weight_plan import StoredTensor, WeightPlan
+from hf_dist.errors import CheckpointError
 from tests.checkpoint import saving
 from tests.harness import run_ranks
 
@@ -64,3 +70,46 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "file").write_text("in the way")
     first, second = run_ranks(saving.read_only, 2, (str(tmp_path),))
     assert first == second and "could not be written (rank 0: NotADirectoryError" in first
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("lost", "norm.weight should be {"),
+        ("renamed", "norm.weight should be "),
+        ("added", "norm.weight should be "),
+        ("cut", "norm.weight should be {"),
+    ],
+)
+def test_a_folder_whose_names_are_not_the_models_never_gets_its_name(what: str, words: str, tmp_path: Path) -> None:
+    results = run_ranks(saving.another_writer, 2, (str(tmp_path), what))
+    for rank in results:
+        assert words in rank["error"] and "would load with random weights" in rank["error"]
+        assert {"checkpoint-1", "checkpoint-3"} <= set(rank["left"]) and "checkpoint-2" not in rank["left"]
+    assert results[0]["error"] == results[1]["error"]
+
+
+def test_what_the_code_of_a_library_writes_is_compared_by_its_last_words(tmp_path: Path) -> None:
+    shapes = {"0.auto_model.encoder.weight": (4, 3), "1.linear.weight": (3, 3), "1.linear.bias": (3,)}
+    (tmp_path / "1_Dense").mkdir()
+    save_file({"encoder.weight": torch.zeros(4, 3), "extra": torch.zeros(7)}, tmp_path / "model.safetensors")
+    save_file({"linear.weight": torch.zeros(3, 3)}, tmp_path / "1_Dense" / "model.safetensors")
+    torch.save({"linear.bias": torch.zeros(3)}, tmp_path / "head.bin")
+    torch.save(object, tmp_path / "training_args.bin")
+    check_shapes(tmp_path, shapes)
+    torch.save({"linear.bias": torch.zeros(0)}, tmp_path / "head.bin")
+    with pytest.raises(CheckpointError, match=r"linear.bias has shape \(0,\), 1.linear.bias of the model has \(3,\)"):
+        check_shapes(tmp_path, shapes)
+    (tmp_path / "head.bin").unlink()
+    save_file({"encoder.weight": torch.zeros(12)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"encoder.weight has shape \(12,\)"):
+        check_shapes(tmp_path, shapes)
+
+
+def test_a_parameter_without_a_place_in_the_plan_is_named() -> None:
+    plan = WeightPlan.pack([StoredTensor("a", (2,), torch.float32, (Piece.whole("a", 2),))])
+    check_needed(plan, {"a": (2,)})
+    with pytest.raises(
+        CheckpointError, match=r"b of the model has no place in its weight files \(2 parameters in all\)"
+    ):
+        check_needed(plan, {"a": (2,), "c": (1,), "b": (1,)})
