@@ -33,6 +33,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
 from hf_dist.hf.data import make_seekable
+from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_scheduler
 from hf_dist.hf.evaluation import ShorterBatch
 from hf_dist.hf.gathers import GathersMixin
 from hf_dist.hf.generation import let_generate
@@ -85,6 +86,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         prepare_start()
         super().__init__(*args, mixed_precision="no", **kwargs)
         watchdog.start(read.hf_dist.stall_report_seconds)
+        asked = read
         read = loop_config.without_trainer(read, self.gradient_accumulation_steps)
         sources = AutoSources(
             data_world_size=axes_of(read, self.num_processes).size("data"),
@@ -93,6 +95,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
             launcher_precision=str(wanted),
         )
         self._init_dist(resolve(read, sources))
+        self._asked = asked  # `_init_dist` knows the resolved one
         if read.hf_dist.lazy_load:
             stream_while_alive(self)
 
@@ -137,6 +140,8 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         self._mesh: ParallelMesh | None = None
         self._first_model: nn.Module | None = None  # that a loop of one's own has prepared
         self._may_reduce = True
+        self._asked = config
+        """As it was read: with the optimizer and scheduler that the dummies of a loop of one's own stand for."""
         self._micro_batch: int | None = None
         """Rows per rank and batch of the loader that a loop of one's own trains with, once it is known."""
 
@@ -206,6 +211,14 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         for obj in args:
             if isinstance(obj, torch.optim.Optimizer):
                 ready[id(obj)] = self.prepare_optimizer(obj)
+            elif isinstance(obj, DummyOptim):
+                obj.params = list(obj.params)
+                first = (p for item in obj.params for p in (item["params"] if isinstance(item, dict) else [item]))
+                engine = self._engine_holding(first)
+                ready[id(obj)] = self.prepare_optimizer(real_optimizer(obj, self._asked, engine.model))
+        for obj in args:
+            if isinstance(obj, DummyScheduler):
+                ready[id(obj)] = self._prepare_dummy(obj, ready.get(id(obj.optimizer), obj.optimizer))
         rest = [obj for obj in args if id(obj) not in ready]
         if rest:
             prepared = super().prepare(*rest)
@@ -364,6 +377,12 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         if self._shares_rows and self._schedulers[-1] is prepared:
             self._schedulers[-1] = prepared = DataRankScheduler.of(prepared, self.mesh.data.size)
         return prepared
+
+    def _prepare_dummy(self, dummy: DummyScheduler, optimizer: Any) -> Any:
+        options = {"step_with_optimizer": self.step_scheduler_with_optimizer, "split_batches": self.split_batches}
+        ranks = self.axes.size("data")
+        self._schedulers.append(real_scheduler(dummy, self._asked, optimizer, ranks=ranks, options=options))
+        return self._schedulers[-1]
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """accelerate's, for what a loop computes beside the model: on with `torch_autocast`, else nothing to cast."""

@@ -71,7 +71,8 @@ def without_trainer(config: DistConfig, accumulation: int) -> DistConfig:
     if config.optimizer is not None or config.scheduler is not None:
         warn_once(
             '"optimizer" and "scheduler" of the configuration have no effect in a loop with DistAccelerator: it uses those '
-            "given to prepare(). The Trainer and hf_dist.initialize make them from the configuration."
+            "given to prepare(), unless these are accelerate's DummyOptim and DummyScheduler. The Trainer and "
+            "hf_dist.initialize make them from the configuration."
         )
         own = [path for path in config.sources if path.startswith(("optimizer.params.", "scheduler.params."))]
         changes.update({path: (None, "the script") for path in own})

@@ -1,0 +1,79 @@
+"""accelerate's `DummyOptim` and `DummyScheduler`: a script leaves the optimizer and its schedule to the JSON.
+
+Values of the JSON win; "auto" takes what the dummy was given. Source: accelerate `Accelerator._prepare_deepspeed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import utils
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from torch import nn
+
+from hf_dist.config import DistConfig
+from hf_dist.config.values import is_auto
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.optim.build import build_optimizer, optimizer_for
+from hf_dist.optim.schedules import build_scheduler
+
+__all__ = ["DummyOptim", "DummyScheduler", "real_optimizer", "real_scheduler"]
+
+for _dummy in (DummyOptim, DummyScheduler):  # accelerate shows them only where the package deepspeed is installed
+    if not hasattr(utils, _dummy.__name__):
+        setattr(utils, _dummy.__name__, _dummy)
+
+
+def real_optimizer(dummy: DummyOptim, config: DistConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the section, over the parameters of `dummy` (of `model`, in the groups of the script). Local.
+
+    Raises `ConfigError` where there is no section, or it cannot be made of it.
+    """
+    section = config.optimizer
+    if section is None:
+        raise ConfigError(_missing("optimizer", "DummyOptim", "a torch optimizer"))
+    params = _filled(section.params, {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs})
+    groups = list(dummy.params)
+    if section.type == "Muon":  # sorts the parameters of the model by their names
+        return optimizer_for(model, section.type, params)
+    return build_optimizer(section.type, params, groups)
+
+
+def real_scheduler(
+    dummy: DummyScheduler, config: DistConfig, optimizer: Any, *, ranks: int, options: Mapping[str, Any]
+) -> AcceleratedScheduler:
+    """The schedule of the section on a prepared `optimizer`, or what `lr_scheduler_callable` makes. Local.
+
+    It steps once with each step of the optimizer, as DeepSpeed's engine does. `ranks`: processes that read rows of their own;
+    scripts count `total_num_steps` before their loader is cut, unless `options["split_batches"]`.
+    """
+    section, plain = config.scheduler, optimizer.optimizer
+    if section is not None:
+        total = dummy.total_num_steps
+        if total is not None and not options["split_batches"]:
+            total = math.ceil(total / ranks)
+        rate = plain.defaults.get("lr")
+        given = {"warmup_min_lr": 0.0, "warmup_max_lr": rate, "total_num_steps": total}
+        given["warmup_num_steps"] = max(1, dummy.warmup_num_steps)  # none is one step, as accelerate has it
+        scheduler = build_scheduler(section.type, _filled(section.params, given), plain)
+    elif dummy.lr_scheduler_callable is not None:
+        scheduler = dummy.lr_scheduler_callable(plain)
+    else:
+        raise ConfigError(_missing("scheduler", "DummyScheduler", "lr_scheduler_callable, or a torch scheduler"))
+    return AcceleratedScheduler(scheduler, [optimizer], **{**options, "split_batches": True})
+
+
+def _filled(params: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` with "auto" replaced by what was given; without the key where nothing was, for the default of the class."""
+    filled = {key: given.get(key) if is_auto(value) else value for key, value in params.items()}
+    return {key: value for key, value in filled.items() if value is not None}
+
+
+def _missing(section: str, dummy: str, instead: str) -> Problem:
+    return Problem(
+        section, "", f"is missing, and {dummy} stands for it", f"Add the section, or give prepare() {instead}."
+    )
