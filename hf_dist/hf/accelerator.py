@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +47,7 @@ from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.router_loss import cover_trl
 from hf_dist.hf.saving import let_save_pretrained
 from hf_dist.hf.scheduler import DataRankScheduler
+from hf_dist.hf.signatures import show_stock, with_keyword
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.hf.vllm_sync import let_vllm_gather
 from hf_dist.launch import detect_launch
@@ -445,16 +445,8 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return dict(super().get_state_dict(model, unwrap))
 
 
-def _signature() -> inspect.Signature:
-    """Accelerate's own arguments and ours, for whoever looks."""
-    stock = inspect.signature(Accelerator.__init__)
-    ours = inspect.signature(DistAccelerator.__init__).parameters["dist_config"]
-    named = [p for p in stock.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [p for p in stock.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    return stock.replace(parameters=[*named, ours, *rest])
-
-
-DistAccelerator.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+DistAccelerator.__init__.__signature__ = with_keyword(Accelerator, "dist_config", DistAccelerator)  # type: ignore[attr-defined]
+show_stock(DistAccelerator, Accelerator)
 
 
 def _held_weakly(method: Callable[[], bool]) -> Callable[[], bool]:

@@ -28,6 +28,7 @@ from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
 from hf_dist.hf.parallelism import given_parallelism, with_parallelism
+from hf_dist.hf.signatures import show_stock
 from hf_dist.launch import detect_launch
 from hf_dist.log import say_once
 from hf_dist.mesh import prepare_start
@@ -169,6 +170,9 @@ class DistArgsMixin:
 @dataclass
 class DistTrainingArguments(DistArgsMixin, TrainingArguments):
     """`transformers.TrainingArguments` with `dist_config`."""
+
+
+show_stock(DistArgsMixin, TrainingArguments)
 
 
 def _refuse_other_engines(args: Any) -> None:

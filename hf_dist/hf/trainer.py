@@ -25,6 +25,7 @@ from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import tell_router_loss
+from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.trl import TrlMixin
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
@@ -236,3 +237,6 @@ def _like_stock(cls: Any) -> Any:
 
 class DistTrainer(DistTrainerMixin, Trainer):
     """`transformers.Trainer`, sharded as `DistTrainingArguments.dist_config` says."""
+
+
+show_stock(DistTrainerMixin, Trainer)

@@ -14,7 +14,7 @@ import transformers
 from accelerate import Accelerator
 
 import hf_dist
-from hf_dist import DistAccelerator, DistSeq2SeqTrainer, DistTrainer, DistTrainerMixin
+from hf_dist import DistAccelerator, DistSeq2SeqTrainer, DistTrainer, DistTrainerMixin, DistTrainingArguments
 from tests.harness import run_ranks
 from tests.window.nets import Blocks, batch, config, loss_of, sgd
 
@@ -58,6 +58,20 @@ def test_trainers_of_libraries_and_users_show_their_own_arguments() -> None:
 def test_an_accelerator_shows_the_arguments_of_the_stock_one() -> None:
     ours, stock = names(DistAccelerator), names(Accelerator)
     assert [name for name in ours if name != "dist_config"] == stock
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        (DistTrainer, transformers.Trainer),
+        (DistTrainingArguments, transformers.TrainingArguments),
+        (DistAccelerator, Accelerator),
+    ],
+)
+def test_every_method_shows_the_arguments_of_the_stock_one(ours: type, stock: type) -> None:
+    for name, method in inspect.getmembers(stock, inspect.isfunction):
+        if name not in ("__init__", "load_state", "save_state"):  # whose keywords have other names
+            assert names(getattr(ours, name)) == names(method), name
 
 
 @pytest.mark.parametrize("way", ["accelerate", "accelerate.accelerator"])

@@ -1,0 +1,41 @@
+"""What `inspect.signature` says of overrides that pass everything on: the stock arguments, for libraries that look."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+__all__ = ["show_stock", "with_keyword"]
+
+_PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def show_stock(ours: type, stock: type) -> None:
+    """Methods of `ours` that take `*args` or `**kwargs` in the place of arguments of `stock` show those of `stock`.
+
+    `ours` may be a mixin: its bases of this package are gone through as well.
+    """
+    for cls in ours.__mro__:
+        if not cls.__module__.startswith("hf_dist."):
+            continue
+        for name, method in vars(cls).items():
+            base = getattr(stock, name, None)
+            if name == "__init__" or not inspect.isfunction(method) or not inspect.isfunction(base):
+                continue
+            there = inspect.signature(base)
+            if _names(inspect.signature(method)) != _names(there):
+                shown: Any = method
+                shown.__signature__ = there
+
+
+def with_keyword(stock: type, name: str, ours: type) -> inspect.Signature:
+    """The arguments of `stock(...)` and our own keyword `name`, before `**kwargs` if it has them."""
+    theirs = inspect.signature(stock.__init__)  # type: ignore[misc]
+    own = inspect.signature(ours.__init__).parameters[name]  # type: ignore[misc]
+    named = [p for p in theirs.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [p for p in theirs.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    return theirs.replace(parameters=[*named, own, *rest])
+
+
+def _names(signature: inspect.Signature) -> list[str]:
+    return [name for name, p in signature.parameters.items() if p.kind not in _PASSED_ON]
