@@ -223,7 +223,7 @@ def build_engine(
     watchdog.watch(engine)
     if trainable:
         keep_by_budget(engine)
-        say(start_up_report(sharded, config, batch, pipeline, split, tensors))
+        say(start_up_report(engine, tensors))
     return engine
 
 

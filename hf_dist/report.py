@@ -8,6 +8,7 @@ import torch
 
 from hf_dist.activation import describe_checkpointing
 from hf_dist.config import BatchSizes, DistConfig, format_table
+from hf_dist.engine import Engine
 from hf_dist.estimate.draw_mesh import mesh_lines
 from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.estimate.overhead import measured
@@ -16,8 +17,6 @@ from hf_dist.experts.spread import exchanges
 from hf_dist.local_sgd.outer import has_anchor
 from hf_dist.network import describe
 from hf_dist.offload.storage import MASTER_NBYTES
-from hf_dist.pipelined import Pipeline
-from hf_dist.sequence import SplitSequence
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated
 from hf_dist.sharding.runtime import ShardedModel
@@ -33,15 +32,9 @@ _RESTS = {
 }
 
 
-def start_up_report(
-    sharded: ShardedModel,
-    config: DistConfig,
-    batch: BatchSizes,
-    pipeline: Pipeline | None = None,
-    split: SplitSequence | None = None,
-    tensors: TensorSplit | None = None,
-) -> str:
+def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     """Plain text, printed once by rank 0."""
+    sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
     place = sharded.placements
     weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
     parts = {
@@ -57,10 +50,10 @@ def start_up_report(
         **({"pipeline": pipeline.describe()} if pipeline else {}),
         **({"sequence": [split.describe()]} if split else {}),
         **({"tensor": tensors.describe()} if tensors else {}),
-        "batch": [_batch(batch)],
+        "batch": [_batch(engine.batch)],
         "precision": _precision(sharded),
         "units": _units(sharded),
-        "memory": _memory(sharded, config),
+        "memory": _memory(engine),
         "recompute": describe_checkpointing(sharded.model),
         "config": format_table(config).splitlines(),
     }
@@ -178,12 +171,14 @@ def _units(sharded: ShardedModel) -> list[str]:
     return (_aligned(rows[:MAX_UNIT_KINDS]) if rows else ["none"]) + more
 
 
-def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
+def _memory(engine: Engine) -> list[str]:
     """Bytes of model states per rank, as `hf-dist plan` counts them."""
+    sharded, config = engine.sharded, engine.config
     total = sum(g.layout.num_params for g in sharded.groups)
     learning = sum(g.layout.num_params for g in sharded.trainable_groups)
-    states = States.of_engine(sharded, config, OptimizerStates.of_config(config))
-    assumed = "" if config.optimizer is not None else " (if it is AdamW)"
+    optimizer = OptimizerStates.of_attached(engine.fragments, config)
+    states = States.of_engine(sharded, config, optimizer)
+    assumed = " (if it is AdamW)" if config.optimizer is None and engine.optimizer is None else ""
     here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""
     rows = [
         (what + (assumed if what.startswith("optimizer") else ""), f"{size_text(nbytes)}  {kind}")
@@ -192,6 +187,7 @@ def _memory(sharded: ShardedModel, config: DistConfig) -> list[str]:
     return [
         f"{scaled(total)} parameters{here}, {scaled(learning)} of them trained; per rank:",
         *(_aligned(rows) if rows else []),
+        *([] if optimizer.known else [f"optimizer state: not counted, of {type(engine.optimizer).__name__}"]),
         *(
             ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]
             if sharded.passes.before_training

@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist.config import DistConfig
+from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.build import build_optimizer
+from hf_dist.optim.compound import leaves
 from hf_dist.optim.muon import is_matrix
+from hf_dist.optim.stepping import like
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.precision import states_in_bf16
 
@@ -32,11 +37,17 @@ class OptimizerStates:
     """Of everything else that it keeps per tensor, such as its step."""
     of_matrix: tuple[int, ...] | None = None
     """Like `elements`, of what Muon takes for matrices, which have no step; None for another optimizer."""
-    of_whole: Callable[[tuple[int, ...]], int] | None = None
-    """Bytes of a tensor of this shape at its owner, for an optimizer that sees whole tensors."""
+    of_whole: Callable[[str, tuple[int, ...]], int] | None = None
+    """Bytes of a tensor of this name and shape at its owner, for an optimizer that sees whole tensors."""
+    names: frozenset[str] | None = None
+    """Of the parameters that it was given; None: of all that train."""
+    known: bool = True
+    """False: of an optimizer that could not be asked; its states are not counted."""
 
     def of_slot(self, slot: ParamSlot) -> tuple[tuple[int, ...], int]:
         """(`elements`, `nbytes`) of one parameter."""
+        if self.names is not None and slot.name not in self.names:
+            return (), 0
         if self.of_matrix is not None and is_matrix(slot.name, len(slot.shape)):
             return self.of_matrix, 0
         return self.elements, self.nbytes
@@ -51,13 +62,35 @@ class OptimizerStates:
             if found.elements:
                 return found
         # Not a copy: that would share states, and a schedule's wrapped `step`, with the original.
-        probe = type(optimizer).__new__(type(optimizer))
         param = nn.Parameter(torch.zeros(_PROBE_NUMEL))
+        try:
+            return cls._stepped(like(optimizer, [param], optimizer.defaults), param)
+        except Exception:  # a class that wants more than its options
+            probe = type(optimizer).__new__(type(optimizer))
         try:
             torch.optim.Optimizer.__init__(probe, [param], dict(optimizer.defaults))
             return cls._stepped(probe, param)
         except Exception:  # somebody's class, which wants more than its options: a plan is not worth an error
             return cls()
+
+    @classmethod
+    def of_attached(cls, fragments: FragmentedOptimizer | None, config: DistConfig) -> OptimizerStates:
+        """Of what steps an engine: the config's optimizer, or the object that it was given; AdamW if there is neither yet."""
+        if config.optimizer is not None or fragments is None:
+            return cls.of_config(config)
+        if not fragments.sees_whole:
+            names = frozenset(name for names in fragments.param_names for name in names)
+            return replace(cls.of(fragments.optimizer), names=names)
+        groups = zip(fragments.param_names, fragments.optimizer.param_groups, strict=True)
+        options = {name: {k: v for k, v in group.items() if k != "params"} for names, group in groups for name in names}
+        found = WholeStates(fragments.optimizer, options)
+        try:
+            for group in fragments.sharded.trainable_groups:
+                for slot in group.layout.slots:
+                    found(slot.name, slot.shape)
+        except Exception:  # somebody's class, on tensors without elements: a plan is not worth an error
+            return cls((), 0, of_whole=lambda _, __: 0, known=False)
+        return cls((), 0, of_whole=found)
 
     @classmethod
     def of_config(cls, config: DistConfig) -> OptimizerStates:
@@ -75,10 +108,10 @@ class OptimizerStates:
         if name == "Muon":
             return cls(of_matrix=(4,))
         if name == "Lamb":
-            return cls((4, 4), 0, of_whole=lambda shape: 8 * math.prod(shape))
+            return cls((4, 4), 0, of_whole=lambda _, shape: 8 * math.prod(shape))
         if name == "Adafactor":
             first = 4 if params.get("beta1") is not None else 0
-            return cls((first,), 0, of_whole=lambda shape: _factored_nbytes(shape) + first * math.prod(shape))
+            return cls((first,), 0, of_whole=lambda _, shape: _factored_nbytes(shape) + first * math.prod(shape))
         param = nn.Parameter(torch.zeros(_PROBE_NUMEL))
         return cls._stepped(build_optimizer(name, params, [param]), param)
 
@@ -93,6 +126,46 @@ class OptimizerStates:
         found = [v for v in state.values() if isinstance(v, torch.Tensor)]
         shaped = tuple(v.element_size() for v in found if v.shape == param.shape)
         return cls(shaped, sum(v.numel() * v.element_size() for v in found if v.shape != param.shape))
+
+
+class _NumbersAreOne(TorchDispatchMode):
+    """Answers a step that asks a tensor without elements for its value, as torch's Adafactor does for a norm."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+class WholeStates:
+    """Bytes that an optimizer object keeps for a whole tensor: one like it is stepped on a tensor without elements."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Mapping[str, Any]]) -> None:
+        """`options`: of the param group of each parameter, by name."""
+        self._optimizer = optimizer
+        self._options = options
+        self._found: dict[tuple[Any, ...], int] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> int:
+        """Of one parameter; 0 of one that the optimizer was not given, or without elements."""
+        options = self._options.get(name)
+        if options is None or not math.prod(shape):
+            return 0
+        key = (shape, repr(sorted(options.items())))
+        if key not in self._found:
+            self._found[key] = self._stepped(shape, options)
+        return self._found[key]
+
+    def _stepped(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> int:
+        # Not compiled, as torchao's would be: the compiler would remember that it could not.
+        stance = torch.compiler.set_stance("force_eager")
+        with stance, FakeTensorMode(), _NumbersAreOne(), torch.random.fork_rng(devices=[]):
+            param = nn.Parameter(torch.zeros(shape))
+            optimizer = like(self._optimizer, [param], options)
+            param.grad = torch.zeros(shape)
+            optimizer.step()
+            kept = [v for _, v in leaves(optimizer.state[param]) if isinstance(v, torch.Tensor)]
+            return sum(v.numel() * v.element_size() for v in kept)
 
 
 def _factored_nbytes(shape: tuple[int, ...]) -> int:

@@ -283,7 +283,9 @@ class States:
             ((math.prod(s.shape), s.name, s.shape) for g in trained for s in g.layout.slots), key=heaviest_first
         )
         owners = assigned([numel for numel, *_ in tensors], [0.0] * trained[0].layout.num_shards)
-        return sum(whole(shape) for (*_, shape), owner in zip(tensors, owners, strict=True) if owner == self.rank)
+        return sum(
+            whole(name, shape) for (_, name, shape), owner in zip(tensors, owners, strict=True) if owner == self.rank
+        )
 
     def _buffer_nbytes(self) -> int:
         shards = [g.at_rest.interval[1] - g.at_rest.interval[0] for g in self.groups]

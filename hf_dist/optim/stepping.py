@@ -21,7 +21,7 @@ from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.optim.muon import is_muon
 
-__all__ = ["Stepping", "check_whole", "stepping_of"]
+__all__ = ["Stepping", "check_whole", "like", "stepping_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -213,14 +213,35 @@ def _run(
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # an update that draws random numbers draws the same ones in each run
-        optimizer = cls([{"params": parameters, **options}], **arguments)
-        if callable(getattr(optimizer, "train", None)):
-            optimizer.train()  # schedule-free optimizers refuse to step before
+        optimizer = _made(cls, arguments, options, parameters)
         for step in range(_NUM_STEPS):
             for parameter, grads in zip(parameters, gradients, strict=True):
                 parameter.grad = grads[step].clone()
             optimizer.step()
     return [parameter.detach() for parameter in parameters]
+
+
+def _made(
+    cls: type, arguments: Mapping[str, Any], options: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = cls([{"params": parameters, **options}], **arguments)
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()  # type: ignore[attr-defined]  # schedule-free optimizers refuse to step before
+    return optimizer
+
+
+def like(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """A second one of its class over `parameters`, one param group with `options`, ready to step. Local.
+
+    Raises what the class raises.
+    """
+    cls = type(optimizer)
+    made = _made(cls, _constructor_arguments(cls, optimizer.defaults), {**options, **_usable(options)}, parameters)
+    if hasattr(optimizer, "args"):  # bitsandbytes: from which size on states have 8 bits
+        made.args = optimizer.args  # type: ignore[attr-defined]
+    return made
 
 
 def _toy() -> tuple[torch.Tensor, torch.Tensor]:

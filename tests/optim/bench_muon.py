@@ -65,16 +65,21 @@ def round_robin(engine: Any, momenta: dict[Any, torch.Tensor]) -> None:
             whole[slice(*o.part(rank))] = o.of(o.group.grad)
             dist.all_reduce(whole)
             wholes[o], old[o] = whole.view(o.shape), gathered(o, momenta[o])
-        for k, o in enumerate(some):
-            results = [torch.empty(o.shape, dtype=torch.bfloat16) for _ in range(2)]
-            if k == rank:
-                new = old[o].lerp(wholes[o], 0.05)
-                results = [orthogonalised(wholes[o].lerp(new, 0.95).bfloat16(), _OPTIONS).contiguous(), new.bfloat16()]
-            for tensor in results:
-                dist.broadcast(tensor, k)
-            part = slice(*o.part(rank))
-            momenta[o].copy_(results[1].reshape(-1)[part])
-            o.of(o.group.source).add_(results[0].reshape(-1)[part], alpha=-1e-9)
+        computed = {}
+        if rank < len(some):
+            mine = some[rank]
+            new = old[mine].lerp(wholes[mine], 0.05)
+            update = orthogonalised(wholes[mine].lerp(new, 0.95).bfloat16(), _OPTIONS).contiguous()
+            computed = {mine: (update, new.bfloat16())}
+        for k, o in enumerate(some):  # one all-gather of what the ranks computed, written as its broadcasts
+            for n, kept in enumerate(("update", "momentum")):
+                result = computed[o][n] if k == rank else torch.empty(o.shape, dtype=torch.bfloat16)
+                dist.broadcast(result, k)
+                share = result.reshape(-1)[slice(*o.part(rank))]
+                if kept == "momentum":
+                    momenta[o].copy_(share)
+                else:
+                    o.of(o.group.source).add_(share, alpha=-1e-9)
 
 
 def main() -> None:

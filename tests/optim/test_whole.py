@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.optim.whole_jobs import RESUMED, bits, odd, resumed, saved, torch_muon
+from tests.optim.whole_jobs import RESUMED, bits, odd, planned, resumed, saved, torch_muon
 from tests.parity.families import make_batches, make_model, summed_loss
 from tests.parity.optimizers import SECTIONS
 
@@ -48,6 +48,13 @@ def test_states_of_whole_tensors_are_saved_by_name_and_loaded_at_another_layout(
             for kind in RESUMED:
                 assert rank[kind][0] == written[kind][0], f"{kind}: states on {world} ranks"
                 assert rank[kind][1] == pytest.approx(written[kind][1], rel=1e-5), f"{kind} on {world} ranks"
+
+
+def test_the_plan_of_an_optimizer_object_is_what_rests() -> None:
+    for rank in run_ranks(planned, 2, ((0, 1, 3),)):
+        for kind, (plan, held, known) in rank.items():
+            assert known == (not kind.startswith("asking")), kind
+            assert (plan == held) == known, f"{kind}: {plan} planned, {held} there"
 
 
 def test_skipped_steps_unused_parameters_and_offload() -> None:

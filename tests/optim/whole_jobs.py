@@ -148,6 +148,46 @@ def resumed(rank: int, world: int, root: str, stage: int) -> dict[str, Any]:
     return results
 
 
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+class Asking(Projected):
+    """Has memory read by code that is not torch's, which tensors without elements do not have."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.grad.numpy().ndim == p.dim() for g in self.param_groups for p in g["params"] if p.grad is not None)
+        super().step(closure)
+
+
+def asking(model: nn.Module) -> Asking:
+    return Asking(model.parameters())
+
+
+OBJECTS = {"projected": projected, "adafactor": adafactor, "sgd": sgd, "muon": torch_muon, "asking": asking}
+
+
+def planned(rank: int, world: int, stages: tuple[int, ...]) -> dict[str, Any]:
+    """By optimizer object and stage: planned bytes at rest, what is there after two steps, whether the plan is known."""
+    from hf_dist.estimate.optimizer_states import OptimizerStates
+    from hf_dist.estimate.state_bytes import States
+    from hf_dist.offload.resting import Tier
+
+    found = {}
+    for kind, optimizer in OBJECTS.items():
+        for stage in stages:
+            engine = made(None, stage, optimizer)
+            kept = OptimizerStates.of_attached(engine.fragments, engine.config)
+            plan = States.of_engine(engine.sharded, engine.config, kept).nbytes.resident(Tier.DEVICE)
+            same_rows(engine, engine.model, 2)
+            found[f"{kind}-{stage}"] = (plan, engine.resident_nbytes()["device"], kept.known)
+    return found
+
+
 class Towers(nn.Module):
     """One of two is used."""
 

@@ -33,5 +33,5 @@ class StartUpCallback(TrainerCallback):
             return
         self._shown = weakref.ref(engine)
         if log.is_speaking_rank() and not log.logger.isEnabledFor(logging.INFO):
-            report = start_up_report(engine.sharded, engine.config, engine.batch)
+            report = start_up_report(engine)
             hf_logging.get_logger("transformers.hf_dist").info(report)
