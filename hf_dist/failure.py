@@ -155,7 +155,8 @@ def _tell_launcher(message: str) -> bool:
         return False
     try:
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message, "timestamp": int(time.time())}, file)
+            shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            json.dump({"message": {"message": message, "extraInfo": shown}}, file)
     except OSError:
         return False
     return True

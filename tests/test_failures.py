@@ -119,8 +119,9 @@ def test_torchrun_shows_what_one_rank_raised_in_the_middle(tmp_path: Path) -> No
     assert raised == ["1"], output
     # The launcher's summary, the last thing in the log, ends with the traceback.
     summary = output[output.index("Root Cause") :]
-    assert "traceback : of rank 1:\nTraceback" in summary, output
+    assert "traceback : of rank 1:\n  Traceback" in summary, output
     assert re.search(r"RuntimeError: the data of step 2 is broken\n=+\s*$", summary), output
+    assert "message format" not in output, "torchrun knows the file that a rank leaves"
     # The rank that only lost its peer has one line, not a second traceback.
     assert "[rank 0] Traceback" not in output, output
 

@@ -22,6 +22,7 @@ from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
 from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
+from hf_dist.hf.saving import keep_adapters
 from hf_dist.hf.state_dict import full_state_dict, loading
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
 from hf_dist.log import say
@@ -256,6 +257,7 @@ class CheckpointingMixin:
             files = trainer_files(self, engine)
             engine.meet()
             self.checkpoint_writer.save_model(engine, target, files)
+            keep_adapters(engine)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")  # type: ignore[attr-defined]
 

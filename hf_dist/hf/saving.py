@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -29,10 +30,12 @@ from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.units import containers
 
-__all__ = ["is_spread", "lent", "lent_here", "let_save_pretrained", "own_way"]
+__all__ = ["is_spread", "keep_adapters", "lent", "lent_here", "let_save_pretrained", "own_way"]
 
 _LENT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose modules hold whole weights at the moment."""
+_ADAPTERS: weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, torch.Tensor]]] = weakref.WeakKeyDictionary()
+"""Trained weights of models with adapters as they were last saved, on the rank that writes, and how often they had changed."""
 _WEIGHTS = {"model", "model_wrapped", "deepspeed", "accelerator"}
 """Attributes of a Trainer by which one gets at weights."""
 
@@ -61,6 +64,41 @@ def own_save_pretrained(model: nn.Module) -> str:
     function = inspect.unwrap(type(model).save_pretrained)  # type: ignore[attr-defined]
     known = function.__module__ in ("transformers.modeling_utils", "peft.peft_model")
     return "" if known else str(function.__qualname__)
+
+
+def keep_adapters(engine: Engine) -> None:
+    """Until weights change the main rank can save adapters alone. Collective.
+
+    `if args.should_save: model.save_pretrained(...)` is what callbacks do that hear of a checkpoint, and scripts after
+    `trainer.save_model()`. Does nothing for a model without
+    adapters, or whose weights each rank has whole.
+    """
+    sharded = engine.sharded
+    if is_spread(sharded) and any(_is_peft(m) for m in containers(sharded.model, sharded.units)):
+        writes = sharded.mesh.world.rank == 0
+        found = {name: t.detach().to("cpu", copy=True) for name, t in all_tensors(sharded, frozen=False) if writes}
+        _ADAPTERS[sharded.model] = (_changes(sharded), found)
+
+
+def _kept_adapters(sharded: ShardedModel) -> dict[str, torch.Tensor] | None:
+    changes, found = _ADAPTERS.get(sharded.model, (0, None))
+    return found if changes == _changes(sharded) else None
+
+
+def _changes(sharded: ShardedModel) -> int:
+    return sum(group.num_changes for group in sharded.trainable_groups)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _below(root: nn.Module, part: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` of `root` by the names that `part` of it has for the same parameters."""
+    whole = dict(root.named_parameters(remove_duplicate=False))
+    own = {id(p): name for name, p in part.named_parameters()}
+    return {own[id(whole[name])]: tensor for name, tensor in state.items() if id(whole[name]) in own}
 
 
 def _supported() -> tuple[type, ...]:
@@ -190,6 +228,9 @@ def _save_pretrained(
     if not is_spread(sharded):
         with lent_here(sharded) if own_save_pretrained(model) else nullcontext():
             return stock()
+    adapters = _kept_adapters(sharded) if _is_peft(model) else None
+    if adapters is not None:
+        return stock(state_dict=_below(sharded.model, model, adapters)) if writes else None
     every_rank(sharded.mesh, "model.save_pretrained()")
     if engine is not None:
         engine.meet()

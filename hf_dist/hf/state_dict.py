@@ -66,11 +66,14 @@ def part_state_dict(engine: Engine, part: nn.Module, keep: bool = True) -> dict[
     return {name: value.detach().cpu() for name, value in state.items()} if keep else {}
 
 
-def all_tensors(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter in full, one after the other, also those of other pipeline stages. Collective."""
+def all_tensors(sharded: ShardedModel, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter in full, one after the other, also those of other pipeline stages. Collective.
+
+    `frozen=False`: those that are trained only.
+    """
     pp = sharded.mesh.pp
     for stage in range(pp.size):
-        groups = [g for g in sharded.groups if g.axes.is_first_holder]
+        groups = [g for g in (sharded.groups if frozen else sharded.trainable_groups) if g.axes.is_first_holder]
         rows = [
             (s.name, s.held.whole, dtype)
             for g in groups

@@ -75,6 +75,7 @@ class FlatGroup:
         """What each rank along `tp` keeps of every parameter, once somebody has asked."""
         self.access: GradientAccess | None = None
         """What `p.grad` of the parameters answers; of groups that train."""
+        self.num_changes = 0  # how often `master` was written
         self._keepable = False  # `full` was gathered since the weights changed, so a second copy may be taken of it
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
@@ -129,8 +130,7 @@ class FlatGroup:
         are its source; on the host only if the dtypes are equal, as half the bytes cross to the device. Where the weights
         rest replicated, `full` itself is what is gathered from.
         """
-        at_rest = self.at_rest
-        start, stop = self.resting
+        at_rest, (start, stop) = self.at_rest, self.resting
         numel = stop - start
         self.separate = at_rest.separate
         """Whether `shard` is copied into `full` before a gather."""
@@ -338,6 +338,7 @@ class FlatGroup:
 
     def masters_changed(self) -> None:
         """`master` was written: what is gathered from must follow, by `write_back` or `weights_changed`. Local."""
+        self.num_changes += 1
         self._stale_shard = self.shard is not self.master
         self._forget_second()
 

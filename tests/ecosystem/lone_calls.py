@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainerCallback
 
 from hf_dist import DistTrainingArguments
 from hf_dist.errors import OneRankError
@@ -56,6 +57,36 @@ def works(rank: int, world: int, root: str, stages: list[int]) -> list[dict[str,
         trainer.save_model(str(folder / "again"))
         got["again"] = read(folder / "again")  # on every rank, as soon as it is back
         found.append(got)
+    return found
+
+
+class SavesAdapters(TrainerCallback):
+    """As users of PEFT and LLaMA-Factory write it: the main rank alone."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.should_save:
+            kwargs["model"].save_pretrained(f"{args.output_dir}/adapters-{state.global_step}")
+
+
+def adapters(rank: int, world: int, root: str, stages: list[int]) -> list[list[dict[str, Any]]]:
+    """By stage: what the callback has saved after each of two steps, and what all ranks save together after the last."""
+    found = []
+    for stage in stages:
+        folder = Path(root) / str(stage)
+        config = runs.config_of(stage)
+        changes: dict[str, Any] = dict(max_steps=2, save_strategy="steps", save_steps=1, ddp_timeout=60)
+        args = runs.arguments(folder, None, False, DistTrainingArguments, **changes, dist_config=config)
+        model = get_peft_model(make_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        given = dict(train_dataset=texts(8), data_collator=pad, callbacks=[SavesAdapters()])
+        trainer = runs.over(stage, Trainer)(model, args, **given)
+        trainer.train()
+        trainer.save_model(folder / "saved")
+        if rank == 0:  # as LLaMA-Factory's reward stage
+            trainer.model.save_pretrained(folder / "alone")
+        trainer.accelerator.wait_for_everyone()
+        trainer.model.save_pretrained(folder / "final")
+        trainer.accelerator.wait_for_everyone()
+        found.append([read(folder / name) for name in ("adapters-1", "adapters-2", "alone", "final")])
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_dist.watchdog.location import Location
 from hf_dist.watchdog.report import Status, called_alone
-from tests.ecosystem.lone_calls import refused, works
+from tests.ecosystem.lone_calls import adapters, refused, works
 from tests.ecosystem.test_saving import assert_same_folder
 from tests.harness import run_ranks
 
@@ -29,6 +29,15 @@ def test_one_rank_saves_generates_and_reads_logits_where_it_has_all_weights(tmp_
             for name, weight in got["again"]["model.safetensors"].items()
         ), "training has gone on"
         assert_same_folder(got["again"], other["again"])
+
+
+def test_a_callback_saves_adapters_on_the_main_rank_alone(tmp_path: Path) -> None:
+    for first, second, alone, final in run_ranks(adapters, 2, (str(tmp_path), [1, 3]), timeout=120)[0]:
+        name = "adapter_model.safetensors"
+        assert name in final and "model.safetensors" not in second
+        assert_same_folder(second, final)
+        assert_same_folder(alone, final)
+        assert any(not torch.equal(first[name][key], tensor) for key, tensor in final[name].items()), "of an older step"
 
 
 @pytest.mark.parametrize(

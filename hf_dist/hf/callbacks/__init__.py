@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from hf_dist.hf.callbacks.adapters import AdaptersCallback
 from hf_dist.hf.callbacks.communication import CommunicationCallback
 from hf_dist.hf.callbacks.csv_files import CsvCallback
 from hf_dist.hf.callbacks.disk_space import DiskSpaceCallback
@@ -32,7 +33,7 @@ def default_callbacks(trainer: Any) -> list[TrainerCallback]:
     """The callbacks that every DistTrainer gets, holding it weakly. `trainer.remove_callback(cls)` takes one out."""
     # Memory first: its collective waits for the slowest rank, and after throughput's mark that would count as data.
     found: list[TrainerCallback] = [MemoryCallback(trainer), ThroughputCallback(trainer), StartUpCallback(trainer)]
-    found.append(DiskSpaceCallback(trainer))
+    found += [DiskSpaceCallback(trainer), AdaptersCallback(trainer)]
     if trainer.dist.expert_parallel.enabled:
         found.append(ExpertLoadCallback(trainer))
     if trainer.dist.csv_monitor.enabled:

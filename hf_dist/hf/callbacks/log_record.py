@@ -34,7 +34,7 @@ class LogCallback(TrainerCallback):
         """Take a place before the reporters: callbacks are called in the order of the list."""
         trainer = self._trainer()
         if trainer is not None:
-            _go_first(trainer.callback_handler.callbacks, self)
+            go_first(trainer.callback_handler.callbacks, self)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add `values()` to the dict that the reporters get and to the history, which HF has written before."""
@@ -52,7 +52,7 @@ def _is_training_log(logs: Any) -> bool:
     return isinstance(logs, dict) and "loss" in logs and "learning_rate" in logs
 
 
-def _go_first(callbacks: list[TrainerCallback], callback: TrainerCallback) -> None:
+def go_first(callbacks: list[TrainerCallback], callback: TrainerCallback) -> None:
     """Move `callback` behind the other LogCallbacks at the head of the list, before everything else.
 
     Safe while HF iterates over the list: only what is at or before the current place moves.

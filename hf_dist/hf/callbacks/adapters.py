@@ -1,0 +1,44 @@
+"""Callbacks of users and libraries save adapters from the main rank alone when they hear of a checkpoint."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hf_dist.hf.callbacks.log_record import go_first
+from hf_dist.hf.saving import keep_adapters
+
+
+class AdaptersCallback(TrainerCallback):
+    """While `on_save` goes round, the main rank has the trained weights of a model with adapters.
+
+    `if args.should_save: model.save_pretrained(...)` is how callbacks for PEFT, and LLaMA-Factory's for value heads, are
+    written. Adapters are small; of a model without adapters nothing is kept, and such a call is answered by an error on
+    every rank. Source: transformers `trainer_callback.py`, `CallbackHandler.call_event`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the place before everybody who may save."""
+        trainer = self._trainer()
+        if trainer is not None:
+            go_first(trainer.callback_handler.callbacks, self)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """On every rank, after the folder of the checkpoint was begun."""
+        trainer = self._trainer()
+        if trainer is None or trainer.dist_engine is None:
+            return
+        if any(_may_save(callback) for callback in trainer.callback_handler.callbacks):
+            keep_adapters(trainer.dist_engine)
+
+
+def _may_save(callback: TrainerCallback) -> bool:
+    """Whether somebody else's class hears of checkpoints."""
+    cls = type(callback)
+    known = cls.__module__.split(".")[0] in ("transformers", "hf_dist")
+    return not known and getattr(cls, "on_save", None) is not TrainerCallback.on_save
