@@ -34,6 +34,8 @@ __all__ = [
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _ASK_AGAIN = timedelta(seconds=1)
 """A rank that was started again has a new word; rank 0 looks for it that often, and the others for rank 0's."""
+_ARRIVAL = timedelta(seconds=10)
+"""How long the store is asked for what only comes once. Each time nothing came, torch writes two lines; Ctrl-C waits for it."""
 _ELSEWHERE = "192.0.2.1"
 """Of a network that is nobody's (RFC 5737): which interface leads away from this machine."""
 _SIOCGIFADDR = 0x8915
@@ -93,12 +95,12 @@ def _offer_port(store: Any, word: str, world: int, deadline: float) -> int | Non
     hellos = [f"hf_dist/hello/{rank}" for rank in others]
     offer = json.dumps([word, port])
     while time.monotonic() < deadline:
-        if not _wait(store, hellos):
+        if not _wait(store, hellos, _arrival(deadline)):
             continue
         # All of them each time: a rank 0 of the start before may still be there, and offers, too.
         words = [found.decode() for found in store.multi_get(hellos)]
         store.multi_set([f"hf_dist/offer/{found}" for found in words], [offer] * len(words))
-        if _wait(store, [f"hf_dist/ack/{word}/{rank}" for rank in others]):
+        if _wait(store, [f"hf_dist/ack/{word}/{rank}" for rank in others], _ASK_AGAIN):
             store.set(f"hf_dist/go/{word}", "")
             return port
     return None
@@ -107,20 +109,24 @@ def _offer_port(store: Any, word: str, world: int, deadline: float) -> int | Non
 def _take_port(store: dist.Store, hello: str, rank: int, deadline: float) -> int | None:
     acknowledged = ""
     while time.monotonic() < deadline:
-        if not _wait(store, [f"hf_dist/offer/{hello}"]):
+        if not _wait(store, [f"hf_dist/offer/{hello}"], _arrival(deadline)):
             continue
         word, port = json.loads(store.get(f"hf_dist/offer/{hello}"))
         if word != acknowledged:
             acknowledged = word
             store.set(f"hf_dist/ack/{word}/{rank}", "")
-        if _wait(store, [f"hf_dist/go/{word}"]):
+        if _wait(store, [f"hf_dist/go/{word}"], _ASK_AGAIN):
             return int(port)
     return None
 
 
-def _wait(store: dist.Store, keys: list[str]) -> bool:
+def _arrival(deadline: float) -> timedelta:
+    return min(_ARRIVAL, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+
+def _wait(store: dist.Store, keys: list[str], patience: timedelta) -> bool:
     try:
-        store.wait(keys, _ASK_AGAIN)
+        store.wait(keys, patience)
     except dist.DistStoreError:
         return False
     return True

@@ -41,6 +41,8 @@ from hf_dist.sizes import size_text
 from hf_dist.version import __version__
 
 _LARGE_NBYTES = 1 << 20
+_SLOW = 1.0
+"""Seconds: twice that is worth a line after the first save."""
 """From which on memory is asked of the system."""
 
 
@@ -87,6 +89,7 @@ class CheckpointWriter:
         """How long training stood still for the last save."""
         self.total_seconds = 0.0
         """From the beginning of the last completed save to its end."""
+        self._told_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._host: dict[str, torch.Tensor] = {}
@@ -259,10 +262,13 @@ class CheckpointWriter:
             self._error.__cause__ = error
 
     def _report(self, final: Path) -> None:
-        if self.mesh.world.rank == 0:
-            nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
-            stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
-            say(f"{final}: {size_text(nbytes)} written in {self.total_seconds:.1f} s{stall}")
+        """The first save, and one that took twice as long as any told before: a run may make hundreds."""
+        if self.mesh.world.rank != 0 or self.total_seconds < 2 * self._told_seconds:
+            return
+        self._told_seconds = max(self.total_seconds, _SLOW)
+        nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
+        stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
+        say(f"{final}: {size_text(nbytes)} written in {self.total_seconds:.1f} s{stall}; later ones are told if slower")
 
 
 class _Words:

@@ -340,5 +340,7 @@ class HfDistSection(Frozen):
     """`hf_dist.stochastic_rounding`: whether optimizer states in bf16 are rounded up or down by chance, right in the mean."""
     router_loss: RouterLossScope = "global"
     """`hf_dist.router_loss`: "global" takes the auxiliary loss of a mixture's routers over all ranks, "local" each rank's."""
+    log_measurements: Flag = True
+    """`hf_dist.log_measurements`: whether speed, time, memory and load of experts are added to the Trainer's log records."""
     stall_report_seconds: Real = 60.0
     """`hf_dist.stall_report_seconds`: how long a rank may wait for the others before all are reported on; 0 for never."""

@@ -27,6 +27,13 @@ LAUNCHERS: dict[str, list[str]] = {
 
 def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True) -> str:
     """What the ranks printed; the test fails with the end of their errors when the launcher does. `is_real`: not forked."""
+    return launched(launcher, words, folder, timeout, is_real).stdout
+
+
+def launched(
+    launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """`launch` with both streams."""
     port = str(free_port())
     trl = find_spec("trl")
     configs = Path(str(trl.origin)).parent / "accelerate_configs" if trl is not None else ""
@@ -40,4 +47,4 @@ def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 2
     else:
         done = forked.run(command, cwd=folder, env=env, apart=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return done

@@ -31,11 +31,13 @@ __all__ = [
 
 def default_callbacks(trainer: Any) -> list[TrainerCallback]:
     """The callbacks that every DistTrainer gets, holding it weakly. `trainer.remove_callback(cls)` takes one out."""
-    # Memory first: its collective waits for the slowest rank, and after throughput's mark that would count as data.
-    found: list[TrainerCallback] = [MemoryCallback(trainer), ThroughputCallback(trainer), StartUpCallback(trainer)]
-    found += [DiskSpaceCallback(trainer), AdaptersCallback(trainer)]
-    if trainer.dist.expert_parallel.enabled:
-        found.append(ExpertLoadCallback(trainer))
+    found: list[TrainerCallback] = []
+    if trainer.dist.hf_dist.log_measurements:
+        # Memory first: its collective waits for the slowest rank, and after throughput's mark that would count as data.
+        found += [MemoryCallback(trainer), ThroughputCallback(trainer)]
+        if trainer.dist.expert_parallel.enabled:
+            found.append(ExpertLoadCallback(trainer))
+    found += [StartUpCallback(trainer), DiskSpaceCallback(trainer), AdaptersCallback(trainer)]
     if trainer.dist.csv_monitor.enabled:
         found.append(CsvCallback(trainer.dist.csv_monitor))
     if trainer.dist.flops_profiler.enabled:
