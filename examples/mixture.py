@@ -71,7 +71,7 @@ def main() -> None:
         data_collator=default_data_collator,
     )
     before = trainer.evaluate()["eval_loss"]
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if trainer.is_world_process_zero():

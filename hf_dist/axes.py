@@ -106,6 +106,10 @@ class Axes:
         """All ranks."""
         return self.size("world")
 
+    def shards_here(self, here: int) -> int:
+        """How many neighbours on `shard` a machine of `here` ranks has: the ranks of `tp` lie between them."""
+        return max(1, here // self.size("tp"))
+
     def coordinate(self, axis: str, rank: int) -> int:
         """Where a rank stands on an axis or in a view, 0 .. size - 1."""
         found = 0
@@ -135,8 +139,13 @@ class Axes:
         return list(lines.values())
 
     def line(self, axis: str, rank: int) -> list[int]:
-        """The line that a rank is in."""
-        return next(line for line in self.lines(axis) if rank in line)
+        """The line that a rank is in; without a walk through the world."""
+        parts, found = self._parts(axis), [0]
+        for part, at in self._position(axis, rank):
+            size = self.size(part)
+            places = range(size) if part in parts else (at,)
+            found = [before * size + place for before in found for place in places]
+        return found
 
     def describe(self) -> str:
         """Such as `8 ranks = pp 2 x dp_replicate 1 x dp_shard 4`; what has one rank is left out, but for the data ranks."""

@@ -187,7 +187,7 @@ def build_engine(
         if mesh.cp.size > 1:
             example = replace(example, batch=functools.partial(as_split, model, example.batch))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
-    spread_experts(model, mesh)  # the stages were planned with the stock forward; nothing has been read yet
+    _spread(model, mesh, cut)
     keep_adapters_low_rank(model)
     tensors = split_tensors(model, plan, mesh, config) if plan is not None else None  # of a stage what it keeps
     compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # of whole rows
@@ -225,6 +225,13 @@ def build_engine(
         keep_by_budget(engine)
         say(start_up_report(engine, tensors))
     return engine
+
+
+def _spread(model: nn.Module, mesh: ParallelMesh, cut: CutModel | None) -> None:
+    """Experts to their ranks. The stages were planned with the stock forward; nothing has been read yet."""
+    slices = spread_experts(model, mesh, cut.share.whole if cut else None)
+    if cut:
+        cut.visits.keep_slices(slices)
 
 
 def _shard(

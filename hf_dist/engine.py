@@ -157,7 +157,7 @@ class Engine:
         return self.model(*args, **kwargs)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer`, made over the model's parameters, step this rank's fragments of them. Local."""
+        """Let `optimizer`, made over the model's parameters, step this rank's fragments of them. Collective."""
         stepping = stepping_of(optimizer)
         check_whole(stepping, optimizer, self.config)
         rounding = rounding_of(self.config, self.mesh.world.rank)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
-from hf_dist.sharding.full_params import whole_tensors
+from hf_dist.sharding.full_params import all_tensors
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import unguard
+from hf_dist.sharding.held import forget_slice
 from hf_dist.sharding.keeper import keep_traces, shards_of, traces_of
+from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.prepared import OWNER, forget_gradients, set_raw_data
 from hf_dist.sharding.prepared import unprepare as own_class
 from hf_dist.sharding.traces import Traces, look, remove_hooks
@@ -22,7 +24,6 @@ __all__ = ["taking_over", "unprepare"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_CUTS = {"pp": "pipeline stages", "tp": "tensor parallelism", "cp": "sequence parallelism", "ep": "expert parallelism"}
 
 
 def unprepare(model: nn.Module) -> None:
@@ -30,36 +31,64 @@ def unprepare(model: nn.Module) -> None:
 
     Collective: every rank of the job calls it, with the object that was prepared. Each rank then holds all weights, as under
     DDP. Engines and Trainers of the model cannot train it any more. Nothing happens to a model that is not prepared. Raises
-    `ModelError` for a model that is cut into stages or along tp, cp or ep, and for quantised ones.
+    `ModelError` for a quantised model.
     """
     sharded = shards_of(model)
     if sharded is None:
         return
-    cuts = [words for axis, words in _CUTS.items() if sharded.mesh.axes.size(axis) > 1]
-    if cuts or getattr(model, "is_quantized", False):
+    if getattr(model, "is_quantized", False):
         raise ModelError(
-            f"{type(model).__name__} was prepared with {' and '.join(cuts) or 'quantised weights'}, and cannot be prepared a "
-            "second time in this process. Save it with save_pretrained and load it again with from_pretrained."
+            f"{type(model).__name__} was prepared with quantised weights, and cannot be prepared a second time in this "
+            "process. Save it with save_pretrained and load it again with from_pretrained."
         )
     sharded.synchronize_buffers()
     forget_gradients(model)
+    values = {name: tensor.clone() for name, tensor in all_tensors(sharded)}
     for group in sharded.groups:
-        _give_back(group, [tensor.clone() for _, tensor in whole_tensors(group)])
+        _give_back(group, values)
+    if sharded.pipeline is not None:
+        _bring_back(sharded.model, sharded.pipeline, values)
     traces = traces_of(model)
     if traces is not None:
         traces.undo(model)
 
 
 @torch.no_grad()
-def _give_back(group: FlatGroup, values: list[torch.Tensor]) -> None:
-    """`values`: whole, one for each parameter of the group."""
+def _give_back(group: FlatGroup, values: Mapping[str, torch.Tensor]) -> None:
+    """`values`: whole, by name."""
     group.wait_unshard()
-    for param, value in zip(group.params, values, strict=True):
+    for slot, param in zip(group.layout.slots, group.params, strict=True):
         unguard(param)
         own_class(param)
         delattr(param, OWNER)
+        forget_slice(param)
         remove_hooks(param)
-        set_raw_data(param, value)
+        set_raw_data(param, values[slot.name])
+
+
+def _bring_back(model: nn.Module, share: PipelineShare, values: Mapping[str, torch.Tensor]) -> None:
+    """Parameters of other stages are parameters of `model` again, in their old places; the same objects where there are any."""
+    names = {id(twin): name for name, twin in share.whole.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for path, before in share.whole.named_modules():
+        module = model.get_submodule(path)
+        own = dict(module._parameters)
+        module._parameters.clear()
+        for attribute, twin in before._parameters.items():
+            if twin is not None and attribute not in own:
+                module.__dict__.pop(attribute, None)  # what stood in for it
+                if id(twin) not in made:
+                    made[id(twin)] = _from_elsewhere(share, names[id(twin)], values)
+            module._parameters[attribute] = None if twin is None else own.get(attribute, made.get(id(twin)))
+        module._parameters.update({name: param for name, param in own.items() if name not in module._parameters})
+
+
+def _from_elsewhere(share: PipelineShare, name: str, values: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    known = share.elsewhere[name]()
+    if known is None:
+        return nn.Parameter(values[name], requires_grad=dict(share.whole.named_parameters())[name].requires_grad)
+    known.data = values[name]
+    return known
 
 
 def taking_over(build: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:

@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from hf_dist.checksum import batch_digest
 from hf_dist.config.sections import PipelineConfig
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
-from hf_dist.mesh import ParallelMesh
+from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.pipeline import (
     Hooks,
     P2PTransport,
@@ -43,7 +43,9 @@ from hf_dist.pipeline.visit import Visits
 from hf_dist.runner import Step
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.prepared import raw_data, set_raw_data
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.slices import joined
 from hf_dist.window import backward_of
 
 __all__ = ["CutModel", "Example", "Pipeline", "cut_model", "example_of"]
@@ -86,17 +88,22 @@ def cut_model(
     if any(plan != plans[0] for plan in plans):
         raise ModelError("the ranks cut the model differently; build it from the same configuration on every rank")
     stages = tuple(range(mesh.pp.rank, num_stages, mesh.pp.size))
-    holders = {}
+    holders: dict[str, MeshAxis] = {}
+    made: dict[tuple[int, ...], MeshAxis] = {}
     for shared in split.plan.shared:
-        ranks = sorted({stage % mesh.pp.size for stage in shared.stages})
-        axis = mesh.holders(ranks) if len(ranks) > 1 else None
-        if axis is not None and mesh.pp.rank in ranks:
-            holders[shared.names[0]] = axis
+        ranks = tuple(sorted({stage % mesh.pp.size for stage in shared.stages}))
+        if len(ranks) == 1:
+            continue
+        if ranks not in made:
+            made[ranks] = mesh.holders(ranks)
+        if (
+            mesh.pp.rank in ranks
+        ):  # an axis of its own, so that it travels alone: stages need not have the same ones in a unit
+            holders[shared.names[0]] = replace(made[ranks])
     whole = meta_twin(model)
     references = {name: weakref.ref(p) for name, p in model.named_parameters()}
     visits = Visits(model, split.plan, mesh.pp, precision.compute_dtype)
-    staged = StagedModel(model, split.plan, stages, precision.compute_dtype)
-    staged.visit = visits
+    staged = StagedModel(model, split.plan, stages, precision.compute_dtype, visits)
     names = [frozenset(split.plan.names_of(stage)) for stage in stages]
     kept = frozenset[str]().union(*names)
     elsewhere = {name: ref for name, ref in references.items() if name not in kept}
@@ -137,6 +144,28 @@ def refuse_state_dict(model: nn.Module) -> None:
     model.register_state_dict_pre_hook(refuse)
 
 
+def _reader_of(sharded: ShardedModel) -> Callable[[str], torch.Tensor]:
+    """Reads a parameter of this stage as a call outside of the schedule needs it: gathered, and whole but for experts."""
+    units = {slot.name: unit for unit in sharded.units for group in unit.groups for slot in group.layout.slots}
+
+    def read(name: str) -> torch.Tensor:
+        unit = units[name]
+        unit.unshard()
+        unit.wait_unshard()
+        group, index = next((g, i) for g in unit.groups for i, slot in enumerate(g.layout.slots) if slot.name == name)
+        part = raw_data(group.params[index])
+        return joined(group, index, part) if group.share is not None else part
+
+    return read
+
+
+@torch.no_grad()
+def _swap_data(param: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+    before = raw_data(param)
+    set_raw_data(param, data)
+    return before
+
+
 class Pipeline:
     """The stages of this rank, ready to run. Every rank of a pipeline makes the same calls with the same microbatches."""
 
@@ -149,13 +178,7 @@ class Pipeline:
         self.config = config
         self.mesh = mesh = sharded.mesh
         self.staged = cut.staged
-        units = {slot.name: unit for unit in sharded.units for group in unit.groups for slot in group.layout.slots}
-
-        def make_readable(name: str) -> None:
-            units[name].unshard()
-            units[name].wait_unshard()
-
-        cut.visits.make_readable = make_readable
+        cut.visits.read_with(_reader_of(sharded), _swap_data, sharded.sliced.use_whole if sharded.sliced else None)
         channels = make_channels(
             mesh.axes.lines("pp"), ring=config.virtual_stages > 1, rank=mesh.world.rank, group_of=mesh.groups.one_of
         )
@@ -244,7 +267,7 @@ class Pipeline:
         schedule, rank = self.schedule(1, train=False), self.mesh.pp.rank
         run = ScheduleRun(self.staged, schedule, rank, self.transport, _ZeroHooks(self.sharded, schedule, rank))
         results = run.run([batch], function)
-        return self._from_last(results[0])
+        return self.from_last(results[0])
 
     def share_loss(self, values: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
         """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp.
@@ -266,7 +289,8 @@ class Pipeline:
             )
         return message[0].float()
 
-    def _from_last(self, value: Any) -> Any:
+    def from_last(self, value: Any) -> Any:
+        """`value` of the last stage, on every rank of the pipeline. Collective over pp."""
         is_last = self.mesh.pp.rank == self.last
         shapes = tree_map(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)
         shapes = collectives.broadcast_object(self.mesh.pp, shapes if is_last else None, self.last)

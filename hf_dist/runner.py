@@ -31,6 +31,9 @@ class Runner(Protocol):
     def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
         """`function(model, batch)` without gradient, its result on every rank."""
 
+    def from_last(self, value: Any) -> Any:
+        """`value` of the rank that has the loss, on every rank that runs the model with it; each of them calls it."""
+
 
 class Whole:
     """A model whose forward is one call."""
@@ -59,3 +62,7 @@ class Whole:
         """As it stands."""
         with torch.no_grad():
             return function(self._model, batch)
+
+    def from_last(self, value: Any) -> Any:
+        """Its own."""
+        return value

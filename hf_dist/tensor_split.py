@@ -11,6 +11,7 @@ from hf_dist import collectives
 from hf_dist.boxes import TensorSlice
 from hf_dist.config import DistConfig, settled
 from hf_dist.errors import ConfigError, ModelError
+from hf_dist.experts.spread import find_experts
 from hf_dist.mesh import ParallelMesh
 from hf_dist.sharding.group_axes import Combination, Operation
 from hf_dist.sharding.guard import replace_method
@@ -49,7 +50,8 @@ def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> Sp
     found: SplitPlan | str | None = None
     if mesh.world.rank == 0:
         try:
-            found = plan_of(model, config, mesh.tp.size, staged=mesh.pp.size > 1)
+            spread = mesh.axes.size("ep") > 1
+            found = plan_of(model, config, mesh.tp.size, staged=mesh.pp.size > 1, spread=spread)
         except (ModelError, ConfigError) as error:
             found = str(error)
     found = collectives.broadcast_object(mesh.world, found)
@@ -59,12 +61,13 @@ def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> Sp
     return found
 
 
-def plan_of(model: nn.Module, config: DistConfig, size: int, *, staged: bool) -> SplitPlan:
-    """What of `model` (real or on meta) is cut between `size` ranks. Local: seconds. `staged`: it is cut into stages, too."""
+def plan_of(model: nn.Module, config: DistConfig, size: int, *, staged: bool, spread: bool = False) -> SplitPlan:
+    """What of `model` (real or on meta) is cut between `size` ranks. Local: seconds. `staged`: it is cut into stages, too;
+    `spread`: its experts are on other ranks, and stay whole."""
     base, given = unwrapped(model)[0], config.tensor_parallel.partition_config
     # Between pipeline stages whole sequences travel.
     sequence = False if staged else settled(config.hf_dist.sequence_regions)
-    return choose_plan(base, size, find_unit_modules, given, sequence)
+    return choose_plan(base, size, find_unit_modules, given, sequence, find_experts if spread else None)
 
 
 def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh, config: DistConfig) -> TensorSplit:

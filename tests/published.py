@@ -21,10 +21,14 @@ from hf_dist.estimate.layouts import Wanted
 from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.overhead import estimated
 from hf_dist.estimate.search import Found, Search
-from tests.scale.engines import LLAMA_3
+from tests.scale import mixed
 
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-BRIDGE = "Megatron-Bridge 25.11, docs/performance-summary.md, DGX-H100"
+BRIDGE = "Megatron-Bridge 25.11, docs/performance-summary.md"
+FP8 = Hardware(flops=800e12)
+"""Jobs in FP8: the products take about half the time, everything else is as in bf16."""
+GB200 = Hardware(flops=1100e12, memory=6.5e12, inside=700e9, between=50e9, ranks_per_machine=64)
+"""The same share of the data sheet as the speeds taken for an H100."""
 
 
 @dataclass(frozen=True)
@@ -41,36 +45,38 @@ class Published:
     """Of axes with more than one rank, but for the data ranks."""
     speed: str = ""
     source: str = TITAN
+    hardware: Hardware = field(default_factory=Hardware)
 
 
 JOBS = {
     "8b-8": Published("8b", 8, 16, 8192, 96, {}, "5762"),
     "8b-128": Published("8b", 128, 256, 8192, 96, {}, "5605"),
-    "8b-8-long": Published("8b", 8, 1, 262144, 96, {"cp": 8}, "548 (FP8)"),
-    "70b-256": Published("70b", 256, 512, 8192, 96, {"tp": 8}, "829 (FP8)"),
-    "405b-512": Published("405b", 512, 256, 8192, 96, {"tp": 8, "pp": 8}, "128 (FP8)"),
-    "8b-8-bridge": Published("8b", 8, 128, 8192, 80, {}, "14451 (FP8)", BRIDGE),
-    "70b-64-bridge": Published("70b", 64, 128, 8192, 80, {"tp": 4, "pp": 8}, "1602 (FP8)", BRIDGE),
-    "qwen3-30b-16": Published("qwen3-30b", 16, 512, 4096, 80, {"pp": 2, "ep": 8}, "5275 (FP8)", BRIDGE),
+    "8b-8-long": Published("8b", 8, 1, 262144, 96, {"cp": 8}, "548 (FP8)", TITAN, FP8),
+    "70b-256": Published("70b", 256, 512, 8192, 96, {"tp": 8}, "829 (FP8)", TITAN, FP8),
+    "405b-512": Published("405b", 512, 256, 8192, 96, {"tp": 8, "pp": 8}, "128 (FP8)", TITAN, FP8),
+    "405b-1024-bridge": Published(
+        "405b", 1024, 512, 8192, 80, {"tp": 8, "pp": 8, "cp": 2}, "292 (FP8)", f"{BRIDGE}, DGX-H100", FP8
+    ),
+    "8b-8-bridge": Published("8b", 8, 128, 8192, 80, {}, "14451 (FP8)", f"{BRIDGE}, DGX-H100", FP8),
+    "70b-64-bridge": Published("70b", 64, 128, 8192, 80, {"tp": 4, "pp": 8}, "1602 (FP8)", f"{BRIDGE}, DGX-H100", FP8),
+    "qwen3-30b-16": Published(
+        "qwen3-30b", 16, 512, 4096, 80, {"pp": 2, "ep": 8}, "5275 (FP8)", f"{BRIDGE}, DGX-H100", FP8
+    ),
+    # The page leaves out the number of rows.
+    "qwen3-235b-256": Published(
+        "qwen3-235b", 256, 2048, 4096, 80, {"tp": 2, "pp": 8, "ep": 32}, "1575 (FP8)", f"{BRIDGE}, DGX-H100", FP8
+    ),
+    "deepseek-v3-256": Published(
+        "deepseek-v3", 256, 4096, 4096, 186, {"pp": 4, "ep": 64}, "3139", f"{BRIDGE}, DGX-GB200", GB200
+    ),
 }
 AXES = ("pp", "tp", "cp", "ep")
 
 
 def model_of(name: str) -> Any:
     """Without memory, and without a way of checkpointing of its own."""
-    from dataclasses import replace
-
     with torch.device("meta"):
-        if name != "qwen3-30b":
-            return replace(LLAMA_3[name], checkpointing=False).llama()
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-        sizes: dict[str, Any] = dict(
-            hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48
-        )
-        heads = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936)
-        config = Qwen3MoeConfig(**sizes, **heads, num_experts=128, num_experts_per_tok=8, use_cache=False)
-        return Qwen3MoeForCausalLM(config).train()
+        return mixed.model_of(name)
 
 
 def search_of(job: Published) -> Search:
@@ -79,9 +85,9 @@ def search_of(job: Published) -> Search:
     data = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "hf_dist": {"tiled_loss": True}}
     width = model.config.hidden_size
     config = resolve_without_trainer(load_config(data), data_ranks=1, hidden_size=width, on_gpu=True)
-    wanted = Wanted(job.ranks, job.rows, job.seq, 8)
+    wanted = Wanted(job.ranks, job.rows, job.seq, job.hardware.ranks_per_machine)
     limits = Limits(round(job.memory * 1e9), None, 8)
-    return Search(model, config, wanted, limits, Hardware(), lambda c: estimated(c, job.ranks))
+    return Search(model, config, wanted, limits, job.hardware, estimated)
 
 
 def sizes_of(found: Found) -> tuple[int, ...]:

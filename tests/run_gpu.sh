@@ -6,6 +6,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+# Ranks are forks of a server that has torch loaded. In this way torch counts GPUs without CUDA, which is not to be forked.
+export PYTORCH_NVML_BASED_CUDA_CHECK=1
 unset ACCELERATE_USE_CPU
 count="$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')" || exit 1
 if [[ "$count" = 0 ]]; then

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_dist.cli import app
-from hf_dist.config import load_config, resolve_without_trainer
+from hf_dist.config import axes_of, load_config, resolve_without_trainer
 from hf_dist.estimate import overhead
 from hf_dist.estimate.activations import measure_activations, text_batch
 from hf_dist.estimate.memory_plan import Limits
@@ -243,24 +243,43 @@ def test_the_command_suggests_configs_that_load_and_fit(tmp_path: Path) -> None:
             assert json.loads(again.output)["fits"], file.read_text()
 
 
+def test_the_command_suggests_to_share_long_rows(tmp_path: Path) -> None:
+    asked = ("--world-size", "4", "--seq", "1M", "--micro-batch", "1", "--json")
+    own = {
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+        "activation_checkpointing": {"every_n_layers": 1},
+    }
+    now = json.loads(plan_command(tmp_path, *asked, data=own).output)
+    limit = now["device_beside"] + int(now["device_peak"] * 0.75)  # more communicators need room, too
+    out = tmp_path / "long"
+    found = json.loads(
+        plan_command(tmp_path, *asked, "--device-memory", str(limit), "--suggest", str(out), data=own).output
+    )
+    assert not found["fits"] and found["suggestions"]
+    for file in found["suggestions"]:
+        data = json.loads(Path(file).read_text())
+        if "sequence_parallel_size" in data:
+            assert data["gradient_accumulation_steps"] == data["sequence_parallel_size"]  # as many samples per step
+        again = json.loads(plan_command(tmp_path, *asked, "--device-memory", str(limit), data=data).output)
+        assert again["fits"], data
+    assert any(json.loads(Path(file).read_text()).get("sequence_parallel_size", 1) > 1 for file in found["suggestions"])
+
+
 @pytest.mark.parametrize(
     ("world", "more", "groups", "channels"),
-    [
-        (1, {}, 0, 0),
-        (8, {}, 4, 0),
-        (8, {"pipeline": {"stages": 2}}, 6, 2),
-        (8, {"pipeline": {"stages": 4}}, 6, 4),
-        (8, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, 5, 0),
-    ],
+    [(1, {}, 0, 0), (8, {}, 4, 0), (8, {"pipeline": {"stages": 2}}, 6, 2), (8, {"pipeline": {"stages": 4}}, 6, 4)],
 )
-def test_what_a_gpu_needs_beside_tensors_counts_every_communicator(
+def test_what_a_gpu_needs_beside_tensors_counts_every_communicator(  # as many as are made: `test_groups.py`
     world: int, more: dict[str, Any], groups: int, channels: int
 ) -> None:
     config = resolved({**config_of(1, ""), **more})
     base = overhead.CONTEXT + overhead.WORKSPACES
     nccl = groups * overhead.COMMUNICATOR + channels * overhead.CHANNEL
-    assert overhead.estimated(config, world) == base + nccl
-    assert overhead.estimated(config, world, base=7) == 7 + nccl, "a measured one takes the place of the estimate"
+    axes = axes_of(config, world)
+    assert overhead.estimated(config, axes) == base + nccl
+    assert overhead.estimated(config, axes, 3) == base + nccl + 3 * overhead.COMMUNICATOR
+    assert overhead.estimated(config, axes, base=7) == 7 + nccl, "a measured one takes the place of the estimate"
 
 
 def test_a_budget_of_the_whole_device_leaves_what_is_no_tensor() -> None:
@@ -268,7 +287,7 @@ def test_a_budget_of_the_whole_device_leaves_what_is_no_tensor() -> None:
         meta = llama()
     config = resolved({**config_of(3, ""), "hf_dist": {"memory_budget": "auto"}})
     one = Planner(meta, 2, Workload(MICRO, SEQ), 10**9).plan(config)
-    less = Planner(meta, 2, Workload(MICRO, SEQ), 10**9, lambda config: 10**9).plan(config)
+    less = Planner(meta, 2, Workload(MICRO, SEQ), 10**9, lambda *given: 10**9).plan(config)
     assert one.states.kept_nbytes > less.states.kept_nbytes == 0
     assert less.beside == 10**9 and less.device_need == less.device_peak + 10**9
     assert less.over(Limits(device=10**9)) == less.device_peak

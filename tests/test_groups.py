@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -17,9 +18,14 @@ from torch.testing._internal.distributed import fake_pg
 
 from hf_dist import collectives, groups
 from hf_dist.axes import Axes
+from hf_dist.config import axes_of, load_config, resolve_without_trainer
+from hf_dist.estimate.overhead import groups_after_mesh, num_channels
+from hf_dist.estimate.planner import Planner, Workload
+from hf_dist.groups import num_groups
 from hf_dist.mesh import ParallelMesh, build_mesh
 from hf_dist.pipeline.p2p import make_channels
 from tests.harness import run_ranks
+from tests.tensor.on_ranks import HIDDEN, llama
 
 
 class CountingStore(dist.Store):
@@ -116,3 +122,69 @@ def test_ranks_that_connect_late_say_the_same_with_fewer_connections() -> None:
     expected = [3.0, *2 * [[{"rank": r} for r in range(4)], 1], [float(r) for r in range(4) for _ in range(2)]]
     for found in (at_once, late):
         assert [said for said, _ in found] == [expected] * 4
+
+
+COMMUNICATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sharded": ({"zero_optimization": {"stage": 3}}, {}),
+    "second copy": ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, {}),
+    "copies": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {}),
+    "stages": ({"pipeline": {"stages": 4}}, {}),
+    "tied over stages": ({"pipeline": {"stages": 4}}, {"tie_word_embeddings": True}),
+    "tied over two stages": ({"pipeline": {"stages": 2}}, {"tie_word_embeddings": True}),
+    "several stages per rank": ({"pipeline": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}}, {}),
+    "heads of keys between neighbours": ({"tensor_parallel": {"autotp_size": 4}}, {}),
+    "slices of stages": ({"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}, {}),
+    "sequences both ways": ({"sequence_parallel_size": 4, "hf_dist": {"sequence_parallel": [2, 2]}}, {}),
+    "sequences in a ring": ({"sequence_parallel_size": 2, "hf_dist": {"sequence_parallel": "ring"}}, {}),
+    "copies that train alone": (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "local_sgd": {"every": 2}}, {}
+    ),
+    "slices of copies that train alone": (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 1}, "tensor_parallel": {"autotp_size": 2},
+         "local_sgd": {"every": 2}}, {},
+    ),
+}  # fmt: skip
+"""Config, and fields of the model."""
+
+
+def _completed(more: dict[str, Any]) -> dict[str, Any]:
+    own = {"stall_report_seconds": 0, "check_load": False, **more.get("hf_dist", {})}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, **more, "hf_dist": own}
+    return {**config, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def communicators(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Case -> (groups, channels) that this rank of a job has on the device, the default group included."""
+    import hf_dist
+
+    found = {}
+    for case, (more, fields) in COMMUNICATORS.items():
+        engine = hf_dist.initialize(llama(num_hidden_layers=4, **fields), config=_completed(more), device="cpu")
+        labels = [name.split(":")[2] for name, count in engine.mesh.lease.names.items() for _ in range(count)]
+        of_host = sum(label in ("control", "background") for label in labels)
+        channels = sum(label[:2] in ("F ", "B ") for label in labels)
+        found[case] = len(labels) - of_host - channels + 1, channels
+    return found
+
+
+@functools.cache
+def made() -> list[dict[str, tuple[int, int]]]:
+    return run_ranks(communicators, 4, timeout=120)
+
+
+@pytest.mark.parametrize("case", COMMUNICATORS)
+def test_the_plan_counts_the_communicators_that_are_made(case: str) -> None:
+    more, fields = COMMUNICATORS[case]
+    loaded = load_config(_completed(more))
+    config = resolve_without_trainer(loaded, data_ranks=axes_of(loaded, 4).size("data"), hidden_size=HIDDEN)
+    with torch.device("meta"):
+        model = llama(num_hidden_layers=4, **fields)
+
+    def number(config: Any, axes: Axes, of_model: int) -> int:
+        return num_groups(axes) + groups_after_mesh(config, axes) + of_model
+
+    planner = Planner(model, 4, Workload(2, 16), None, number)
+    planned = [planner.plan_rank(config, stage).beside for stage in range(config.pipeline.stages)]
+    stage_of = [axes_of(config, 4).coordinate("pp", rank) for rank in range(4)]
+    assert [groups for groups, _ in [found[case] for found in made()]] == [planned[stage] for stage in stage_of]
+    assert max(channels for _, channels in [found[case] for found in made()]) == num_channels(config)

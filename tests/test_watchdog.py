@@ -292,6 +292,17 @@ def test_late_ranks_are_named_with_block_and_stack_and_the_job_goes_on(tmp_path:
     assert "Traceback" not in output
 
 
+def test_a_late_rank_of_a_split_is_named_and_what_the_other_one_waits_for(tmp_path: Path) -> None:
+    codes, output, _ = launch("split", tmp_path, worker=WORKER, timeout=100)
+    assert codes == [0, 0], output
+    (report,) = output.split("hf_dist watchdog: no progress for ")[1:]
+    assert re.search(r"rank 1 \(pid \d+ on \S+\) is late, in: .*forward, model\.layers\.1", report), report
+    waits = (
+        r"^  rank 0: waits for what the ranks of a split give each other in: training step > forward, model\.layers\.1"
+    )
+    assert re.search(waits, report, re.MULTILINE), report
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stopped_rank_is_reported_and_the_job_ends_with_the_timeout(number: int, tmp_path: Path) -> None:
     codes, output, _ = launch(f"stops_rank_{number}", tmp_path, worker=WORKER, timeout=100)
@@ -302,6 +313,16 @@ def test_a_stopped_rank_is_reported_and_the_job_ends_with_the_timeout(number: in
     assert "the job goes on" not in output
     assert "waited for another rank until the timeout of a process group was over (ddp_timeout); rank" in output
     assert "Traceback" not in output
+
+
+def test_whole_logits_that_one_rank_reads_alone_are_named(tmp_path: Path) -> None:
+    """Where sequences are split, the parts of the others come when somebody reads them (`hf_dist/sequence/outputs.py`)."""
+    codes, output, _ = launch("one_rank_reads", tmp_path, worker=WORKER, timeout=100)
+    assert 0 not in codes, output
+    assert "took different paths" in output, output
+    assert "rank 1: waits for the other ranks that share its rows to read logits, too, in: training step" in output, (
+        output
+    )
 
 
 def test_a_killed_rank_is_named_by_those_that_lost_it(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
     config = resolved_config(load_config(data), 1, 1, model)
     wanted = Wanted(asked.ranks, asked.rows, asked.seq, asked.ranks_per_machine)
     hardware = Hardware(ranks_per_machine=asked.ranks_per_machine)
-    beside = functools.partial(estimated, world_size=asked.ranks, base=measured_base())
+    beside = functools.partial(estimated, base=measured_base())
     search = Search(model, config, wanted, asked.limits, hardware, beside)
     found = search.best(_SHOWN)
     files = _write(data, asked, suggest, found) if suggest is not None and found else []

@@ -95,7 +95,7 @@ def _plan_config(asked: Asked, config: Path) -> None:
     resolved = resolved_config(load_config(config), asked.world_size, asked.micro_batch, meta)
     micro = resolved.train_micro_batch_size_per_gpu
     assert isinstance(micro, int)
-    beside = functools.partial(estimated, world_size=asked.world_size, base=measured_base())
+    beside = functools.partial(estimated, base=measured_base())
     tokens = _tokens(asked.seq)
 
     def planner_of(length: int) -> Planner:

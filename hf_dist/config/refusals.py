@@ -81,16 +81,6 @@ _OTHER = f'or set "{_EARLY}" to false.'
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        _TP,
-        "`expert_parallel.enabled`",
-        lambda config: _in_slices(config) and config.expert_parallel.enabled,
-        "the experts of a layer would be cut twice",
-        'contradicts "expert_parallel": the experts of a layer would be cut twice',
-        "Remove the key, or remove the section expert_parallel.",
-        _SLICES,
-        _SPREAD,
-    ),
-    Refusal(
         "compile.enabled",
         "`pipeline.stages` above 1",
         lambda config: config.compile.enabled and _in_stages(config),
@@ -283,7 +273,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
     ),
     Elsewhere(
         "adapters on stacked experts",
-        _CUT,
+        f"{_CUT}, experts that are not spread",
         "tensor_parallel/slices.py",
         "whose weights are stacked, are not available where they are cut",
     ),
@@ -315,7 +305,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "a block is run again and its tensors are others",
     ),
     Elsewhere(
-        "an encoder with a decoder", _SEQUENCE, "sequence/split.py", "it has an encoder and a decoder, of two lengths"
+        "an encoder with a decoder", _RING, "sequence/pairs.py", "to an encoder of another length, which a ring cannot"
     ),
     Elsewhere("inputs other than text", _SEQUENCE, "sequence/inputs.py", "and only text is split over ranks"),
     Elsewhere("masks of one's own", _SEQUENCE, "sequence/inputs.py", "own cannot be split over ranks"),

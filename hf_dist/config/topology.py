@@ -19,7 +19,8 @@ def axes_of(config: DistConfig, processes: int, *, here: int | None = None, expe
     """Who reads what and who holds what among `processes` ranks. Raises `ConfigError` for sizes that do not divide them.
 
     One copy of the model has `pipeline.stages` x `tensor_parallel.autotp_size` ranks or more. `here` (processes of one
-    machine) and `experts` (their number, of each kind of layer) are what `expert_parallel.autoep_size` "auto" divides.
+    machine) and `experts` (their number, of each kind of layer) are what `expert_parallel.autoep_size` "auto" divides, so that
+    the ranks of `ep` stay on a machine.
     """
     zero = config.zero_optimization
     try:
@@ -35,7 +36,8 @@ def axes_of(config: DistConfig, processes: int, *, here: int | None = None, expe
         spread = config.expert_parallel
         if not spread.enabled:
             return axes
-        size = spread.autoep_size if isinstance(spread.autoep_size, int) else math.gcd(shard, here or shard, *experts)
+        neighbours = axes.shards_here(here) if here else shard
+        size = spread.autoep_size if isinstance(spread.autoep_size, int) else math.gcd(shard, neighbours, *experts)
         return Axes.of(processes, **sizes, ep=size)
     except ConfigError as error:
         raise ConfigError([replace(p, file=config.at_line(p.path)) for p in error.problems]) from None

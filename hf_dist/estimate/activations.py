@@ -111,6 +111,8 @@ class Activations:
     rows: int = 0
     """Of the logits: tokens of the microbatch; 0 for a model without a head over a vocabulary."""
     vocabulary: int = 0
+    cuts_vocabulary: bool = False
+    """Whether the ranks of `tp` have some columns of the logits each."""
     logit: int = 0
     """Bytes of one, as the head gives it."""
     width: int = 0
@@ -253,6 +255,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(weight, torch.Tensor) and weight.dim() == 2:
             self.found.vocabulary, self.found.width = weight.shape
             self.found.learns = weight.requires_grad
+            self.found.cuts_vocabulary = peers is not None and peers.cuts_vocabulary
             head.register_forward_hook(self._after_head)
         self._mlp: int | None = None  # the number of the input of the MLP that runs
         for module in mlps_of(model):

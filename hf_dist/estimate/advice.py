@@ -7,7 +7,9 @@ fine-tuning; only the order matters:
     ZeRO stage 1, 2                 0, 2   the bytes of stage 0 on the wire; more reductions with accumulation
     ZeRO stage 3                   10   half as many bytes again
     smaller microbatches, halved    5   each time: smaller matrices, more gathers at stage 3
+    rows over twice the ranks      15   each time: exchanges in every attention, more microbatches
     gradient checkpointing         30   a second forward
+    block inputs on the host        5   besides: copies beside the computing
     optimizer on the host          60   a step on the CPU, gradients and weights over the bus
     weights on the host            90   every gather over the bus
 """
@@ -28,8 +30,10 @@ from hf_dist.estimate.planner import Planner
 
 _ZERO = "zero_optimization"
 _STAGE_PRICES = {0: 0, 1: 0, 2: 2, 3: 10}
-_TILES, _HALVED, _AGAIN, _OPTIMIZER, _WEIGHTS = 1, 5, 30, 60, 90
+_TILES, _HALVED, _SHARED, _AGAIN, _ON_HOST, _OPTIMIZER, _WEIGHTS = 1, 5, 15, 30, 5, 60, 90
 MAX_HALVINGS = 3
+_LONG = 16384
+"""Tokens from which on it is worth sharing a row."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def single_changes(planner: Planner, config: DistConfig) -> list[Change]:
         changes.append(Change("offload weights", {f"{_ZERO}.offload_param.device": "cpu"}, _WEIGHTS))
     if not (planner.workload.checkpointing or asks_for_checkpointing(config)[0]):
         changes.append(_CHECKPOINTING)
+    changes += _shared(planner, config)[1:2]
     if not settled(config.hf_dist.tiled_loss):
         changes.append(_TILED)
     stages = config.pipeline.stages * 2
@@ -115,6 +120,7 @@ def _stage(stage: int) -> Change:
 
 
 _CHECKPOINTING = Change("gradient checkpointing", {"activation_checkpointing.every_n_layers": 1}, _AGAIN)
+_KEPT_ON_HOST = Change("block inputs on the host", {"activation_checkpointing.cpu_checkpointing": True}, _ON_HOST)
 _TILED = Change("tiled loss", {"hf_dist.tiled_loss": True}, _TILES)
 _OFFLOADS = {
     "none": Change(""),
@@ -125,6 +131,19 @@ _OFFLOADS = {
         _WEIGHTS,
     ),
 }
+
+
+def _shared(planner: Planner, config: DistConfig) -> list[Change]:
+    """Long rows on as many ranks as they are, and on twice, four times, ... as many; the samples of a step stay the same."""
+    found, now = [Change("")], config.sequence_parallel_size
+    readers, steps = axes_of(config, planner.world_size).size("data"), settled(config.gradient_accumulation_steps) or 1
+    for doublings in range(1, MAX_HALVINGS + 1):
+        ranks = now << doublings
+        if planner.workload.seq < _LONG or readers % 2**doublings:
+            break
+        values = {"sequence_parallel_size": ranks, "gradient_accumulation_steps": steps << doublings}
+        found.append(Change(f"rows over {ranks} ranks", values, _SHARED * doublings))
+    return found
 
 
 def _smaller(planner: Planner, config: DistConfig) -> list[Change]:
@@ -146,6 +165,9 @@ def _combinations(planner: Planner, config: DistConfig) -> Iterator[Change]:
     stages = [Change("")] + [_stage(s) for s in range(4) if s != zero.stage and planner.world_size > 1]
     checkpointed = planner.workload.checkpointing or asks_for_checkpointing(config)[0]
     again = [Change("")] if checkpointed else [Change(""), _CHECKPOINTING]
+    shared = _shared(planner, config)
+    if len(shared) > 1 or config.sequence_parallel_size > 1:
+        again += [] if config.activation_checkpointing.cpu_checkpointing else [again[-1] + _KEPT_ON_HOST]
     tiled = [Change("")] if settled(config.hf_dist.tiled_loss) else [Change(""), _TILED]
     has = zero.offload_optimizer.device != "none"
     for stage in stages:
@@ -156,5 +178,19 @@ def _combinations(planner: Planner, config: DistConfig) -> Iterator[Change]:
         for name, needed in (("none", 0), ("optimizer", 1), ("both", 3)):
             if number < needed or (has and name != "none"):
                 continue
-            for rest in itertools.product(again, tiled, _smaller(planner, config)):
+            for rest in itertools.product(again, tiled, _batches(planner, config, shared)):
                 yield functools.reduce(Change.__add__, rest, stage + _OFFLOADS[name] + price)
+
+
+def _batches(planner: Planner, config: DistConfig, shared: list[Change]) -> list[Change]:
+    """Smaller microbatches, and longer rows of each: both together have as many microbatches as both say."""
+    found, steps = [], "gradient_accumulation_steps"
+    for row in shared:
+        for smaller in _smaller(planner, config):
+            both = row + smaller
+            counts = [change.values[steps] for change in (row, smaller) if steps in change.values]
+            if len(counts) == 2:
+                own = settled(config.gradient_accumulation_steps) or 1
+                both = Change(both.text, {**both.values, steps: counts[0] * counts[1] // own}, both.price)
+            found.append(both)
+    return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -45,11 +45,12 @@ class ExpertTraffic:
 
 
 def choices(
-    model: nn.Module, config: DistConfig, *, shard: int, here: int, tokens: int, recomputed: bool = False
+    model: nn.Module, config: DistConfig, *, shard: int, here: int, tokens: int, recomputed: bool = False, tp: int = 1
 ) -> list[ExpertTraffic]:
     """For every `ep` that divides the experts, the `shard` ranks and those of a machine (`here`); empty without experts.
 
-    `tokens`: of a rank's microbatch; `recomputed`: blocks run again in backward. `model` may be on meta.
+    `tokens`: of a rank's microbatch; `recomputed`: blocks run again in backward; `tp`: ranks that cut matrices: those of
+    experts that are not spread, else each sends a part of the tokens. `model` may be on meta.
     """
     found = find_experts(model)
     chosen = _chosen(model)
@@ -57,7 +58,8 @@ def choices(
         return []
     most = math.gcd(shard, here, *expert_counts(model))
     sizes = [ep for ep in range(1, most + 1) if most % ep == 0]
-    return [_traffic(model, found.values(), config, shard, ep, chosen, tokens, recomputed) for ep in sizes]
+    rows = [_traffic(model, found.values(), config, shard, ep, chosen, -(-tokens // tp), recomputed) for ep in sizes]
+    return [replace(row, weights=row.weights // tp) if row.ep == 1 else row for row in rows]
 
 
 def _traffic(

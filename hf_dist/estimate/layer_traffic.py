@@ -65,7 +65,7 @@ def _of_slices(found: Activations, again: Sequence[bool], size: int) -> Crossed:
     parts = [found.rest.crossed, found.backward, *(block.work.crossed for block in found.blocks)]
     parts += [block.work.again for block, runs in zip(found.blocks, again, strict=True) if runs]
     crossed = merged(*parts)
-    for numbers in (4, _LOSS_NBYTES - 4) if found.vocabulary else ():
+    for numbers in (4, _LOSS_NBYTES - 4) if found.cuts_vocabulary else ():
         add(crossed, "all_reduce", 2 * (size - 1) * numbers * found.rows // size)
     return crossed
 

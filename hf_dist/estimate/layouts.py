@@ -112,7 +112,7 @@ def layouts(shape: Shape, wanted: Wanted) -> Iterator[Layout]:
         if wanted.ranks % (pp * tp * cp) or (cp > 1 and wanted.seq % cp):
             continue
         data = wanted.ranks // (pp * tp * cp)
-        for ep in _experts(shape, data * cp) if tp == 1 else (1,):
+        for ep in _experts(shape, data * cp):
             for copies, stage in _stages(data, cp, ep, here // tp or 1, pp):
                 yield from _batches(wanted, shape, Layout(pp, tp, cp, ep, copies, data // copies, stage), data)
 

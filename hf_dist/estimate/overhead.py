@@ -11,10 +11,22 @@ import subprocess
 
 import torch
 
-from hf_dist.config import DistConfig, axes_of
+from hf_dist.axes import Axes
+from hf_dist.config import DistConfig
 from hf_dist.groups import num_groups
+from hf_dist.sharding.placement import placements_for
 
-__all__ = ["CHANNEL", "COMMUNICATOR", "CONTEXT", "WORKSPACES", "estimated", "measured", "measured_base"]
+__all__ = [
+    "CHANNEL",
+    "COMMUNICATOR",
+    "CONTEXT",
+    "WORKSPACES",
+    "estimated",
+    "groups_after_mesh",
+    "measured",
+    "measured_base",
+    "num_channels",
+]
 
 CONTEXT = 500_000_000
 """Of one process: what NVIDIA's data-centre cards are said to need."""
@@ -26,17 +38,34 @@ CHANNEL = 50_000_000
 """Of one direction between two stages, whose communicator is made small (`groups.py`)."""
 
 
-def estimated(config: DistConfig, world_size: int, base: int | None = None) -> int:
-    """Bytes of a rank on a GPU under `config`. `base`: what was measured of a context and workspaces. Pure."""
+def estimated(config: DistConfig, axes: Axes, of_model: int = 0, base: int | None = None) -> int:
+    """Bytes of a rank on a GPU under `config`, whose mesh has these `axes`. Pure.
+
+    `of_model`: groups that follow from the model (`Planner.groups_of_model`); `base`: measured, of context and workspaces.
+    """
+    groups = num_groups(axes) + groups_after_mesh(config, axes) + of_model
+    rest = groups * COMMUNICATOR + num_channels(config) * CHANNEL
+    return (CONTEXT + WORKSPACES if base is None else base) + rest
+
+
+def num_channels(config: DistConfig) -> int:
+    """Of a rank in the middle of a pipeline: in and out, forward and backward. Pure."""
     pipeline = config.pipeline
-    # Of a rank in the middle: in and out, forward and backward; with several stages per rank the ends are joined, too.
-    neighbours = min(2, pipeline.stages - 1) if pipeline.virtual_stages == 1 else min(2, pipeline.stages)
-    channels = 2 * neighbours if pipeline.stages > 1 else 0
-    axes = axes_of(config, world_size)
-    groups = num_groups(axes)
-    groups += 2 if axes.size("cp") > 1 else 0  # sequences in two ways (`sequence/`)
-    groups += 1 < config.zero_optimization.zero_hpz_partition_size < axes.size("shard")  # neighbours with a second copy
-    return (CONTEXT + WORKSPACES if base is None else base) + groups * COMMUNICATOR + channels * CHANNEL
+    if pipeline.stages == 1:
+        return 0
+    # With several stages per rank the last rank sends to the first, too.
+    return 2 * min(2, pipeline.stages - 1 if pipeline.virtual_stages == 1 else pipeline.stages)
+
+
+def groups_after_mesh(config: DistConfig, axes: Axes) -> int:
+    """Groups of a rank that `config` asks for besides those of the mesh (`groups.num_groups`). Pure."""
+    shard, alone = axes.size("shard"), axes.size("dp_replicate") > 1 and config.local_sgd.enabled
+    neighbours = placements_for(config).second  # with a second copy of the weights
+    count = int(1 < neighbours < shard)
+    if alone:  # what `ParallelMesh.one_replica` makes
+        count += axes.size("cp") > 1 and axes.size("dp_shard") > 1
+        count += axes.size("dp_replicate") * shard != axes.size("world")
+    return count
 
 
 def measured(device: torch.device) -> int | None:

@@ -55,10 +55,10 @@ class Planner:
         world_size: int,
         workload: Workload,
         device: int | None = None,
-        beside: Callable[[DistConfig], int] = lambda config: 0,
+        beside: Callable[[DistConfig, Axes, int], int] = lambda *given: 0,
     ) -> None:
         """`model` may be on meta; `world_size` counts all ranks; `device`: bytes that a rank has there, if known; `beside`: how
-        many of them are no tensor's, under a config."""
+        many of them are no tensor's, as `overhead.estimated` says."""
         self.model = model
         self.world_size = world_size
         self.workload = workload
@@ -72,7 +72,8 @@ class Planner:
     def plan(self, config: DistConfig) -> MemoryPlan:
         """The fullest rank under a resolved `config`, its `memory_budget` spent. Raises `ConfigError`, `ModelError`."""
         plans = [self.plan_rank(config, rank) for rank in range(config.pipeline.stages)]
-        budget = budget_nbytes(config, None if self.device is None else max(0, self.device - self.beside(config)))
+        beside = max(plan.beside for plan in plans)
+        budget = budget_nbytes(config, None if self.device is None else max(0, self.device - beside))
         if budget is not None:
             plans = [p if p.problem else keep_within(p, budget) for p in plans]
         return max(plans, key=lambda p: (p.device_need, p.host))
@@ -84,14 +85,16 @@ class Planner:
         names: frozenset[str] | None = None
         paths: frozenset[str] | None = None
         holders: dict[str, Any] = {}
-        in_flight, is_last = 1, True
+        in_flight, is_last, num_holders = 1, True, 0
         if stages > 1:
             split = self._split(config).plan
             mine = range(pp_rank, split.num_stages, stages)
             names = frozenset(n for s in mine for n in split.names_of(s))
             paths = frozenset(c.module for s in mine for c in split.calls[split.bounds[s] : split.bounds[s + 1]])
-            sets = {shared.stages: object() for shared in split.shared}
-            holders = {shared.names[0]: sets[shared.stages] for shared in split.shared}
+            ranks = {shared.names[0]: frozenset(s % stages for s in shared.stages) for shared in split.shared}
+            # Each travels by itself: stages need not have the same ones in a unit.
+            holders = {name: object() for name, held in ranks.items() if len(held) > 1 and pp_rank in held}
+            num_holders = len({ranks[name] for name in holders})
             count = settled(config.gradient_accumulation_steps) or 1
             schedule = make_schedule(config.pipeline.schedule, stages, count, config.pipeline.virtual_stages)
             in_flight = max(simulate(schedule).in_flight[s] for s in mine)
@@ -118,13 +121,20 @@ class Planner:
             self._checkpoint_nbytes(states),
             pp_rank,
             "" if known else str(measured),
-            self.beside(config),
+            self.beside(config, axes, self.groups_of_model(config, num_holders)),
         )
 
-    def traffic(self, config: DistConfig) -> Traffic:
-        """What one rank sends in a step, by axis; of the fullest stage."""
+    def groups_of_model(self, config: DistConfig, holders: int) -> int:
+        """Process groups of a rank that follow from the model, `holders` of them between pipeline stages."""
+        layout, slices = self.layout(config), self.slices(config)
+        both_ways = layout is not None and min(layout.ulysses, layout.outer) > 1
+        among = set[int]() if slices is None else {n for _, n in slices.copies.values() if 1 < n < slices.size}
+        return holders + 2 * both_ways + len(among)
+
+    def traffic(self, config: DistConfig, plan: MemoryPlan | None = None) -> Traffic:
+        """What one rank sends in a step, by axis; the rank of `plan`, by default one of the fullest stage."""
         axes = self._axes(config)
-        found = state_traffic(self.plan(config).states, axes)
+        found = state_traffic((plan or self.plan(config)).states, axes)
         measured = self.activations(config)
         if isinstance(measured, Activations):
             more = layer_traffic(
@@ -151,13 +161,15 @@ class Planner:
         """What the experts of the model cost on the wire at every `ep` that there may be; empty without experts."""
         axes = self._axes(config)
         tokens = (settled(config.train_micro_batch_size_per_gpu) or self.workload.micro) * self.workload.seq
+        tokens = -(-tokens // axes.size("cp"))
         rows = choices(
             self.model,
             config,
             shard=axes.size("shard"),
-            here=min(self.world_size, RANKS_PER_MACHINE),
+            here=axes.shards_here(min(self.world_size, RANKS_PER_MACHINE)),
             tokens=tokens,
             recomputed=self.workload.checkpointing or asks_for_checkpointing(config)[0],
+            tp=axes.size("tp"),
         )
         return advice(rows, axes.size("ep"), tokens)
 
@@ -170,9 +182,10 @@ class Planner:
         size = config.tensor_parallel.autotp_size
         if size == 1 or any(cut_along(p) == "tp" for p in self.model.parameters()):
             return None
-        key = (size, config.hf_dist.sequence_regions, config.pipeline.stages > 1)
+        spread = self._axes(config).size("ep") > 1
+        key = (size, config.hf_dist.sequence_regions, config.pipeline.stages > 1, spread)
         if key not in self._cut:
-            self._cut[key] = sliced(self.model, config)
+            self._cut[key] = sliced(self.model, config, spread=spread)
         return self._cut[key]
 
     def activations(self, config: DistConfig) -> Activations | str:

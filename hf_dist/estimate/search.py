@@ -86,7 +86,7 @@ class Search:
         wanted: Wanted,
         limits: Limits,
         hardware: Hardware,
-        beside: Callable[[DistConfig], int] = lambda config: 0,
+        beside: Callable[[DistConfig, Axes, int], int] = lambda *given: 0,
     ) -> None:
         """`model` may be on meta; `config`: resolved, of everything that a layout does not decide."""
         self.model, self.config, self.wanted, self.limits, self.hardware = model, config, wanted, limits, hardware
@@ -163,7 +163,8 @@ class Search:
 
     def _numel(self, layout: Layout) -> int:
         """Parameters of a rank before ZeRO shards them."""
-        return (self._dense // layout.tp + self._experts // (layout.tp * layout.ep)) // layout.pp
+        # Experts that are spread are not cut, too.
+        return (self._dense // layout.tp + self._experts // (layout.ep if layout.ep > 1 else layout.tp)) // layout.pp
 
     def _time(self, layout: Layout, states: States | None = None) -> StepTime:
         """With the states of the first stage exactly; without, from the number of parameters."""
@@ -199,7 +200,7 @@ class Search:
         number = layout.microbatches
         traffic = {axis: shared(own, number, layout.pp) for axis, own in microbatch.traffic.items() if axis != "pp"}
         if layout.ep > 1:
-            tokens = layout.micro * self.wanted.seq // layout.cp
+            tokens = layout.micro * self.wanted.seq // (layout.cp * layout.tp)
             again = layout.recomputed == "blocks"
             nbytes = tokens * self._visits(layout.dp_shard * layout.cp, layout.ep, again) // _TOKENS
             calls = 4 * microbatch.blocks
@@ -238,7 +239,7 @@ class Search:
         """The rank of a stage; stages have equal numbers of blocks."""
         config = layout.of(self.config)
         found = self._activations(layout)
-        names, paths = self._stage(layout, rank)
+        names, paths = self._stage(layout.pp, layout.virtual, rank)
         count = layout.microbatches
         in_flight = 1
         if layout.pp > 1:
@@ -252,7 +253,7 @@ class Search:
             0,
             rank,
             "",
-            self.beside(config),
+            self.beside(config, self._axes(layout), self.planner.groups_of_model(config, self._holders(layout, rank))),
         )
 
     def _states_of(self, layout: Layout, config: DistConfig, rank: int, names: frozenset[str] | None) -> States:
@@ -271,15 +272,21 @@ class Search:
             self._states[key] = replace(states, outer_states=outer)
         return self._states[key]
 
-    def _stage(self, layout: Layout, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    def _holders(self, layout: Layout, rank: int) -> int:
+        """Groups with other stages: for an embedding that is the head's weight, too."""
+        tied = getattr(_text_config(self.model), "tie_word_embeddings", False)
+        return int(layout.pp > 1 and bool(tied) and rank in (0, layout.pp - 1))
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - a search lives as long as the command
+    def _stage(self, pp: int, virtual: int, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
         """(parameters, blocks) of a rank of a pipeline; None for all."""
-        if layout.pp == 1:
+        if pp == 1:
             return None, None
         blocks = [
             path for path, module in find_unit_modules(self.model).items() if not isinstance(module, nn.Embedding)
         ]
-        parts = layout.pp * layout.virtual
-        mine = {path for i, path in enumerate(blocks) if i * parts // len(blocks) % layout.pp == rank}
+        parts = pp * virtual
+        mine = {path for i, path in enumerate(blocks) if i * parts // len(blocks) % pp == rank}
         first, last = blocks[0], blocks[-1]
         inside = [f"{path}." for path in mine]
         outside = [f"{path}." for path in blocks]
@@ -289,7 +296,7 @@ class Search:
                 before = before and not name.startswith(f"{last}.") and not name.startswith(f"{first}.")
                 if any(name.startswith(prefix) for prefix in inside):
                     names.add(name)
-            elif rank == (0 if before else layout.pp - 1):
+            elif rank == (0 if before else pp - 1):
                 names.add(name)
         return frozenset(names), frozenset(mine)
 
@@ -311,11 +318,14 @@ class Search:
         return Axes({name: getattr(layout, name) for name in names})
 
 
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def shape_of(model: nn.Module) -> Shape:
     """What of a model decides which sizes are possible."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = heads_of(model)
+    text, heads = _text_config(model), heads_of(model)
     blocks = sum(not isinstance(module, nn.Embedding) for module in find_unit_modules(model).values())
     keys = getattr(text, "num_key_value_heads", None) or heads
     return Shape(blocks, heads, int(keys), tuple(expert_counts(model)))
@@ -337,7 +347,8 @@ class _Microbatch:
 def _alike(layout: Layout) -> Layout:
     """What microbatches of other layouts have in common with this one's."""
     stages = min(layout.pp, 2)  # between stages whole sequences travel
-    return Layout(pp=stages, tp=layout.tp, cp=layout.cp, micro=layout.micro, recomputed=layout.recomputed)
+    ep = layout.ep if layout.tp > 1 else 1  # experts that are spread are not cut
+    return Layout(stages, layout.tp, layout.cp, ep, micro=layout.micro, recomputed=layout.recomputed)
 
 
 def _schedule(stages: int, microbatches: int, virtual: int) -> Any:

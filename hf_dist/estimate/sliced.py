@@ -49,6 +49,8 @@ class MetaPeers(AtOnce):
         self.size, self.rank = size, size - 1  # the last has the most of what does not divide
         self.crossed: Crossed = {}
         """Where the next collective is added: of the block that runs."""
+        self.cuts_vocabulary = False
+        """Whether each rank has some columns of the logits."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce."""
@@ -88,10 +90,13 @@ class Sliced:
         return _cut(model, self.plan, self.size)[1]
 
 
-def sliced(model: nn.Module, config: DistConfig) -> Sliced:
-    """`model` (real or on meta) as the last rank of `tensor_parallel.autotp_size` holds it. Raises `ModelError`."""
+def sliced(model: nn.Module, config: DistConfig, *, spread: bool = False) -> Sliced:
+    """`model` (real or on meta) as the last rank of `tensor_parallel.autotp_size` holds it. Raises `ModelError`.
+
+    `spread`: its experts are on other ranks, and not cut.
+    """
     size = config.tensor_parallel.autotp_size
-    plan = plan_of(model, config, size, staged=config.pipeline.stages > 1)
+    plan = plan_of(model, config, size, staged=config.pipeline.stages > 1, spread=spread)
     twin = meta_twin(model)
     split, _ = _cut(twin, plan, size)
     return Sliced(twin, plan, size, kinds_of_copies(split, [name for name, _ in twin.named_parameters()]))
@@ -102,7 +107,8 @@ def _cut(model: nn.Module, plan: SplitPlan, size: int) -> tuple[SplitModel, Meta
     _, head = output_and_input(unwrapped(model)[0])
     before = set(head._forward_hooks) if head is not None else set()
     split = SplitModel(model, plan, peers, keep=keep_along_tp, blocks=find_unit_modules(model))
-    if head is not None and split.vocabulary is not None:
+    peers.cuts_vocabulary = split.vocabulary is not None
+    if head is not None and peers.cuts_vocabulary:
         for key in set(head._forward_hooks) - before:
             del head._forward_hooks[key]
     return split, peers

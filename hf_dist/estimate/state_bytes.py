@@ -387,33 +387,35 @@ class States:
         kept, reduced, most = self.kept_nbytes, 0, 0
         for k, unit in enumerate(order):
             done = k if root.stands_first else max(0, k - 1)  # blocks
-            on_the_way = waits + self._on_the_way(sent[:k], sent[k])
             stepped = sum(u.reduced for u in order[: max(0, k - 1)]) if self._frees_gradients else 0
             left = activations * (len(blocks) - done) // max(1, len(blocks))
-            left += recomputed if unit is not root and unit.needed_in_backward else 0
             if unit is root and not k:
                 used = self.gathered_at_loss_nbytes - self.kept_nbytes
             else:  # with the gradients of a root that stands behind the blocks its weights went, too
                 stays = [] if root.learning and not root.stands_first else [root]
                 read = [u for u in blocks[done:] if u.needed_in_backward]
                 used = self._gathered([*stays, *read[:1], *self._prefetched(read[1:])])
-            here = kept + used + (whole if accumulated else reduced) - stepped
-            most = max(most, here + on_the_way + left + unit.newest)
+            here = kept + used + waits + left + (whole if accumulated else reduced) - stepped
+            passes = recomputed if unit is not root and unit.needed_in_backward else 0
+            most = max(most, here + self._of_unit(unit, self._in_flight(sent[:k]), sent[k], passes))
             reduced += unit.reduced
             kept -= unit.nbytes if self.stay(unit) is Stay.BACKWARD else 0
         return most
 
-    def _on_the_way(self, sent: Sequence[int], numel: int) -> int:
-        """Bytes of a unit's gradient and of those in flight, once the units `sent` have been given to the reducer.
+    def _of_unit(self, unit: PlannedUnit, flying: int, numel: int, passes: int) -> int:
+        """The most bytes of a unit's gradient, of those in flight (`flying` elements), and of what its backward brings.
 
-        Where there is no room for it beside them it waits in the dtype of the weights, and moves when they are through.
+        `passes`: bytes that are there when it begins. Where there is no room for its gradient beside them, that waits in the
+        dtype of the weights: it grows while `passes` shrinks, and moves when the weights are gone and the others are through.
         """
-        flying, wire = self._in_flight(sent), self.wire.itemsize
+        wire = self.wire.itemsize
         most = settled(self.config.zero_optimization.reduce_bucket_size)
         if not flying or flying + numel <= most:
-            return (flying + numel) * wire
-        waits = numel * self.precision.compute.itemsize
-        return waits + max(flying, numel) * wire
+            return (flying + numel) * wire + passes + unit.newest
+        waiting = numel * self.precision.compute.itemsize
+        freed = unit.nbytes if unit.needed_in_backward and self.stay(unit) is not Stay.WINDOW else 0
+        freed *= self.placements.params is Placement.SHARD
+        return max(flying * wire + max(passes, waiting) + unit.newest, waiting + max(flying, numel) * wire - freed)
 
     def _in_flight(self, sent: Sequence[int]) -> int:
         """Elements in flight once the last of the units `sent` has been given to the reducer, which waits for earlier ones."""

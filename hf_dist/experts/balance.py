@@ -16,7 +16,7 @@ __all__ = ["loads", "most_over_mean"]
 def loads(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor | None:
     """(layers, experts): rows of every expert since the last call, over all ranks, fp32; None where nothing was routed.
 
-    Collective over dp, one all-reduce; recomputed forwards count once.
+    Collective over dp and tp, an all-reduce for each; recomputed forwards count once.
     """
     axis = mesh.views["ep"]
     spread = list(exchanges(model).values())
@@ -28,7 +28,8 @@ def loads(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor | None:
         own = exchange.take_load()
         if own is not None:
             counts[layer, axis.rank, : exchange.num_local] = own.float()
-    collectives.all_reduce(mesh.dp, counts.view(-1), "sum").wait()
+    for among in (mesh.dp, mesh.tp):  # ranks of tp have each a part of the rows
+        collectives.all_reduce(among, counts.view(-1), "sum").wait()
     counts = counts.flatten(1)
     return counts if bool(counts.any()) else None
 

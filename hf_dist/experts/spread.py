@@ -40,16 +40,17 @@ def _is_experts(module: nn.Module) -> bool:
     return any(p.dim() == 3 for p in own) and len(inspect.signature(type(module).forward).parameters) == 4
 
 
-def spread_experts(model: nn.Module, mesh: ParallelMesh) -> list[str]:
-    """Keep this rank's share of the experts of `model`, and have tokens travel to them; the paths. Local.
+def spread_experts(model: nn.Module, mesh: ParallelMesh, whole: nn.Module | None = None) -> dict[str, TensorSlice]:
+    """Keep this rank's share of the experts of `model`, and have tokens travel to them; the slices of all of them. Local.
 
     In place, before weights are read and after `check_experts`: a parameter stays the object that it was, its first dimension
-    becomes the share's.
+    becomes the share's. `whole`: the model before it was cut into stages; experts of other stages are called outside of the
+    pipeline's schedule, and tokens travel to them, too.
     """
     axis = mesh.views["ep"]
     if axis.size == 1:
-        return []
-    found = find_experts(model)
+        return {}
+    found = {path: model.get_submodule(path) for path in find_experts(whole or model)}
     slices = expert_slices(model, axis.size, axis.rank)
     for name, param in model.named_parameters():
         if name in slices:
@@ -58,7 +59,7 @@ def spread_experts(model: nn.Module, mesh: ParallelMesh) -> list[str]:
         count: int = module.num_experts // axis.size  # type: ignore[assignment, operator]
         module.num_experts = count  # type: ignore[assignment]
         module.__dict__["forward"] = ExpertExchange(module, axis, count)
-    return list(found)
+    return slices if whole is None else expert_slices(whole, axis.size, axis.rank)
 
 
 def expert_slices(model: nn.Module, ranks: int, rank: int = 0) -> dict[str, TensorSlice]:
@@ -76,8 +77,9 @@ def expert_slices(model: nn.Module, ranks: int, rank: int = 0) -> dict[str, Tens
 
 
 def exchanges(model: nn.Module) -> dict[str, ExpertExchange]:
-    """Of the spread experts of `model`, by path."""
-    found = ((path, module.__dict__.get("forward")) for path, module in model.named_modules())
+    """Of the spread experts of `model`, by path; of a stage its own."""
+    own = ((path, module) for path, module in model.named_modules() if module._parameters)
+    found = ((path, module.__dict__.get("forward")) for path, module in own)
     return {path: forward for path, forward in found if isinstance(forward, ExpertExchange)}
 
 

@@ -49,6 +49,7 @@ from hf_dist.hf.saving import let_save_pretrained
 from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_keyword
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
+from hf_dist.hf.trl_heads import let_trl_read_heads
 from hf_dist.hf.vllm_sync import let_vllm_gather
 from hf_dist.launch import detect_launch
 from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, prepare_start, wait_for_job
@@ -232,6 +233,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
     ) -> nn.Module:
         """Shard `model` in place and return it. A second model in evaluation mode is frozen and has no training state."""
         let_vllm_gather()
+        let_trl_read_heads()
         known = next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
         if known is not None:
             if evaluation_mode and shards_of(model) is not None:

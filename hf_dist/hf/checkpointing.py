@@ -23,7 +23,7 @@ from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
 from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
 from hf_dist.hf.saving import keep_adapters
-from hf_dist.hf.state_dict import full_state_dict, loading
+from hf_dist.hf.state_dict import full_state_dict, loading, loads_by_itself
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
 from hf_dist.log import say
 from hf_dist.on_one_rank import every_rank
@@ -60,6 +60,19 @@ class CheckpointingMixin:
         if self.dist is None or not isinstance(self.accelerator, DistAccelerator):
             return None
         return self.accelerator.engine_of(self.model)
+
+    @property
+    def deepspeed(self) -> Any:
+        """The engine under a config, else what HF has put there.
+
+        Many scripts end with `if trainer.deepspeed: trainer.save_model(folder)`, and else read `state_dict()` on the main rank.
+        HF itself asks `is_deepspeed_enabled` first, which is false.
+        """
+        return self.__dict__.get("deepspeed") if self.dist is None else self.dist_engine
+
+    @deepspeed.setter
+    def deepspeed(self, value: Any) -> None:
+        self.__dict__["deepspeed"] = value
 
     # ---------------------------------------------------------------------- find
 
@@ -276,10 +289,10 @@ class CheckpointingMixin:
         engine = self.dist_engine
         assert engine is not None
         plan = read_plan(directory)
-        if plan is not None:
+        if plan is not None and not loads_by_itself(engine):
             load_weights(engine, directory, plan, names)
             return
-        with loading(engine):  # a folder of another program: HF and PEFT know its names
+        with loading(engine):  # of another program: HF and PEFT know its names; or the model loads by itself
             super()._load_from_checkpoint(str(directory))  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -303,6 +316,8 @@ class CheckpointingMixin:
         for line in resumed_arguments.changes(manifest.get("arguments", {}), resumed_arguments.record(self.args)):
             say(f"resumed with another argument: {line}")
         self._evaluation_due = directory if manifest.get("evaluation_is_due") else None
+        if loads_by_itself(engine):
+            self._restore_weights(directory)
         resume.load_whole_checkpoint(engine, directory)
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
@@ -334,10 +349,11 @@ class CheckpointingMixin:
             return
         self.checkpoint_writer.wait()
         best = Path(self.state.best_model_checkpoint)
-        if (best / folder.STATE).is_dir():
-            resume.load_whole_checkpoint(engine, best, weights_only=True)
-        else:
+        has_state = (best / folder.STATE).is_dir()
+        if not has_state or loads_by_itself(engine):
             self._restore_weights(best)
+        if has_state:
+            resume.load_whole_checkpoint(engine, best, weights_only=True)
 
     # ------------------------------------------------- random states and the data
 
@@ -421,11 +437,18 @@ class CheckpointingMixin:
             self._leave_if_told()  # what is heard now; the call before brought the answer to the last microbatch
         if self.dist_engine is not None:
             self.checkpoint_writer.wait()
-        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+        result = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+        if self.dist_engine is not None:
+            self.dist_engine.sharded.finish_gathers()
+        return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """HF's; the first batches of a resumed epoch are sought instead of drawn and thrown away."""
         self._batches = seekable_of(kwargs.get("train_dataloader"))
+        if self.dist is not None and self._batches is not None:
+            self._batches.set_epoch(
+                kwargs["epoch"]
+            )  # below accelerate's `SkipBatchSampler` older versions do not reach it
         skip, checkpoint = kwargs.get("steps_trained_in_current_epoch"), kwargs.get("resume_from_checkpoint")
         in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
         if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:

@@ -112,18 +112,19 @@ def make_seekable(loader: Any) -> Any:
         return loader
     kept = "num_workers collate_fn pin_memory timeout multiprocessing_context generator prefetch_factor"
     kept += " persistent_workers pin_memory_device in_order"
-    return DataLoaderShard(
+    seekable = DataLoaderShard(
         loader.dataset,
         device=loader.device,
         rng_types=loader.rng_types,
         synchronized_generator=loader.synchronized_generator,
-        iteration=loader.iteration,
         _drop_last=loader._drop_last,
         _non_blocking=loader._non_blocking,
         batch_sampler=SeekableBatches(loader.batch_sampler),
         worker_init_fn=partial(_stay_a_while, loader.worker_init_fn),
         **{name: getattr(loader, name) for name in kept.split() if hasattr(loader, name)},
     )
+    seekable.iteration = loader.iteration  # no argument before accelerate 1.12
+    return seekable
 
 
 def _stay_a_while(init: Callable[[int], None] | None, worker_id: int) -> None:

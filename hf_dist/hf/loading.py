@@ -79,10 +79,12 @@ def _load(
 ) -> Any:
     """Stands in for `PreTrainedModel._load_pretrained_model`; same arguments and result."""
     stock = _stock.__func__
-    arguments = (model, state_dict, checkpoint_files, load_config, expected_keys)
+    arguments: tuple[Any, ...] = (model, state_dict, checkpoint_files, load_config)
+    if expected_keys is not None:  # transformers before 5.4 has no such argument
+        arguments = (*arguments, expected_keys)
     if _users == 0:
         return stock(*arguments)
-    reason = _reason_not_to_stream(*arguments)
+    reason = _reason_not_to_stream(model, state_dict, checkpoint_files, load_config, expected_keys)
     if reason is None:
         try:
             result = _load_recorded(stock, model, checkpoint_files, load_config)

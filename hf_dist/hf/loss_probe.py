@@ -18,9 +18,13 @@ from hf_dist.log import say_once
 
 
 def counts_on_num_items(trainer: Any) -> bool:
-    """Whether the Trainer is about to rely on it, in a layout where that matters."""
+    """Whether the Trainer is about to rely on it, in a layout where that matters.
+
+    TRL's trainers make the loss of logits themselves, and some generate where a batch is prepared: nothing is to be asked.
+    """
     return bool(
         trainer.model_accepts_loss_kwargs
+        and not any(c.__module__.startswith("trl.") and "compute_loss" in vars(c) for c in type(trainer).__mro__)
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
         and (trainer.accelerator.num_processes > 1 or trainer.args.gradient_accumulation_steps > 1)

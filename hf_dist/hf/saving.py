@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
-from hf_dist.hf.state_dict import all_tensors, full_state_dict
+from hf_dist.hf.state_dict import full_state_dict
 from hf_dist.on_one_rank import every_rank
-from hf_dist.sharding.full_params import full_tensors
+from hf_dist.sharding.full_params import all_tensors, full_tensors
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel

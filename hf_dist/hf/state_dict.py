@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist import collectives
 from hf_dist.engine import Engine
-from hf_dist.sharding.full_params import load_full_tensor, unsharded, whole_tensors
+from hf_dist.sharding.full_params import all_tensors, load_full_tensor, unsharded, whole_tensors
 from hf_dist.sharding.runtime import ShardedModel
 
 _LOADING: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -66,25 +65,12 @@ def part_state_dict(engine: Engine, part: nn.Module, keep: bool = True) -> dict[
     return {name: value.detach().cpu() for name, value in state.items()} if keep else {}
 
 
-def all_tensors(sharded: ShardedModel, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter in full, one after the other, also those of other pipeline stages. Collective.
+def loads_by_itself(engine: Engine) -> bool:
+    """Whether the class of the model has a `load_state_dict` of its own, which may do more than fill weights. Local.
 
-    `frozen=False`: those that are trained only.
+    Not of a model in pipeline stages, whose parts have not the names that it expects.
     """
-    pp = sharded.mesh.pp
-    for stage in range(pp.size):
-        groups = [g for g in (sharded.groups if frozen else sharded.trainable_groups) if g.axes.is_first_holder]
-        rows = [
-            (s.name, s.held.whole, dtype)
-            for g in groups
-            for s, dtype in zip(g.layout.slots, g.loaded_dtypes, strict=True)
-        ]
-        own = (tensor for group in groups for _, tensor in whole_tensors(group))
-        for name, shape, dtype in collectives.broadcast_object(pp, rows, stage):
-            tensor = next(own) if stage == pp.rank else torch.empty(shape, dtype=dtype, device=sharded.mesh.device)
-            if pp.size > 1:
-                collectives.broadcast(pp, tensor.detach().contiguous().view(-1).view(torch.uint8), stage)
-            yield name, tensor
+    return engine.mesh.pp.size == 1 and type(engine.model).load_state_dict is not nn.Module.load_state_dict
 
 
 @contextmanager

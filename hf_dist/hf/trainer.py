@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.trl import TrlMixin
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
+from hf_dist.ordinary import unprepare
 
 
 class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin):
@@ -41,6 +43,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
     model: Any
     accelerator: Any
     state: Any
+    add_callback: Callable[..., None]
     _loss_is_known = False
     _loss_is_mean = False
     _last_shape: Any = None
@@ -80,7 +83,8 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None) is not None
         )
         number = torch.tensor(7) if counts else None
-        return self.compute_loss(model, dict(batch), num_items_in_batch=number)  # type: ignore[attr-defined]
+        with self._not_counted():
+            return self.compute_loss(model, dict(batch), num_items_in_batch=number)  # type: ignore[attr-defined]
 
     def _auto_sources(self, num_training_steps: int | None = None) -> AutoSources:
         assert self.dist is not None
@@ -111,6 +115,8 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The JSON's optimizer if it has one (all parameters in one group, as DeepSpeed does), else HF's."""
         current = getattr(self, "optimizer", None)
+        if self.dist is not None and current is None and self.dist_engine is None:
+            unprepare(self.model)  # what an earlier Trainer cut into stages lacks parameters
         if self.dist is None or self.dist.optimizer is None or current is not None:
             return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
         section = self.dist.optimizer
@@ -158,6 +164,12 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """HF's, shared by the ranks that compute these rows together: `store_flos` adds up all ranks'."""
+        engine = self.dist_engine
+        operations = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return operations if engine is None else operations / (engine.mesh.tp.size * engine.mesh.cp.size)
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
@@ -195,7 +207,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         Without the cast of `bf16_full_eval`: the compute dtype of the engine already is what it asks for.
         """
         if self.dist is None:
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **kwargs)
         self._draw_alike()
         if self.accelerator._models and self.accelerator.engine_of(self.model) is None:
             # HF prepares only where nothing was prepared before, and TRL has prepared its reference.
@@ -205,7 +217,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         self.args.bf16_full_eval = self.args.fp16_full_eval = False
         try:
             with each_batch_by_itself(self.args):
-                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+                return super().evaluation_loop(*args, **kwargs)
         finally:
             self.args.bf16_full_eval, self.args.fp16_full_eval = saved
             # HF takes it off the time of every later evaluation, too, whose speed would then be negative.

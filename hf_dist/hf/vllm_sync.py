@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,28 +22,85 @@ from hf_dist.hf.peft import adapted_modules, refuse_packed
 from hf_dist.sharding.full_params import unsharded
 from hf_dist.sharding.prepared import OWNER
 
-__all__ = ["let_vllm_gather", "named_weights"]
+__all__ = ["let_vllm_gather", "named_weights", "whole_by_unit"]
 
 
 def let_vllm_gather() -> None:
-    """Have TRL's `VLLMGeneration` read the weights of models that our accelerators have prepared by `named_weights`. Local.
+    """Have TRL read the weights of models that our accelerators have prepared off the shards: `_READERS`. Local.
 
-    Nothing where TRL's module was not imported yet: its trainers import it before they prepare a model.
+    Nothing where a module of TRL was not imported yet: its trainers import it before they prepare a model.
     """
-    module: Any = sys.modules.get("trl.generation.vllm_generation")
-    stock = getattr(getattr(module, "VLLMGeneration", None), "_iter_named_params", None)
-    if stock is None or stock.__module__ == __name__:
-        return
+    for path, instead in _READERS.items():
+        place, _, name = path.rpartition(".")
+        owner: Any = sys.modules.get(place)
+        if owner is None:
+            module, _, cls = place.rpartition(".")
+            owner = getattr(sys.modules.get(module), cls, None)
+        stock = getattr(owner, name, None)
+        if stock is not None and stock.__module__ != __name__:
+            setattr(owner, name, instead(stock))
 
+
+def _engine_of(holder: Any) -> Engine | None:
+    find = getattr(holder.accelerator, "engine_of", None)
+    found: Engine | None = find(holder.model) if find is not None else None
+    return found
+
+
+def _named(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def _iter_named_params(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As TRL's; collective for models on shards."""
-        find = getattr(generation.accelerator, "engine_of", None)
-        engine = find(generation.model) if find is not None else None
-        if engine is None:
-            return stock(generation)
-        return named_weights(engine, generation._fix_param_name_to_vllm)
+        engine = _engine_of(generation)
+        return stock(generation) if engine is None else named_weights(engine, generation._fix_param_name_to_vllm)
 
-    module.VLLMGeneration._iter_named_params = _iter_named_params
+    return _iter_named_params
+
+
+def _moved(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _move_model_to_vllm_inner(trainer: Any) -> None:
+        """As TRL's; collective for models on shards."""
+        engine = _engine_of(trainer)
+        if engine is None:
+            return stock(trainer)
+        for name, tensor in named_weights(engine, trainer._fix_param_name_to_vllm):
+            if trainer.vllm_mode == "colocate":
+                worker = trainer.llm.llm_engine.model_executor.driver_worker
+                worker.model_runner.model.load_weights([(name, tensor)])
+            elif trainer.accelerator.is_main_process:
+                trainer.vllm_client.update_named_param(name, tensor)
+
+    return _move_model_to_vllm_inner
+
+
+def _streamed(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _streaming_iter(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As TRL's; collective for models on shards."""
+        return whole_by_unit(stock(trainer))
+
+    return _streaming_iter
+
+
+def _saved(stock: Callable[..., None]) -> Callable[..., None]:
+    def save_lora_adapter(model: Any, accelerator: Any, adapter_name: str, dest_dir: str) -> None:
+        """As TRL's, which every rank calls."""
+        own = [p for name, p in model.named_parameters() if f".{adapter_name}." in name and hasattr(p, OWNER)]
+        with unsharded(own, settle=lambda group, changed: None):
+            stock(model, accelerator, adapter_name, dest_dir)
+
+    return save_lora_adapter
+
+
+_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
+_DISTILLATION = "trl.experimental.async_distillation.async_distillation_trainer"
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "trl.generation.vllm_generation.VLLMGeneration._iter_named_params": _named,
+    "trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer._move_model_to_vllm_inner": _moved,
+    f"{_GRPO}.AsyncGRPOTrainer._streaming_iter": _streamed,
+    f"{_DISTILLATION}.AsyncDistillationTrainer._streaming_iter": _streamed,
+    f"{_GRPO}.save_lora_adapter": _saved,
+    f"{_DISTILLATION}.save_lora_adapter": _saved,
+}
+"""Functions of TRL that read weights for a server, and what makes ours of them."""
 
 
 def named_weights(engine: Engine, rename: Callable[..., str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,6 +123,19 @@ def named_weights(engine: Engine, rename: Callable[..., str]) -> Iterator[tuple[
         with unsharded(needed, settle=lambda group, changed: None), _merged(own):
             for name, param in pairs:
                 yield name, param.data.clone()
+
+
+def whole_by_unit(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same (name, tensor), those that rest sharded as whole copies, one unit of the model at a time. Collective."""
+
+    def owner(pair: tuple[str, torch.Tensor]) -> int:
+        return id(getattr(pair[1], OWNER)[0]()) if hasattr(pair[1], OWNER) else 0
+
+    for held, run in itertools.groupby(weights, key=owner):
+        pairs: list[tuple[str, Any]] = list(run)
+        with unsharded([p for _, p in pairs], settle=lambda group, changed: None) if held else nullcontext():
+            for name, tensor in pairs:
+                yield name, tensor.clone() if held else tensor
 
 
 def _sent(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

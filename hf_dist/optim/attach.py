@@ -34,8 +34,10 @@ from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_f
 from hf_dist.optim.step_scaling import StepScaling
 from hf_dist.optim.stepping import Stepping
 from hf_dist.optim.whole_step import WholeStep, carry_rules
+from hf_dist.sharding.consistency import check_same_params
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen
+from hf_dist.sharding.precision import MASTER_DTYPE
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -57,13 +59,15 @@ class FragmentedOptimizer:
         states rest in bf16.
 
         State that the optimizer already has (Adagrad makes its sums at construction) is cut like its parameters.
-        Raises `ModelError` when the optimizer has parameters of another model.
+        Collective. Raises `ModelError` when the optimizer has parameters of another model, or other ones than on other ranks.
         """
         self.sharded = sharded
         self.optimizer = optimizer
         self.has_own_options = True
         """False when param groups took theirs from a checkpoint."""
-        self._one_by_one = one_by_one or rounding is not None
+        # Gradients in half precision are lent in fp32: of one group at a time, not of all of them at once.
+        casts = stepping is Stepping.FRAGMENTS and sharded.precision.reduced.itemsize < MASTER_DTYPE.itemsize
+        self._one_by_one = one_by_one or rounding is not None or casts
         self._of_group = functools.partial(RoundedBatch, rounding=rounding) if rounding is not None else None
         self._whole = WholeStep(self._step_tensors) if stepping is Stepping.WHOLE else None
         everything = [] if self._whole else make_fragments(sharded.trainable_groups)
@@ -78,6 +82,7 @@ class FragmentedOptimizer:
         before = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             self._cut_group(group)
+        check_same_params(self.param_names, sharded.mesh)
         carry_rules(optimizer, self._tensors_of(p for params in before for p in params))
         everything = list(self._by_owner.values())
         self._initial = {

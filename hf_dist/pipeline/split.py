@@ -80,10 +80,13 @@ class StagedModel:
         plan: StagePlan,
         stages: Iterable[int],
         compute_dtype: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
+        visit: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         """Keep `stages` (several when interleaved) of `model`, which may be on meta; local.
 
         `compute_dtype(name, dtype)`: the dtype that a parameter will have at work, in which stand-ins are made.
+        `visit(path)`: brings the parameters of a module here for a call outside a pass; the model keeps it, and goes on calling
+        it when this object is gone.
 
         Parameters that stay keep object, name and alias names; the others are no parameters of the model any more, so
         `named_parameters`, `state_dict` and an engine that shards the model see the stages' own only.
@@ -92,8 +95,7 @@ class StagedModel:
         self.plan = plan
         self.stages = tuple(stages)
         self.pass_: StagePass | None = None
-        self.visit: Callable[[str], AbstractContextManager[None]] | None = None
-        """Brings the parameters of a module here for a call outside a pass."""
+        self.visit = visit
         self.alignments: dict[int, Alignment] = {}
         """By call: how its arguments stood to those of the example when last seen."""
         model.register_forward_pre_hook(self._see_inputs(), with_kwargs=True)
@@ -174,13 +176,13 @@ class StagedModel:
 
     def _handler(self, path: str, is_block: bool) -> Callable[..., Any]:
         # Weak: the model's modules hold this, and a cycle would keep the weights until the cyclic collector comes.
-        me = weakref.ref(self)
+        me, visit = weakref.ref(self), self.visit
 
         def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             staged = me()
             stage_pass = staged.pass_ if staged is not None else None
-            if staged is not None and stage_pass is None and staged.visit is not None:
-                with staged.visit(path):
+            if stage_pass is None and visit is not None:
+                with visit(path):
                     return call(*args, **kwargs)
             if stage_pass is None or stage_pass.inside:
                 return call(*args, **kwargs)

@@ -22,22 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_dist.errors import ModelError
 from hf_dist.sequence.exchange import gather_keys, to_heads, to_positions
-from hf_dist.sequence.forward import SequenceMask, SplitForward, current
+from hf_dist.sequence.forward import SequenceMask, SplitForward, current, is_silent
 from hf_dist.sequence.ring import ring_attention
 
 PREFIX = "hf_dist_"
-_silent = False
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Inside, attention of whole rows answers zeros: what then still depends on other positions is not attention."""
-    global _silent
-    _silent = True
-    try:
-        yield
-    finally:
-        _silent = False
 
 
 _packing: tuple[int, list[bool]] | None = None
@@ -103,23 +91,26 @@ def _mask(
         )
     kwargs.pop("q_offset", None)
     device = forward.position_ids.device
-    rule, whole = mask_function, forward.attention_mask
+    is_cross = forward.source is not None and mask_function is hf_masks.bidirectional_mask_function
+    keys = forward.source if forward.source is not None and is_cross else forward
+    rule, whole = mask_function, keys.attention_mask
     if forward.documents is not None:
         ids = forward.position_ids.expand(batch_size, -1)
         rule = hf_masks.packed_sequence_compatibility_function(rule, ids, forward.documents)
         kwargs["allow_is_causal_skip"] = False
-    if whole is None and _reaches_padding(rule, forward, device):
-        whole = (torch.arange(forward.length, device=device) < forward.real_length).expand(batch_size, -1)
+    if whole is None and _reaches_padding(rule, keys, device):
+        whole = (torch.arange(keys.length, device=device) < keys.real_length).expand(batch_size, -1)
     seen = rule if whole is None else hf_masks.and_masks(rule, hf_masks.padding_mask_function(whole))
     made = partial(
-        make, batch_size=batch_size, kv_length=forward.length, mask_function=rule, attention_mask=whole, **kwargs
+        make, batch_size=batch_size, kv_length=keys.length, mask_function=rule, attention_mask=whole, **kwargs
     )
-    return SequenceMask(forward, seen, made)
+    is_causal = seen is hf_masks.causal_mask_function
+    return SequenceMask(forward, seen, made, is_causal=is_causal, is_cross=is_cross)
 
 
 def _reaches_padding(rule: Callable[..., Any], forward: SplitForward, device: torch.device) -> bool:
     """Whether a token may attend to those that were added to make the length divide."""
-    if forward.length == forward.real_length:
+    if forward.length == forward.real_length or rule is hf_masks.causal_mask_function:
         return False
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
     query = torch.arange(forward.real_length, device=device)[None, None, :, None]
@@ -147,12 +138,14 @@ def _attend(
                 f"sequence_parallel_size: {type(module).__name__} attends without a mask of HF's making, so what its tokens "
                 "may see of the other ranks' is not known. Remove the key."
             )
-        if _silent:
+        if is_silent():
             return value.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
         view = _AsSeen(module, kernel, getattr(module, "num_key_value_groups", 1), slice(None))
         return function(view, query, key, value, attention_mask, **kwargs)
     forward = attention_mask.forward
     forward.num_calls += 1
+    if attention_mask.is_cross:  # T5 makes zeros for this rank's part of both
+        kwargs = {name: value for name, value in kwargs.items() if name != "position_bias"}
     axes = forward.axes
     query = _retuned(module, query, forward)
     n, heads = axes.ulysses.size, query.shape[1]
@@ -171,10 +164,31 @@ def _attend(
         if axes.outer.size > 1:
             key, value = gather_keys(axes.outer, key), gather_keys(axes.outer, value)
             mask = attention_mask.rows(axes.outer.rank * query.shape[2], query.shape[2])
+            if "flash" in kernel:
+                key, value, mask = _up_to_mine(module, query, (key, value, mask), forward, kwargs)
         view = _AsSeen(module, kernel, query.shape[1] // key.shape[1], mine)
         out, _ = function(view, query, key, value, mask, **_of_the_whole(forward, kwargs, mine))
         out = out.transpose(1, 2)
     return to_positions(axes.ulysses, out).transpose(1, 2).contiguous(), None
+
+
+def _up_to_mine(
+    module: Any, query: torch.Tensor, seen: tuple[Any, Any, Any], forward: SplitForward, kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Keys, values and the mask of padding as far as this rank's queries see: flash attention takes the last query and the last
+    key for the same position."""
+    if forward.documents is not None:
+        raise ModelError(
+            f"hf_dist.sequence_parallel: {type(module).__name__} attends by flash attention to packed rows, which "
+            'gathered keys cannot. Use "ulysses" with a divisor of the heads, or attn_implementation="sdpa".'
+        )
+    is_causal = kwargs.get("is_causal")
+    key, value, mask = seen
+    end = (forward.axes.outer.rank + 1) * query.shape[2]
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        # Keys have no order there, but HF takes the padding of queries from the end of the mask.
+        return seen if mask is None else (key.roll(-end, 2), value.roll(-end, 2), mask.roll(-end, 1))
+    return key[:, :, :end], value[:, :, :end], mask if mask is None else mask[:, :end]
 
 
 def _retuned(module: Any, query: torch.Tensor, forward: SplitForward) -> torch.Tensor:

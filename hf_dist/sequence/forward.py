@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,10 @@ class SplitForward:
     """(1 or B, length)."""
     documents: torch.Tensor | None
     """(B, length): the number of the packed document that a token belongs to; None where rows are not packed."""
+    source: SplitForward | None = None
+    """Of a decoder: its encoder's."""
+    target: Callable[[], SplitForward | None] | None = None
+    """Of an encoder that runs: its decoder's."""
     num_calls: int = 0
     """Calls of attention so far."""
     own: torch.Tensor = field(init=False)
@@ -49,7 +54,7 @@ class SplitForward:
 
     def __post_init__(self) -> None:
         device = self.position_ids.device
-        self.own = self.axes.layout.positions(self.axes.cp.rank, self.length).to(device)
+        self.own = self.axes.layout.positions_on(device, self.axes.cp.rank, self.length)
 
 
 class _Current(threading.local):
@@ -70,15 +75,49 @@ def enter(forward: SplitForward | None) -> None:
     _current.forward = forward
 
 
+_silent = False
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Inside, attention and its kin of whole rows answer zeros: what then still depends on other positions is neither."""
+    global _silent
+    _silent = True
+    try:
+        yield
+    finally:
+        _silent = False
+
+
+def is_silent() -> bool:
+    """Whether attention of whole rows answers zeros."""
+    return _silent
+
+
 Rule = Callable[..., torch.Tensor]
 """(batch, head, query, key) indices that broadcast -> whether the query may attend to the key."""
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward, which then runs a block again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class SequenceMask:
     """What the model hands to its attention as the mask: the rule for the whole sequence, and who makes a mask of it."""
 
-    def __init__(self, forward: SplitForward, rule: Rule, make: Callable[..., Any]) -> None:
-        """`make(q_length=, q_offset=)`: the mask of some rows, as the kernel under use wants it."""
+    def __init__(
+        self,
+        forward: SplitForward,
+        rule: Rule,
+        make: Callable[..., Any],
+        *,
+        is_causal: bool = False,
+        is_cross: bool = False,
+    ) -> None:
+        """`make(q_length=, q_offset=)`: the mask of some rows, as the kernel under use wants it; `is_causal`: the rule is to
+        look back, and nothing else; `is_cross`: keys are those of an encoder."""
+        self.is_causal, self.is_cross = is_causal, is_cross
         self.forward = forward
         self.rule = rule
         self._make = make

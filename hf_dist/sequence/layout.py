@@ -59,9 +59,15 @@ class SequenceLayout:
 
     def undo(self, length: int) -> torch.Tensor | None:
         """The index that puts the parts of all ranks, one after the other, in order; None where they are."""
-        if not self.is_ring:
-            return None
-        return torch.argsort(torch.cat([self.positions(rank, length) for rank in range(self.size)]))
+        return _undo(self, length) if self.is_ring else None
+
+    def positions_on(self, device: torch.device, rank: int, length: int) -> torch.Tensor:
+        """`positions`, kept on a device: a copy from the host would hold the host up."""
+        return _on_device(self, device, rank, length)
+
+    def undo_on(self, device: torch.device, length: int) -> torch.Tensor | None:
+        """`undo`, kept on a device."""
+        return _on_device(self, device, None, length) if self.is_ring else None
 
     def describe(self) -> str:
         """Such as `ulysses 4`, `gather 3`, `ulysses 2 x ring 2`."""
@@ -76,6 +82,16 @@ def _positions(layout: SequenceLayout, rank: int, length: int) -> torch.Tensor:
     mine = layout.chunks_of(outer)
     chunks = torch.arange(length).chunk(layout.outer * len(mine))
     return torch.cat([chunks[c] for c in mine]).chunk(layout.ulysses)[inner]
+
+
+@functools.lru_cache(maxsize=64)
+def _undo(layout: SequenceLayout, length: int) -> torch.Tensor:
+    return torch.argsort(torch.cat([layout.positions(rank, length) for rank in range(layout.size)]))
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(layout: SequenceLayout, device: torch.device, rank: int | None, length: int) -> torch.Tensor:
+    return (_undo(layout, length) if rank is None else layout.positions(rank, length)).to(device)
 
 
 def layout_for(size: int, heads: int, wanted: str | tuple[int, int] = "auto") -> SequenceLayout | None:

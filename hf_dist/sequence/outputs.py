@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,9 +67,11 @@ def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool) -> Any
     `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are read for sure.
     """
     if isinstance(output, dict):
+        source = cut if cut.forward.source is None else replace(cut, forward=cut.forward.source)
         for key, value in list(output.items()):
+            own = source if key.startswith("encoder_") else cut
             output[key] = _whole_value(
-                value, cut, key in _LOSSES, is_mean and key == "loss", at_once, logits=key == "logits"
+                value, own, key in _LOSSES, is_mean and key == "loss", at_once, logits=key == "logits"
             )
         return output
     if isinstance(output, tuple):
@@ -93,7 +96,7 @@ def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bo
     axes, length, kept = forward.axes, forward.real_length, cut.kept if logits else None
 
     def gather() -> torch.Tensor:
-        full = whole(axes.cp, value, axes.layout.undo(forward.length), length)
+        full = whole(axes.cp, value, axes.layout.undo_on(value.device, forward.length), length)
         return full if kept is None else full[:, _kept_positions(kept), :]
 
     if value.dim() == 2 and cut.shifted:  # a number for each label: where the model shifts, the last token has none

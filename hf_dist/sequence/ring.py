@@ -15,6 +15,7 @@ import torch
 from hf_dist import collectives
 from hf_dist.mesh import MeshAxis
 from hf_dist.sequence.forward import Rule, SequenceMask
+from hf_dist.sequence.kernels import kernel_for
 
 Pair = str | torch.Tensor
 """ "none", "all" or "causal", or a boolean (B, 1, q, k): what of a chunk of keys a chunk of queries attends to."""
@@ -35,12 +36,22 @@ def ring_attention(
 
 def _plan(mask: SequenceMask, rows: int, device: torch.device) -> Plan:
     layout, length = mask.forward.axes.layout, mask.forward.length
+    if mask.is_causal:  # nothing to be looked at
+        mine = layout.chunks_of(mask.forward.axes.outer.rank)
+        return tuple(
+            tuple(tuple(_causal_pair(q, k) for k in layout.chunks_of(rank)) for q in mine)
+            for rank in range(layout.outer)
+        )
     chunks = torch.arange(length, device=device).chunk(2 * layout.outer)
     mine = layout.chunks_of(mask.forward.axes.outer.rank)
     return tuple(
         tuple(tuple(_pair(mask.rule, chunks[q], chunks[k], rows) for k in layout.chunks_of(rank)) for q in mine)
         for rank in range(layout.outer)
     )
+
+
+def _causal_pair(query: int, key: int) -> Pair:
+    return "causal" if query == key else "all" if key < query else "none"
 
 
 def _pair(rule: Rule, query: torch.Tensor, key: torch.Tensor, rows: int) -> Pair:
@@ -163,8 +174,10 @@ def _attend(
     """Output (B, H, q, D) and log of the sum of exponentials (B, H, q), in fp32 or wider."""
     groups = _groups(query, key)
     key, value = _repeated(key, groups), _repeated(value, groups)
-    if isinstance(what, str) and key.shape[-1] == value.shape[-1]:
-        out, total = _flash(query, key, value, what == "causal", scale)
+    kernel = kernel_for(query, key, value) if isinstance(what, str) else None
+    if kernel is not None:
+        out, total = kernel.forward(query, key, value, what == "causal", scale)
+        total = total.to(_wide(query.dtype))
         return out.to(total.dtype), total
     scores = _scores(query, key, what, scale)
     total = scores.logsumexp(-1)
@@ -194,8 +207,10 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     groups = _groups(query, key)
     key, value = _repeated(key, groups), _repeated(value, groups)
-    if isinstance(what, str) and key.shape[-1] == value.shape[-1]:
-        d_query, d_key, d_value = _flash_backward(grad, query, key, value, out, total, what == "causal", scale)
+    kernel = kernel_for(query, key, value) if isinstance(what, str) else None
+    if kernel is not None:
+        found = kernel.backward(grad, (query, key, value), (out, total), what == "causal", scale)
+        d_query, d_key, d_value = found
     else:
         wide = _wide(query.dtype)
         grad, query, key, value, out = (x.to(wide) for x in (grad, query, key, value, out))
@@ -208,51 +223,3 @@ def _attend_backward(
         d_key = d_key.unflatten(1, (-1, groups)).sum(2, dtype=_wide(d_key.dtype))
         d_value = d_value.unflatten(1, (-1, groups)).sum(2, dtype=_wide(d_value.dtype))
     return d_query, d_key, d_value
-
-
-# ---- kernels that return the log of the sum; the operators under F.scaled_dot_product_attention (torch 2.13)
-
-
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    aten = torch.ops.aten
-    if query.device.type == "cpu":
-        out, total = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-        return out, total.to(_wide(query.dtype))
-    if query.dtype == torch.float32:  # the flash kernel of CUDA is for half precision
-        scores = _scores(query, key, "causal" if causal else "all", scale)
-        total = scores.logsumexp(-1)
-        return torch.exp(scores - total[..., None]) @ value, total
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    lengths = (None, None, q.shape[1], k.shape[1])
-    found = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
-    return found[0].transpose(1, 2), found[1]
-
-
-def _flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    total: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    aten = torch.ops.aten
-    if query.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, total.contiguous(), 0.0, causal, scale=scale
-        )
-        return tuple(found)
-    if query.dtype == torch.float32:
-        scores = _scores(query, key, "causal" if causal else "all", scale)
-        shares = torch.exp(scores - total[..., None])
-        d_scores = shares * (grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
-        return d_scores @ key, d_scores.transpose(-1, -2) @ query, shares.transpose(-1, -2) @ grad
-    q, k, v, o, g = (x.transpose(1, 2) for x in (query, key, value, out, grad))
-    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: no random state
-    tensors, lengths = (g, q, k, v, o, total.contiguous()), (None, None, q.shape[1], k.shape[1])
-    found = aten._flash_attention_backward(*tensors, *lengths, 0.0, causal, nothing, nothing[:0], scale=scale)
-    return tuple(x.transpose(1, 2) for x in found)

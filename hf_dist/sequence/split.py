@@ -24,6 +24,8 @@ from hf_dist.sequence.forward import SequenceAxes, current, enter
 from hf_dist.sequence.inputs import Arguments, Cut, bound, cut_inputs
 from hf_dist.sequence.layout import layout_for
 from hf_dist.sequence.outputs import whole_outputs
+from hf_dist.sequence.pairs import cut_pair, hold_pair, is_pair
+from hf_dist.sequence.whole_rows import hold_whole_rows
 
 _KEY = "sequence_parallel_size"
 
@@ -48,6 +50,12 @@ class SplitSequence:
         region = _region(model, self.model)
         self.at_once = region is not model
         self.arguments = Arguments.of(region, region if self.at_once else self.model)
+        self.num_mixers = hold_whole_rows(self.model, axes, self._count_call)
+        """Layers that mix positions otherwise, by heads or channels."""
+        self.is_pair = is_pair(self.model)
+        """Whether it is an encoder and a decoder."""
+        if self.is_pair:
+            hold_pair(self.model, axes)
         self._documents_of = attention.documents_of
         self._cut: Cut | None = None
         self.kernel = _set_attention(self.model, attention.register)
@@ -56,6 +64,8 @@ class SplitSequence:
             if _looks_at_longest(module):
                 module.register_forward_pre_hook(_weakly(self._with_whole_positions), with_kwargs=True)
                 module.register_forward_hook(_weakly(self._own_frequencies))
+            if _counts_positions(module):
+                module.register_forward_pre_hook(_weakly(self._with_own_positions), with_kwargs=True)
         region.register_forward_pre_hook(_weakly(self._before), with_kwargs=True)
         _last_of(region, model).register_forward_hook(_weakly(self._make_whole))
         region.register_forward_hook(_weakly(self._leave), always_call=True)
@@ -64,6 +74,9 @@ class SplitSequence:
         """For the start-up report."""
         layout = self.axes.layout
         return f"each row on {layout.size} ranks ({layout.describe()}), attention by {self.kernel}"
+
+    def _count_call(self) -> None:
+        self.num_calls += 1
 
     def axis_under_way(self) -> MeshAxis | None:
         """The ranks that share the rows of the forward that this thread is in; None outside of a split one."""
@@ -80,7 +93,7 @@ class SplitSequence:
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         given = bound(self.arguments, args, kwargs)
-        if not self.enabled or current() is not None or given.get("past_key_values") is not None:
+        if not self.enabled or current() is not None or _has_cache(given):
             return None
         config = self.model.config
         caches = given.get("use_cache")
@@ -88,7 +101,10 @@ class SplitSequence:
         if module.training and any(getattr(m, "gradient_checkpointing", False) for m in module.modules()):
             caches = False  # as HF decides
         documents_of = self._documents_of if self.knows_packing and not caches else None
-        cut = cut_inputs(self.arguments, given, self.axes, documents_of)
+        if self.is_pair:
+            cut = cut_pair(self.model, given, self.axes)
+        else:
+            cut = cut_inputs(self.arguments, given, self.axes, documents_of)
         self._cut = cut
         enter(cut.forward)
         if self._streams is not None and module.training:
@@ -120,9 +136,22 @@ class SplitSequence:
             return args, {**kwargs, "position_ids": forward.position_ids}
         return (args[0], forward.position_ids, *args[2:]), kwargs
 
+    def _with_own_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Learned positions, which the model counts from the first token that it sees, are those of the whole row."""
+        forward = current()
+        given = args[2] if len(args) > 2 else kwargs.get("position_ids")
+        if forward is None or (given is not None and given.dim() > 1):
+            return None
+        own = forward.own.clamp(max=forward.real_length - 1)  # learned ones may end with the row
+        return args[:2], {**kwargs, "position_ids": own}
+
     def _own_frequencies(self, module: nn.Module, args: Any, output: Any) -> Any:
         forward = current()
         return None if forward is None else tuple(t[:, forward.own] for t in output)
+
+
+def _has_cache(given: dict[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in ("past_key_values", "cache_params", "encoder_outputs"))
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,6 +199,11 @@ def as_split(model: nn.Module, batch: Callable[[], dict[str, Any]]) -> dict[str,
     """`batch()` with the arguments that a forward on parts has besides, on whole rows: what a pipeline is planned with."""
     given = batch()
     arguments = Arguments.of(model, _inner(model))
+    if is_pair(_inner(model)):
+        raise ModelError(
+            f"{_KEY}: {type(model).__name__} has an encoder and a decoder, whose rows are not split in a pipeline. Remove "
+            "pipeline.stages or the key."
+        )
     ids = given.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         return given
@@ -198,11 +232,14 @@ def _misfit(size: int, heads: int, wanted: str | tuple[int, int]) -> ConfigError
     return ConfigError(Problem(path, found, expected, remedy))
 
 
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+
+
 def heads_of(model: nn.Module) -> int:
     """Query heads of a model's attention; 1 where its config does not say."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = [getattr(text, name, None) for name in ("num_attention_heads", "n_head", "n_heads", "num_heads")]
+    found = [getattr(text, name, None) for name in _HEADS]
     counts = [n for n in found if isinstance(n, int)]
     return math.gcd(*counts) if counts else 1
 
@@ -214,10 +251,6 @@ def refuse_by_config(model: nn.Module) -> None:
     if config is None or not hasattr(config, "_attn_implementation"):
         raise ModelError(
             f"{_KEY}: {name} is not a transformers model, and its attention cannot be reached. Remove the key."
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{_KEY}: {name} cannot be split over ranks: it has an encoder and a decoder, of two lengths. Remove the key."
         )
 
 
@@ -254,6 +287,14 @@ def _looks_at_longest(module: nn.Module) -> bool:
         return False
     names = types.values() if isinstance(types, dict) else [types]
     return any("dynamic" in str(name) or name == "longrope" for name in names)
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """An embedding of positions that counts them from the length of what it is given, unless it is told (BART's decoders)."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    names = list(inspect.signature(module.forward).parameters)
+    return names[1:] == ["past_key_values_length", "position_ids"] and names[0] != "attention_mask"
 
 
 def _set_attention(model: nn.Module, register: Any) -> str | None:

@@ -9,13 +9,15 @@ seen; such models are known by their config (`split.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.errors import HfDistError, ModelError
-from hf_dist.sequence.attention import packing_seen, silenced
+from hf_dist.sequence.attention import packing_seen
+from hf_dist.sequence.forward import silenced
 from hf_dist.sequence.inputs import IGNORED
 from hf_dist.sequence.split import SplitSequence
 
@@ -48,9 +50,12 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate) -> None:
         split.knows_packing = _knows_packing(split, evaluate, batch)
         try:
             if "labels" in batch:
-                count = (batch["labels"] != IGNORED).sum()
-                once, half = (evaluate({**batch, "num_items_in_batch": n * count}, _read)["loss"] for n in (1, 2))
-                split.is_mean = bool(torch.isclose(once, half, rtol=1e-3))
+                # With a label for each token, as a mean over none is no number.
+                every = {**batch, "labels": batch["input_ids"]}
+                count = torch.tensor(every["labels"].numel(), device=every["labels"].device)
+                once, half = (evaluate({**every, "num_items_in_batch": n * count}, _read)["loss"] for n in (1, 2))
+                if torch.isclose(once, half, rtol=1e-3):  # its loss is its own: it does not take shifted labels either
+                    split.is_mean, split.arguments = True, replace(split.arguments, shifts=False)
             problem = _difference(expected, evaluate(batch, _read))
         except HfDistError:
             raise
@@ -91,7 +96,7 @@ def _tokens(split: SplitSequence, model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _knows_packing(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> bool:
     """Whether HF's masks of this model keep documents apart that begin at position 0."""
-    if not split.arguments.takes("position_ids"):
+    if split.is_pair or not split.arguments.takes("position_ids"):
         return False
     ids = batch["input_ids"]
     start = ids.shape[1] // 2 - 1  # not at the border of a chunk
@@ -150,6 +155,8 @@ def _mixing(
     at = ids.shape[1] // 2
     ids[:, at] = torch.where(ids[:, at] > ids.min(), ids[:, at] - 1, ids[:, at] + 1)
     second = {"input_ids": ids}
+    if split.is_pair:
+        first["decoder_input_ids"], second["decoder_input_ids"] = first["input_ids"], ids
     with silenced():
         a, b = (_whole(split, evaluate, each)["values"] for each in (first, second))
     if a.dim() < 3 or a.shape[1] != ids.shape[1]:  # a head over whole rows

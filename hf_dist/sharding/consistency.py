@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -31,23 +33,52 @@ _SAMPLES = 8
 def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
     """Raise `ModelError` on every rank when names, shapes, dtypes or `requires_grad` differ. Collective over world."""
     rows = [f"{n} {held_slice(p).whole} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    digests = collectives.all_gather_object(mesh.world, (digest, len(rows)))
-    if len(set(digests)) == 1:
+    if (found := _first_difference(rows, mesh)) is None:
         return
-    everyone = collectives.all_gather_object(mesh.world, rows)
-    other = next(r for r, d in enumerate(digests) if d != digests[0])
-    mine, theirs = everyone[0], everyone[other]
-    where = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-
-    def row(rows: list[str]) -> str:
-        return rows[where] if where < len(rows) else "nothing"
-
+    (first, rank), (mine, theirs), counts = found
     raise ModelError(
-        f"the model is not the same on every rank: rank 0 has {len(mine)} parameters, rank {other} has {len(theirs)}; the "
-        f"first difference is {row(mine)} on rank 0 against {row(theirs)} on rank {other}. Build the model from the same "
+        f"the model is not the same on every rank: rank {first} has {counts[0]} parameters, rank {rank} has {counts[1]}; the "
+        f"first difference is {mine} on rank {first} against {theirs} on rank {rank}. Build the model from the same "
         "configuration, and freeze the same parameters, on every rank."
     )
+
+
+def check_same_params(names: Sequence[Sequence[str]], mesh: ParallelMesh) -> None:
+    """Raise `ModelError` on every rank when their optimizers hold other parameters. Collective over world.
+
+    `names`: of the parameters in each param group. What one rank's optimizer lacks would silently keep its weights there: each
+    rank steps its own part of them. Pipeline stages may each have an optimizer of their own parameters.
+    """
+    rows = [f"{name} in group {number}" for number, group in enumerate(names) for name in group]
+    if (found := _first_difference(rows, mesh, by_stage=True)) is None:
+        return
+    (first, rank), (mine, theirs), _ = found
+    raise ModelError(
+        f"the optimizer does not hold the same parameters on every rank: the first difference is {mine} on rank {first} "
+        f"against {theirs} on rank {rank}. Make it over the same parameters, in the same order, on every rank. For a model "
+        "that was trained in pipeline stages before, call hf_dist.unprepare(model) before the optimizer is made."
+    )
+
+
+def _first_difference(
+    rows: list[str], mesh: ParallelMesh, *, by_stage: bool = False
+) -> tuple[tuple[int, int], tuple[str, str], tuple[int, int]] | None:
+    """Two ranks with other rows, the first pair of rows, and how many each has; None if there are none. Collective over world.
+
+    `by_stage`: ranks of other pipeline stages may have other rows.
+    """
+    stage = mesh.pp.rank if by_stage else 0
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    everyone = collectives.all_gather_object(mesh.world, (stage, digest))
+    firsts: dict[int, int] = {}
+    pairs = [(firsts.setdefault(stage, rank), rank) for rank, (stage, _) in enumerate(everyone)]
+    other = next(((a, b) for a, b in pairs if everyone[a] != everyone[b]), None)
+    if other is None:
+        return None
+    listed = collectives.all_gather_object(mesh.world, rows)
+    mine, theirs = listed[other[0]], listed[other[1]]
+    difference = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue="nothing") if a != b)
+    return other, difference, (len(mine), len(theirs))
 
 
 def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSource]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.prepared import OWNER
 from hf_dist.sharding.slices import enter_whole, joined, leave_whole
 
-__all__ = ["full_gradient", "full_shape", "full_tensors", "gathered", "whole_tensors"]
+__all__ = ["all_tensors", "full_gradient", "full_shape", "full_tensors", "gathered", "whole_tensors"]
 
 
 @contextmanager
@@ -186,6 +187,27 @@ def whole_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     """`full_tensors`, those that are cut joined to what files have. Collective over the group's shard axis and its parts."""
     for index, (slot, tensor) in enumerate(full_tensors(group)):
         yield slot, joined(group, index, tensor)
+
+
+def all_tensors(sharded: Any, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of a `ShardedModel` in full, one after the other, also those of other pipeline stages. Collective.
+
+    `frozen=False`: those that are trained only.
+    """
+    pp = sharded.mesh.pp
+    for stage in range(pp.size):
+        groups = [g for g in (sharded.groups if frozen else sharded.trainable_groups) if g.axes.is_first_holder]
+        rows = [
+            (s.name, s.held.whole, dtype)
+            for g in groups
+            for s, dtype in zip(g.layout.slots, g.loaded_dtypes, strict=True)
+        ]
+        own = (tensor for group in groups for _, tensor in whole_tensors(group))
+        for name, shape, dtype in collectives.broadcast_object(pp, rows, stage):
+            tensor = next(own) if stage == pp.rank else torch.empty(shape, dtype=dtype, device=sharded.mesh.device)
+            if pp.size > 1:
+                collectives.broadcast(pp, tensor.detach().contiguous().view(-1).view(torch.uint8), stage)
+            yield name, tensor
 
 
 def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> None:

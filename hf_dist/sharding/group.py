@@ -398,8 +398,8 @@ class FlatGroup:
             return
         raise FreedParameterError(
             f"parameter {name} was read while only a shard of it is in memory (ZeRO stage 3 frees full weights outside "
-            "a module's forward and backward). Read it inside `with hf_dist.gathered(model):`, which every rank enters; "
-            "where a block is run by `block.forward(x)`, call `block(x)`."
+            "a module's forward and backward). Read it inside `with hf_dist.gathered(model):`, on every rank; save "
+            "with `trainer.save_model` or `model.save_pretrained`, on every rank; instead of `block.forward(x)`, `block(x)`."
         )
 
     # ---------------------------------------------------------------- gradients

@@ -3,7 +3,7 @@
     weights                          sharded over    then, once per window
     dense                            shard           mean over dp_replicate (HSDP)
     held by several pipeline stages  shard           the same, then the sum over their holders
-    experts, cut along ep            edp             as dense
+    experts, cut along ep            edp             as dense; beside ranks that cut others the sum over tp
     whole between ranks that cut     shard           the same, then over tp the mean where each has the whole gradient,
     others (norms)                                   the sum where each has a part of it
 

@@ -14,7 +14,7 @@ from torch import nn
 from hf_dist.boxes import TensorSlice
 from hf_dist.sharding.guard import LAZY
 
-__all__ = ["HELD", "cut_along", "held_slice", "keep_slice", "mark_cut"]
+__all__ = ["HELD", "cut_along", "forget_slice", "held_slice", "keep_slice", "mark_cut"]
 
 HELD = "_hf_dist_held"
 _ALONG = "_hf_dist_cut_along"
@@ -52,3 +52,10 @@ def keep_slice(param: nn.Parameter, held: TensorSlice, along: str = "") -> None:
         param.data = held.take(param.data)
     setattr(param, HELD, held)
     setattr(param, _ALONG, along)
+
+
+def forget_slice(param: nn.Parameter) -> None:
+    """`param` is all of its stored parameter again. Local."""
+    for name in (HELD, _ALONG):
+        if hasattr(param, name):
+            delattr(param, name)

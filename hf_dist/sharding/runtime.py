@@ -58,6 +58,7 @@ class ShardedModel:
         self.precision = precision
         self.limits = limits or InFlightLimits()
         self.pipeline = pipeline
+        self.sliced = sliced
         self.storage = storage or Storage(mesh.device)
         cuts = {name: along for name, p in model.named_parameters() if (along := cut_along(p))}
         second = mesh.neighbours(placements.second)
@@ -177,6 +178,12 @@ class ShardedModel:
     def drop_gradients(self) -> None:
         """Forget the gradients of the window (`zero_grad`)."""
         self.reducer.drop()
+
+    def finish_gathers(self) -> None:
+        """Wait for weights that rest whole: nobody waits for those whose model is dropped. Local."""
+        for group in self.groups:
+            if group.is_replicated and group.fresh:
+                group.wait_unshard()
 
     def weights_changed(self) -> None:
         """Call after `source` was written: weights that rest replicated are gathered, overlapping what follows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import nn
 from hf_dist.errors import ModelError
 from hf_dist.tensor_parallel.derive import completed
 from hf_dist.tensor_parallel.partition import plan_of_config
-from hf_dist.tensor_parallel.plan import SplitPlan, plan_of_model
+from hf_dist.tensor_parallel.plan import SplitPlan, plan_of_model, with_whole_experts
 from hf_dist.tensor_parallel.verify import Unsplit, unsplit, verified
 
 __all__ = ["choose_plan"]
+
+Experts = Callable[[nn.Module], Iterable[str]]
 
 _known: dict[Any, SplitPlan | str] = {}
 """Outcomes of this process: a plan, or why there is none."""
@@ -26,12 +28,14 @@ def choose_plan(
     blocks: Callable[[nn.Module], Mapping[str, nn.Module]],
     given: Mapping[str, Any] | None = None,
     sequence: bool | None = None,
+    apart: Experts | None = None,
 ) -> SplitPlan:
     """A plan for `model` (without adapters) on `size` ranks that computes what one process does. Local, on the CPU: seconds.
 
     `blocks`: the repeated parts of a model, by path; `given`: a `partition_config`, which takes the place of both;
-    `sequence`: whether parts of the sequence are kept between regions, None where that verifies. Reads no weights of `model`,
-    only its class and its config. Raises `ModelError` where no plan verifies.
+    `sequence`: whether parts of the sequence are kept between regions, None where that verifies; `apart`: the paths of experts
+    in a model, which are not cut. Reads no weights of `model`, only its class and its config. Raises `ModelError` where no plan
+    verifies.
     """
     config: Any = getattr(model, "config", None)
     key = (
@@ -40,11 +44,12 @@ def choose_plan(
         repr(config.to_dict()) if hasattr(config, "to_dict") else id(model),
         repr(given),
         sequence,
+        apart is None,
     )
     if key not in _known:
         try:
             reference = unsplit(model, size)
-            plan = _chosen(reference, size, blocks, given)
+            plan = _chosen(reference, size, blocks, given, apart)
             _known[key] = plan if sequence is False else _with_sequence(plan, reference, size, blocks, sequence)
         except ModelError as error:
             _known[key] = str(error)
@@ -59,14 +64,17 @@ def _chosen(
     size: int,
     blocks: Callable[[nn.Module], Mapping[str, nn.Module]],
     given: Mapping[str, Any] | None,
+    apart: Experts | None,
 ) -> SplitPlan:
+    experts = list(apart(reference.model)) if apart is not None else []
+
     def verify(plan: SplitPlan) -> SplitPlan:
         return verified(plan, reference, size, blocks)
 
     if given is not None:
-        return verify(plan_of_config(reference.model, given))
+        return verify(with_whole_experts(plan_of_config(reference.model, given), experts))
     name = type(reference.model).__name__
-    plan, problem = plan_of_model(reference.model), ""
+    plan, problem = with_whole_experts(plan_of_model(reference.model), experts), ""
     if plan.params:
         try:
             plan = verify(plan)
@@ -74,7 +82,7 @@ def _chosen(
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             plan = SplitPlan()
     if not plan.params:
-        plan = SplitPlan(source="derived")
+        plan = with_whole_experts(SplitPlan(source="derived"), experts)
     plan = completed(plan, reference, blocks(reference.model), verify)
     if not plan.params:
         reason = f"its own plan is not right: {problem}" if problem else "it has no plan (tp_plan)"

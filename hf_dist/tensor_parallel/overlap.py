@@ -143,4 +143,4 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         ctx.due.parts.append((grad, x))
-        return grad @ weight, None, None, None
+        return (grad.reshape(-1, grad.shape[-1]) @ weight).view(x.shape), None, None, None

@@ -9,6 +9,7 @@ Styles of modules have the names that transformers gives them in a model's `tp_p
     embedding_rowwise       a part of the vocabulary, summed;  embedding_colwise: a part of each row, gathered
     packed_colwise          two or more products in one weight, each cut for itself; packed_rowwise
     moe_tp_experts          hidden states and routing weights R, output P
+    moe_whole_experts       not cut, each rank computes a part of the rows (`whole_experts.py`); a name of ours
     mla_kv_a_proj           DeepSeek's compressed keys, whose rotary part is used by all heads
     moe_identity_expert, all_reduce, replicated_with_grad_allreduce, local_params, replicate
 """
@@ -16,7 +17,7 @@ Styles of modules have the names that transformers gives them in a model's `tp_p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,12 +25,22 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 
-__all__ = ["Cut", "SplitPlan", "column_dim", "pattern_of", "plan_of_model", "stock_name", "unwrapped"]
+__all__ = [
+    "Cut",
+    "SplitPlan",
+    "column_dim",
+    "pattern_of",
+    "plan_of_model",
+    "stock_name",
+    "unwrapped",
+    "with_whole_experts",
+]
 
 COLUMN = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
 ROW = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
 EMBEDDING = frozenset({"embedding_rowwise", "embedding_colwise"})
+WHOLE_EXPERTS = "moe_whole_experts"
 _IN_MODULES = frozenset(
     {"moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce", "local_params", "replicate"}
 )
@@ -134,6 +145,23 @@ def plan_of_model(model: nn.Module) -> SplitPlan:
             modules[own] = found[own]
     plan = SplitPlan(params, modules, frozenset(summed), source=f"tp_plan of {type(model).__name__}")
     return _with_tied_embedding(model, plan)
+
+
+def with_whole_experts(plan: SplitPlan, experts: Iterable[str]) -> SplitPlan:
+    """`plan` without what it does to the experts at these paths: each rank has them whole, and a part of the rows."""
+    apart = {pattern_of(path) for path in experts}
+    if not apart:
+        return plan
+    inside = tuple(f"{pattern}." for pattern in apart)
+    params = {name: cut for name, cut in plan.params.items() if not name.startswith(inside)}
+    styles = {name: style for name, style in plan.modules.items() if not name.startswith(inside)}
+    return replace(
+        plan,
+        params=params,
+        modules={**styles, **dict.fromkeys(apart, WHOLE_EXPERTS)},
+        summed=frozenset(name for name in plan.summed if not name.startswith(inside)),
+        divided=frozenset(row for row in plan.divided if row[0] not in apart),
+    )
 
 
 def _cut(full: str, style: str, module: nn.Module, short: str, param: nn.Parameter) -> Cut | None:

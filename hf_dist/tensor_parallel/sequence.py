@@ -26,7 +26,7 @@ from hf_dist.random_streams import Streams
 from hf_dist.tensor_parallel import crossings
 from hf_dist.tensor_parallel.overlap import Crossed
 from hf_dist.tensor_parallel.peers import Peers
-from hf_dist.tensor_parallel.plan import ROW, pattern_of, stock_name
+from hf_dist.tensor_parallel.plan import ROW, WHOLE_EXPERTS, pattern_of, stock_name
 
 __all__ = ["Regions", "Stack", "find_regions", "recorded_routers", "routers_in"]
 
@@ -70,6 +70,7 @@ def find_regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str], bl
     """The regions of a model. Raises `ModelError` where a block has columns that no row ends."""
     found = Regions()
     styled = {name: style for name in modules if (style := styles.get(pattern_of(name))) and stock_name(name) == name}
+    styled = {name: style for name, style in styled.items() if style != WHOLE_EXPERTS}  # they take tokens in any state
     stacks: dict[str, list[str]] = {}
     for block in blocks:
         stacks.setdefault(block.rpartition(".")[0], []).append(block)
@@ -202,6 +203,25 @@ class Stack:
 
         router.register_forward_hook(hook, prepend=True)
 
+    def whole_rows(self, router: nn.Module, index: int) -> None:
+        """S -> I for output `index`, (tokens, experts), of a module between regions: what is recorded is of all tokens."""
+
+        def join(logits: torch.Tensor) -> torch.Tensor:
+            here = -(-self.length // self.peers.size)
+            rows = logits.reshape(-1, here, logits.shape[-1])
+            return crossings.whole_sequence(rows, self.peers, self.length).reshape(
+                *_joined_shape(logits, rows, self.length)
+            )
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if self.off:
+                return None
+            if not isinstance(output, tuple):
+                return join(output)
+            return tuple(join(t) if i == index else t for i, t in enumerate(output))
+
+        router.register_forward_hook(hook, prepend=True)
+
     @property
     def off(self) -> bool:
         """Whether activations are I between regions in the forward under way."""
@@ -294,6 +314,11 @@ class Stack:
         if self.off:
             return None
         return _changed(output, lambda x: crossings.whole_sequence(x, self.peers, self.length))
+
+
+def _joined_shape(logits: torch.Tensor, rows: torch.Tensor, length: int) -> tuple[int, ...]:
+    """Of all tokens' `logits`: with the dimensions that these have."""
+    return (len(rows), length, rows.shape[-1]) if logits.dim() == 3 else (len(rows) * length, rows.shape[-1])
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

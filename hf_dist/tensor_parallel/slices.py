@@ -19,6 +19,7 @@ from hf_dist.tensor_parallel.plan import (
     COLUMN,
     EMBEDDING,
     ROW,
+    WHOLE_EXPERTS,
     Cut,
     SplitPlan,
     pattern_of,
@@ -70,10 +71,13 @@ def _refuse_adapters(base: nn.Module, plan: SplitPlan) -> None:
     for name, module in base.named_modules():
         if not hasattr(module, "base_layer") or pattern_of(stock_name(name)) not in plan.modules:
             continue
-        if plan.modules[pattern_of(stock_name(name))] not in COLUMN | ROW | EMBEDDING:
+        style = plan.modules[pattern_of(stock_name(name))]
+        if style == WHOLE_EXPERTS:
+            continue
+        if style not in COLUMN | ROW | EMBEDDING:
             raise ModelError(
                 f"{KEY}: adapters on {name}, whose weights are stacked, are not available where they are cut. Leave them out "
-                "of target_modules and target_parameters."
+                "of target_modules and target_parameters, or spread the experts (expert_parallel), which leaves them whole."
             )
         for short, _ in module.named_parameters():
             if not short.startswith(("base_layer.", "lora_")):

@@ -25,6 +25,7 @@ from hf_dist.tensor_parallel.plan import (
     COLUMN,
     GATHERED,
     ROW,
+    WHOLE_EXPERTS,
     SplitPlan,
     output_and_input,
     pattern_of,
@@ -33,12 +34,21 @@ from hf_dist.tensor_parallel.plan import (
 )
 from hf_dist.tensor_parallel.sequence import Regions, Stack, find_regions, recorded_routers, routers_in
 from hf_dist.tensor_parallel.slices import KEY, Kept, kept_slices
+from hf_dist.tensor_parallel.whole_experts import compute_own_rows
 
 __all__ = ["SplitModel"]
 
 Keep = Callable[[nn.Parameter, TensorSlice], None]
 Change = Callable[[torch.Tensor], torch.Tensor]
 _Number = tuple["weakref.ref[nn.Module]", str, Any, Any]
+
+
+def _forgetting(split: weakref.ref[SplitModel]) -> Callable[[torch.Tensor], None]:
+    def hook(grad: torch.Tensor) -> None:
+        if (found := split()) is not None:
+            found._crossed.clear()
+
+    return hook
 
 
 class SplitModel:
@@ -164,8 +174,11 @@ class SplitModel:
         if pattern_of(stock_name(name)) in self.plan.summed or self.regions.has_parts(name):
             return True
         part, _, rest = name.partition(".lora_")
-        style = self.plan.modules.get(pattern_of(stock_name(part))) if rest else None
-        if style is None:
+        owner = part if rest else name.rpartition(".")[0]
+        style = self.plan.modules.get(pattern_of(stock_name(owner)))
+        if style == WHOLE_EXPERTS:  # of its own rows
+            return True
+        if style is None or not rest:
             return False
         return rest.startswith("A." if style in COLUMN else "B.") and style in (COLUMN | ROW)
 
@@ -202,6 +215,8 @@ class SplitModel:
                 else Crossed(crossings.to_replicated(tensor, self.peers))
             )
             known = self._crossed[id(tensor)] = weakref.ref(tensor), crossed
+            # A block that is recomputed ends by an exception, without its hooks: what it crossed would keep its graph.
+            crossed.tensor.register_hook(_forgetting(weakref.ref(self)))
         return known[1].entering(module)
 
     def _enter_columns(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -245,6 +260,16 @@ class SplitModel:
                         stack.ends(child) if self.plan.modules[pattern_of(path)] in ROW else stack.begins(child)
                     elif path in regions.whole:
                         stack.whole(child)
+                    else:
+                        self._install_between(stack, path, child, recorded)
+
+    def _install_between(self, stack: Stack, path: str, child: nn.Module, recorded: Mapping[type, int]) -> None:
+        """In a child between regions: routers whose logits are collected; experts, which see all tokens in plain forwards."""
+        for router, index in routers_in(child, recorded):
+            stack.whole_rows(router, index)
+        for name, module in child.named_modules():
+            if self._style(f"{path}.{name}" if name else path) == WHOLE_EXPERTS:
+                compute_own_rows(module, self.peers, lambda: stack.off and not self.is_whole, in_region=False)
 
     def _install_streams(self, module: nn.Module, style: str, *, is_region: bool) -> None:
         """Draw alike up to a product of columns, each rank for its own columns behind it, alike again behind one of rows.
@@ -283,6 +308,11 @@ class SplitModel:
     def _cross(self, name: str, module: nn.Module, style: str, base: nn.Module, *, is_head: bool) -> None:
         peers = self.peers
         self._install_streams(module, style, is_region=name in self.regions.products)
+        if style == WHOLE_EXPERTS:
+            in_region = self.regions.contains(name)
+            if in_region or not self.regions.has_parts(name):
+                compute_own_rows(module, peers, lambda: not self.is_whole, in_region=in_region)
+            return
         if self.regions.contains(name) or name in self.regions.products:
             self._inside(module, style, name)
             return

@@ -22,7 +22,11 @@ MAX_FRAMES = 16
 
 # (end of the file's path or part of it, function or "" for any, words). Outermost first they make the activity.
 _ACTIVITIES = (
-    ("/torch/_dynamo/", "", "torch.compile"),
+    (
+        "/torch/_dynamo/convert_frame.py",
+        "",
+        "torch.compile",
+    ),  # not its wrappers, which run what is compiled or left alone
     ("/torch/_inductor/", "", "torch.compile"),
     ("/transformers/trainer.py", "training_step", "training step"),
     ("/transformers/trainer.py", "evaluation_loop", "evaluation"),
@@ -55,12 +59,16 @@ _COMMUNICATION = (
     "/hf_dist/collectives.py", "/hf_dist/groups.py", "/hf_dist/mesh.py", "/hf_dist/rendezvous.py", "/hf_dist/pipeline/p2p.py",
     "/hf_dist/on_one_rank.py", "/torch/distributed/",
 )  # fmt: skip
+_WEIGHTS, _TOKENS = "the gather of weights", "the exchange of tokens with the experts"
 _WAITED_FOR = (
-    ("/hf_dist/sharding/", "wait_unshard", "the gather of weights"),
+    ("/hf_dist/sharding/", "wait_unshard", _WEIGHTS),
+    ("/hf_dist/experts/exchange.py", "", _TOKENS),
     ("/hf_dist/sharding/reducer.py", "", "the reduction of gradients"),
+    ("/hf_dist/tensor_parallel/peers.py", "", "what the ranks of a split give each other"),
     ("/hf_dist/optim/clip.py", "", "the norm of all ranks' gradients"),
     ("/hf_dist/hf/stop_signal.py", "", "the question whether a rank was told to stop"),
     ("/hf_dist/pipeline/p2p.py", "", "its neighbour in the pipeline"),
+    ("/hf_dist/sequence/outputs.py", "full", "the other ranks that share its rows to read logits, too,"),
 )
 _WRAPPERS = (
     "/torch/nn/modules/module.py",
@@ -112,11 +120,11 @@ def find_location(names: Mapping[int, str], in_backward: str = "", thread: int |
 
 
 def _called(frames: list[FrameType], waits_for: str) -> str:
-    """Also a forward by the script itself, which gathers weights."""
+    """Also a forward by the script itself, which gathers weights or sends tokens."""
     if frames and _is_in(frames[-1], ("/hf_dist/on_one_rank.py",)):
         return str(frames[-1].f_locals.get("called", ""))
     inside = {_activity(frame) for frame in frames}
-    if waits_for != "the gather of weights" or "forward" not in inside or inside & _TRAINING:
+    if waits_for not in (_WEIGHTS, _TOKENS) or "forward" not in inside or inside & _TRAINING:
         return ""
     outside = next(frame for frame in frames if _activity(frame) == "forward").f_back
     return f"the forward of the model at {line_of_user(outside)}"
@@ -136,7 +144,7 @@ def _frames(thread: int) -> list[FrameType]:
         # On GPUs the hooks run in autograd's own threads.
         for ident, innermost in stacks.items():
             frames = list(_outermost_first(innermost))
-            if ident != thread and any(_is_in(f, ("/hf_dist/sharding/",)) for f in frames):
+            if ident != thread and any(_is_in(f, ("/hf_dist/sharding/", "/hf_dist/experts/")) for f in frames):
                 return main + frames
     return main
 

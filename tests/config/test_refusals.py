@@ -52,8 +52,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 REFUSED_PAIRS = {
     *(
-        ("slices", "experts"),
-        ("regions", "experts"),
         ("experts", "second copy"),
         ("fp16", "bf16"),
         ("interleaved", "zb_h1"),

@@ -31,20 +31,21 @@ def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 2
 
 
 def launched(
-    launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True
+    launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True, fails: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`launch` with both streams."""
+    """`launch` with both streams. `fails`: the launcher has to, else the test does."""
     port = str(free_port())
     trl = find_spec("trl")
     configs = Path(str(trl.origin)).parent / "accelerate_configs" if trl is not None else ""
     command = [sys.executable, *(word.format(port=port, trl=configs) for word in LAUNCHERS[launcher]), *words]
+    path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {
-        **os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
+        **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder / "datasets"),
     }  # fmt: skip
     if is_real:
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
     else:
         done = forked.run(command, cwd=folder, env=env, apart=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert (done.returncode != 0) == fails, done.stderr[-4000:]
     return done

@@ -18,6 +18,11 @@ from tests.hf.recipes import make_model, pad, texts
 
 Record = dict[str, Any]
 STEPS = 3
+METRICS = (
+    *("rewards/margins", "reward", "completions/mean_length", "kl", "entropy", "mean_token_accuracy", "num_tokens"),
+    *("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
+)
+"""That TRL's trainers make by themselves, of logits and of counts."""
 
 
 def run(folder: Path, kind: str, stage: int | None, adapters: bool, checkpointing: bool, root: str) -> Record:
@@ -27,9 +32,7 @@ def run(folder: Path, kind: str, stage: int | None, adapters: bool, checkpointin
     trainer = RUNS[kind](folder, stage, adapters, checkpointing, Path(root))
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # Over stages TRL's own metrics exist on the last one only, and the main process is the first.
-    names = () if stage == 4 else ("rewards/margins", "reward", "completions/mean_length", "entropy", "kl")
-    extra = [k for k in names if k in logs[0]]
+    extra = [k for k in METRICS if k in logs[0]]
     return {
         "losses": [entry["loss"] for entry in logs],
         "norms": [float(entry["grad_norm"]) for entry in logs],
@@ -43,7 +46,9 @@ def after_training(trainer: Any, kind: str) -> Record:
     if trainer.eval_dataset is None:
         return {}
     with each_batch_by_itself(trainer.args):  # ours does so by itself, DDP divides by the tokens of all ranks
-        return {"evaluated": trainer.evaluate()["eval_loss"]}
+        found = trainer.evaluate()
+    extra = [f"eval_{k}" for k in METRICS if f"eval_{k}" in found]
+    return {"evaluated": found["eval_loss"], **{k: found[k] for k in extra}}
 
 
 def arguments(folder: Path, stage: int | None, checkpointing: bool, base: Any, **changes: Any) -> Any:

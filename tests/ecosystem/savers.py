@@ -202,6 +202,31 @@ class Part(tf.Trainer):
         self.model.config.save_pretrained(output_dir)
 
 
+class Llava(tf.Trainer):
+    """As LLaVA and its many relatives: overrides that decide by an argument and call their base."""
+
+    def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
+        if getattr(self.args, "tune_mm_mlp_adapter", False):
+            raise NotImplementedError
+        super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if not getattr(self.args, "tune_mm_mlp_adapter", False):
+            super()._save(output_dir, state_dict)
+
+
+def safe_save_model_for_hf_trainer(trainer: tf.Trainer, output_dir: str) -> None:
+    """The end of LLaVA's script; alpaca's and FastChat's have the second half alone."""
+    if trainer.deepspeed:
+        trainer.save_model(output_dir)
+        return
+    state_dict = trainer.model.state_dict()
+    if trainer.args.should_save:
+        cpu_state_dict = {key: value.cpu() for key, value in state_dict.items()}
+        del state_dict
+        trainer._save(output_dir, state_dict=cpu_state_dict)
+
+
 class Renaming(tf.LlamaForCausalLM):
     """A model whose files have names of its own."""
 
@@ -233,6 +258,28 @@ class ValueHead(torch.nn.Module):
         return {**state, **{f"v_head.{n}": v for n, v in self.v_head.state_dict(*args, **kwargs).items()}}
 
 
+class Growing(torch.nn.Module):
+    """Notes what it was trained with in a buffer that grows, and takes a longer one from a file, as a test of HF's does."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head = torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB)
+        self.register_buffer("seen", torch.empty(0, dtype=torch.long))
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
+        if self.training:
+            self.seen = torch.cat([self.seen, input_ids[:, 1]])
+        logits = self.head(self.embed(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict, strict, assign)
+
+
 def renaming() -> Any:
     model = make_model("llama")
     model.__class__ = Renaming
@@ -242,6 +289,7 @@ def renaming() -> Any:
 OWN: dict[str, tuple[Any, Callable[[], Any]]] = {
     "cloning": (Cloning, lambda: make_model("llama")),
     "main_alone": (MainAlone, lambda: make_model("llama")),
+    "llava": (Llava, lambda: make_model("llama")),
     "part": (Part, lambda: make_model("llama")),
     "renaming": (tf.Trainer, renaming),
     "value_head": (tf.Trainer, ValueHead),
@@ -256,7 +304,21 @@ def own_code(folder: Path, kind: str, stage: int | None, root: str) -> dict[str,
     trainer.train()
     if kind != "main_alone":
         trainer.save_model(str(folder / "saved"))
+    if kind == "llava":
+        safe_save_model_for_hf_trainer(trainer, str(folder / "final"))
     if kind == "renaming":
         trainer.model.save_pretrained(str(folder / "final"), "by hand")
     trainer.accelerator.wait_for_everyone()
     return {name: read(folder / name) for name in FOLDERS} if trainer.is_world_process_zero() else {}
+
+
+def grown(folder: Path, stage: int | None) -> dict[str, Any]:
+    """In one process a `Growing` model of two steps, and one that resumes from it: what both have seen, the last weights."""
+    found: dict[str, Any] = {}
+    for steps, resumes in ((2, False), (4, True)):
+        changes = {**SAVING, "max_steps": steps, "lr_scheduler_type": "constant"}
+        args = arguments(folder, stage, False, tf.TrainingArguments, **changes)
+        trainer = over(stage, tf.Trainer)(Growing(), args, train_dataset=texts(16), data_collator=pad)
+        trainer.train(resume_from_checkpoint=resumes)
+        found[f"seen in {steps}"] = trainer.model.seen.tolist()
+    return {**found, "folder": read(folder / "checkpoint-4")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 from hf_dist.watchdog.location import Location
 from hf_dist.watchdog.report import Status, called_alone
+from tests.ecosystem.launching import launched
 from tests.ecosystem.lone_calls import adapters, refused, works
+from tests.ecosystem.savers import read
 from tests.ecosystem.test_saving import assert_same_folder
 from tests.harness import run_ranks
 
@@ -65,6 +68,53 @@ def test_a_forward_of_one_rank_ends_the_job_with_its_line(tmp_path: Path) -> Non
     said = (tmp_path / "error.json").read_text()
     assert "the forward of the model at " in said and "lone_calls.py:" in said
     assert "Every rank has to call it" in said
+
+
+LONE = """
+import sys, torch
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from tests.hf.recipes import make_model, pad, texts
+
+class Saves(TrainerCallback):
+    def on_save(self, args, state, control, model=None, **kwargs):
+        if state.is_world_process_zero:
+            model.save_pretrained(args.output_dir + "/by_callback")
+
+class Users(Trainer):
+    def save_model(self, output_dir=None, _internal_call=False):
+        if self.is_world_process_zero():
+            super().save_model(output_dir, _internal_call)
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[1:])
+trainer = Users(make_model("llama"), args, train_dataset=texts(8), data_collator=pad, callbacks=[Saves()])
+trainer.train()
+if trainer.is_world_process_zero():
+    trainer.save_model(args.output_dir + "/by_trainer")
+    trainer.model.save_pretrained(args.output_dir + "/by_model")
+    ids = torch.arange(3, 11).reshape(1, 8)
+    print("generated", trainer.model.eval().generate(ids, max_new_tokens=4, do_sample=False).shape)
+    print("logits", trainer.model(ids).logits.shape)
+"""
+"""A script of somebody else, in which the main rank does most things alone."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("launcher", "stage"), [("torchrun", 2), ("accelerate", 3)])
+def test_one_rank_alone_under_a_launcher(launcher: str, stage: int, tmp_path: Path) -> None:
+    (tmp_path / "lone.py").write_text(LONE)
+    config = {"zero_optimization": {"stage": stage}, "hf_dist": {"stall_report_seconds": 12}}
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    given = ["--output_dir", "out", "--report_to", "none", "--max_steps", "2", "--use_cpu", "--save_steps", "2",
+             "--per_device_train_batch_size", "2", "--deepspeed", "zero.json"]  # fmt: skip
+    done = launched(launcher, ["-m", "hf_dist.run", "lone.py", *given], tmp_path, fails=stage == 3)
+    if stage == 3:
+        assert "model.save_pretrained() at lone.py:9 was called by rank 0 alone" in done.stderr
+        assert "Every rank has to call it" in done.stderr
+        return
+    assert "generated" in done.stdout and "logits" in done.stdout
+    folders = [read(tmp_path / "out" / name) for name in ("by_trainer", "by_model", "by_callback", "checkpoint-2")]
+    for folder in folders[1:]:
+        torch.testing.assert_close(folder["model.safetensors"], folders[0]["model.safetensors"], rtol=0, atol=0)
 
 
 def status(rank: int, still: float = 9.0, called: str = "", waits: str = "barrier()", **changes: Any) -> Status:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ecosystem.savers import FOLDERS, save_masked
+from tests.ecosystem.savers import FOLDERS, grown, save_masked
 from tests.ecosystem.savers import OWN as OWN_KINDS
 from tests.ecosystem.tiny import save_example_models
 from tests.harness import run_ranks
@@ -97,3 +97,13 @@ def test_code_of_users_writes_the_folders_of_ddp(kind: str, stage: int, outcomes
     assert any(name.endswith(".safetensors") for name in stock["checkpoint-2"])
     for folder in FOLDERS:
         assert_same_folder(ours[folder], stock[folder])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_loads_by_itself_does_so_on_resume(stage: int, tmp_path: Path) -> None:
+    ours, stock = grown(tmp_path / "ours", stage), grown(tmp_path / "stock", None)
+    assert len(stock["seen in 4"]) == 8
+    assert {key: ours[key] for key in stock if key != "folder"} == {key: stock[key] for key in stock if key != "folder"}
+    weights, expected = (found["folder"]["model.safetensors"] for found in (ours, stock))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ from accelerate import Accelerator
 
 import hf_dist
 from hf_dist import DistAccelerator, DistSeq2SeqTrainer, DistTrainer, DistTrainerMixin, DistTrainingArguments
+from tests.ecosystem.loops import config_of
+from tests.ecosystem.runs import arguments
 from tests.harness import run_ranks
+from tests.hf.recipes import make_model, pad, texts
 from tests.window.nets import Blocks, batch, config, loss_of, sgd
 
 
@@ -106,6 +111,17 @@ def test_the_model_has_the_no_sync_that_loops_call(stage: int) -> None:
     with hf_dist.gathered(model):
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_whole_weights_outlive_the_model_that_was_trained(stage: int, tmp_path: Path) -> None:
+    args = arguments(tmp_path, None, False, DistTrainingArguments, dist_config=config_of(stage))
+    trainer = DistTrainer(make_model("llama"), args, train_dataset=texts(8), data_collator=pad)
+    trainer.train()
+    head, expected = trainer.model.lm_head.weight, trainer.model.lm_head.weight.detach().clone()
+    del trainer
+    gc.collect()
+    assert torch.equal(head, expected)
 
 
 def pickled(rank: int, world: int) -> list[bytes]:

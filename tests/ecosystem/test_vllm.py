@@ -17,6 +17,7 @@ CASES = [
     *((kind, 3, "server") for kind in ("full", "lora", "dora", "head")),
     *((kind, 1, "server") for kind in ("full", "lora")),
     *((kind, 3, "colocate") for kind in ("full", "lora")),
+    *((kind, 3, "online_dpo") for kind in ("full", "lora")),
 ]
 Outcomes = Callable[[int], dict[str, list[Any]]]
 
@@ -26,10 +27,15 @@ def job(kind: str, stage: int, mode: str) -> Job:
     return "tests.ecosystem.vllm_jobs:synchronised", {"kind": kind, "stage": stage, "mode": mode}
 
 
+def adapter(stage: int) -> Job:
+    """Of `adapter_for_server`."""
+    return "tests.ecosystem.vllm_jobs:adapter_for_server", {"stage": stage}
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Of both ranks."""
-    return outcomes_by_world({2: [job(*case) for case in CASES]}, tmp_path_factory)
+    return outcomes_by_world({2: [*(job(*case) for case in CASES), *map(adapter, (1, 3))]}, tmp_path_factory)
 
 
 @pytest.mark.parametrize(("kind", "stage", "mode"), CASES)
@@ -45,6 +51,11 @@ def test_vllm_receives_what_one_process_sends(kind: str, stage: int, mode: str, 
         assert set(rank["at rest"]) == {stage == 1}
     if stage == 3 and mode == "server":
         assert 0 < ranks[0]["most"] < 0.6
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_adapter_that_is_published_alone_is_the_trained_one(stage: int, outcomes: Outcomes) -> None:
+    assert found(outcomes, 2, adapter(stage)) == [True, True]
 
 
 def test_adapters_change_what_is_sent() -> None:

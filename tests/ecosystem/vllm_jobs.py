@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,14 @@ class Server:
 
     def init_communicator(self, device: Any) -> None:
         """Nothing to connect."""
+
+    def weight_update(self) -> Any:
+        """Several tensors, one after the other."""
+        return nullcontext()
+
+    def update_named_param(self, name: str, tensor: torch.Tensor) -> None:
+        """One of them."""
+        self.weights[name] = tensor.clone()
 
     def reset_prefix_cache(self) -> None:
         """No cache."""
@@ -72,6 +81,8 @@ def generation(model: Any, accelerator: Any, mode: str = "server") -> Any:
     trl.is_vllm_available, trl.VLLMClient = lambda: True, Server
     if mode == "server":
         return trl.VLLMGeneration(model, accelerator, processing_class=None, mode="server")
+    if mode == "online_dpo":
+        return online_dpo(model, accelerator)
     made = object.__new__(trl.VLLMGeneration)
     weights: Tensors = {}
     runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda pairs: weights.update(pairs)))
@@ -82,6 +93,35 @@ def generation(model: Any, accelerator: Any, mode: str = "server") -> Any:
     made.__dict__.update(model=model, accelerator=accelerator, mode=mode, enable_sleep_mode=False)
     made._dist = trl.DistributedBackend(accelerator)
     return made
+
+
+def online_dpo(model: Any, accelerator: Any) -> Any:
+    """What is left of the trainer that speaks with the server by itself."""
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    made = object.__new__(OnlineDPOTrainer)
+    made.__dict__.update(model=model, accelerator=accelerator, vllm_mode="server", vllm_client=Server())
+    made.__dict__["sync_weights"] = made._move_model_to_vllm
+    return made
+
+
+def adapter_for_server(folder: Path, stage: int) -> bool:
+    """Whether the folder that asynchronous trainers publish has the adapter as it was, bit for bit; on the main rank."""
+    from safetensors.torch import load_file
+    from trl.experimental.async_grpo import async_grpo_trainer
+
+    import hf_dist
+
+    accelerator = hf_dist.DistAccelerator(dist_config={"zero_optimization": {"stage": stage}})
+    model = adapted("lora")
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model, _ = accelerator.prepare(model, optimizer)
+    async_grpo_trainer.save_lora_adapter(model, accelerator, "default", str(folder / "policy"))
+    accelerator.wait_for_everyone()
+    found = load_file(folder / "policy" / "adapter_model.safetensors")
+    expected = {name.replace(".default", ""): tensor for name, tensor in before.items()}
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def alone(kind: str) -> Tensors:
@@ -96,7 +136,9 @@ def alone(kind: str) -> Tensors:
 
 def synchronised(folder: Path, kind: str, stage: int, mode: str = "server") -> dict[str, Any]:
     """Two synchronisations of a prepared model; its own weights before and after; how much was whole at a time."""
-    import trl.generation.vllm_generation  # noqa: F401  # before the model is prepared, as TRL's trainers do
+    # Before the model is prepared, as scripts import their trainer.
+    import trl.experimental.online_dpo.online_dpo_trainer
+    import trl.generation.vllm_generation  # noqa: F401
 
     import hf_dist
 
@@ -113,7 +155,7 @@ def synchronised(folder: Path, kind: str, stage: int, mode: str = "server") -> d
     after = accelerator.get_state_dict(model)
     sizes = [g.layout.numel for g in engine.sharded.groups]
     is_main = accelerator.is_main_process
-    server = getattr(made, "vllm_client", None) if mode == "server" else made.llm
+    server = getattr(made, "vllm_client", None) if mode != "colocate" else made.llm
     return {
         "weights": server.weights if server is not None else {},
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,11 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "ZeRO-1, ep 2": {"zero_optimization": {"stage": 1}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
     "DDP": None,
     "FSDP2": None,
+    "transformers, ep 2": None,
+    "DeepSpeed ZeRO-1, ep 2": None,
+    "DeepSpeed ZeRO-2, ep 2": None,
 }
+"""With a JSON: ours. transformers: `DistributedConfig(fsdp_size=2, ep_size=2)`; DeepSpeed: AutoEP, where it is installed."""
 VOCAB, ROWS, LENGTH = 512, 2, 256
 Step = Callable[[torch.Tensor], float]
 
@@ -60,8 +65,12 @@ def engine(name: str, width: int) -> Step:
             return loss.item()
 
         return own
+    if name.startswith("DeepSpeed"):
+        return deepspeed_engine(model, stage=int(name.split("-")[1][0]))
     wrapped: Any = model
-    if name == "DDP":
+    if name.startswith("transformers"):
+        wrapped = spread_by_transformers(model)
+    elif name == "DDP":
         wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
         from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +80,8 @@ def engine(name: str, width: int) -> Step:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=name == "DDP", foreach=name != "DDP")
+    how = {"DDP": {"fused": True}, "FSDP2": {"foreach": True}}.get(name, {"foreach": False})
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, **how)
 
     def step(ids: torch.Tensor) -> float:
         loss = wrapped(input_ids=ids, labels=ids).loss
@@ -83,7 +93,57 @@ def engine(name: str, width: int) -> Step:
     return step
 
 
-def measure(rank: int, world: int, names: list[str], width: int, rounds: int, steps: int) -> dict[str, Any]:
+def spread_by_transformers(model: Any) -> Any:
+    """The same weights, read by a model that transformers spreads: FSDP2 for what is no expert, tokens that travel."""
+    import tempfile
+
+    import transformers as tf
+    from transformers.distributed import DistributedConfig
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    spread = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=dist.get_world_size())
+    wanted = {"distributed_config": spread, "experts_implementation": "grouped_mm", "dtype": torch.float32}
+    return tf.Qwen3MoeForCausalLM.from_pretrained(folder[0], **wanted).train()
+
+
+def deepspeed_engine(model: Any, stage: int) -> Step:
+    """AutoEP, with torch's AdamW, made by DeepSpeed: it puts experts into groups of their own."""
+    import deepspeed
+    from transformers.utils import output_capturing
+
+    def get(self: Any, key: Any, default: Any = None) -> Any:
+        return dict.get(self, key if isinstance(key, str) else str(type(key))) or (default or {})
+
+    # DeepSpeed 0.19.8 gives the table of transformers 5.23 a default, which it does not take.
+    output_capturing._CanRecordRegistry.get = get
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    }
+    theirs, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+
+    def step(ids: torch.Tensor) -> float:
+        loss = theirs(input_ids=ids, labels=ids).loss
+        theirs.backward(loss)
+        theirs.step()
+        return loss.item()
+
+    return step
+
+
+def measure(
+    rank: int, world: int, names: list[str], width: int, rounds: int, steps: int, verbose: bool = False
+) -> dict[str, Any]:
     """Seconds of a step by engine and turn, processor seconds, and the last loss."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
@@ -94,7 +154,9 @@ def measure(rank: int, world: int, names: list[str], width: int, rounds: int, st
         try:
             ready[name] = engine(name, width)
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if verbose:
+                traceback.print_exc()
     g = torch.Generator().manual_seed(rank)
     batches = [torch.randint(0, VOCAB, (ROWS, LENGTH), generator=g) for _ in range(rounds * steps + 2)]
     for name, step in ready.items():
@@ -116,12 +178,14 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--width", type=int, help="of hidden states and experts")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--verbose", action="store_true", help="tracebacks of engines that do not start")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     asked = parser.parse_args()
-    width = 512 if asked.wide else 256
-    found = run_ranks(measure, 2, (asked.engines, width, asked.rounds, asked.steps), timeout=460)
+    width = asked.width or (512 if asked.wide else 256)
+    found = run_ranks(measure, 2, (asked.engines, width, asked.rounds, asked.steps, asked.verbose), timeout=460)
     base = found[0][asked.engines[0]]
     print(f"| engine | step / {asked.engines[0]} (quartiles) | cpu / {asked.engines[0]} | seconds | loss |")
     print("|---|--:|--:|--:|--:|")

@@ -11,6 +11,7 @@ from tests.hf.on_ranks import dist_trainer, record_of
 from tests.hf.recipes import VOCAB, make_model, texts
 
 SPREAD: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": "auto"}}
+SPLIT: dict[str, Any] = {**SPREAD, "tensor_parallel": {"autotp_size": 2}}
 SIZES = (7, 13)
 
 
@@ -33,9 +34,9 @@ def evaluated(trainer: Any) -> list[float]:
     return [trainer.evaluate(texts(size))["eval_loss"] for size in SIZES]
 
 
-def saved(folder: Path, stage: int) -> dict[str, str]:
+def saved(folder: Path, stage: int, config: dict[str, Any]) -> dict[str, str]:
     """The folder of `save_model`, and the one that stock code writes of the same weights."""
-    trainer = dist_trainer("moe", stage, folder, SPREAD, max_steps=2)
+    trainer = dist_trainer("moe", stage, folder, config, max_steps=2)
     trainer.train()
     trainer.save_model(str(folder / "ours"))
     state = trainer.accelerator.get_state_dict(trainer.model)
@@ -67,11 +68,11 @@ def streamed(folder: Path, source: str) -> dict[str, Any]:
     return {"read": read, "experts": 4 * experts, "rest": 4 * rest, "wrong": wrong}
 
 
-def generated(folder: Path, stage: int) -> list[tuple[list[list[int]], list[list[int]]]]:
+def generated(folder: Path, stage: int, config: dict[str, Any]) -> list[tuple[list[list[int]], list[list[int]]]]:
     """Prompts and tokens; each rank has other prompts and stops at another length."""
     from hf_dist import DistAccelerator
 
-    accelerator = DistAccelerator(dist_config={"zero_optimization": {"stage": stage}, **SPREAD})
+    accelerator = DistAccelerator(dist_config={"zero_optimization": {"stage": stage}, **config})
     model = accelerator.prepare(make_model("moe"))
     model.eval()
     rank = accelerator.process_index

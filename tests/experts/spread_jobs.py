@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,19 @@ class Setting:
     """`experts_implementation`."""
     pp: int = 1
     schedule: str = "1f1b"
+    tp: int = 1
+    tied: bool = False
+    virtual: int = 1
+    """Pipeline stages on each rank."""
     short: bool = False
     """The first rank's rows are cut to four tokens."""
 
 
 def build(setting: Setting) -> nn.Module:
     """The same weights on every call."""
-    model: Any = make_model(setting.family, checkpointing=setting.checkpointing)
+    model: Any = make_model(
+        setting.family, setting.tied, checkpointing=setting.checkpointing, layers=max(3, setting.pp * setting.virtual)
+    )
     if setting.experts:
         model.set_experts_implementation(setting.experts)
     if setting.starved:
@@ -106,12 +113,13 @@ def config_of(setting: Setting, world: int) -> dict[str, Any]:
     sections = dict(setting.sections)
     zero = {"stage": setting.stage, **sections.pop("zero_optimization", {})}
     return {
-        "train_micro_batch_size_per_gpu": ROWS * setting.pp // (world * setting.accumulation),
+        "train_micro_batch_size_per_gpu": ROWS * setting.pp * setting.tp // (world * setting.accumulation),
         "gradient_accumulation_steps": setting.accumulation,
         "gradient_clipping": CLIP,
         "zero_optimization": zero,
         "expert_parallel": {"enabled": True, "autoep_size": setting.ep},
-        "pipeline": {"stages": setting.pp, "schedule": setting.schedule},
+        "pipeline": {"stages": setting.pp, "schedule": setting.schedule, "virtual_stages": setting.virtual},
+        "tensor_parallel": {"autotp_size": setting.tp},
         **sections,
     }
 
@@ -127,13 +135,26 @@ def start(setting: Setting, world: int) -> Any:
 
 def train(rank: int, world: int, setting: Setting) -> dict[str, Any]:
     """Three steps; losses, norms, whole weights on rank 0."""
-    from hf_dist import collectives
+    engine = start(setting, world)
+    losses, norms = steps(engine, setting, range(STEPS))
+    return {"losses": losses, "norms": norms, "weights": weights(engine, keep=rank == 0)}
+
+
+def weights(engine: Any, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole parameters, on the ranks that keep them. Collective."""
     from hf_dist.hf.state_dict import full_state_dict
 
-    engine = start(setting, world)
+    names = {n for n, _ in engine.sharded.whole.named_parameters()}
+    return {n: w for n, w in full_state_dict(engine.sharded, keep=keep).items() if n in names}
+
+
+def steps(engine: Any, setting: Setting, numbers: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Losses and norms of these of the steps, over the joined batches."""
+    from hf_dist import collectives
+
     dp, me = engine.mesh.dp.size, engine.mesh.dp.rank
     losses, norms = [], []
-    for batch in batches(setting):
+    for batch in [batches(setting)[number] for number in numbers]:
         joined = batch["labels"]
         items = int((joined[:, 1:] != -100).sum())
         parts = mine(batch, me, dp, setting)
@@ -156,9 +177,7 @@ def train(rank: int, world: int, setting: Setting) -> dict[str, Any]:
         collectives.all_reduce(engine.mesh.dp, window, op="sum").wait()
         losses.append(window.item())
         norms.append(engine.get_global_grad_norm())
-    names = {n for n, _ in engine.sharded.whole.named_parameters()}
-    weights = full_state_dict(engine.sharded, keep=rank == 0)
-    return {"losses": losses, "norms": norms, "weights": {n: w for n, w in weights.items() if n in names}}
+    return losses, norms
 
 
 def mine(batch: dict[str, torch.Tensor], rank: int, ranks: int, setting: Setting) -> list[dict[str, torch.Tensor]]:
@@ -185,6 +204,41 @@ def train_all(rank: int, world: int, settings: list[Setting]) -> list[Any]:
         except Exception:
             results.append(traceback.format_exc())
     return results
+
+
+# ---- resume
+
+
+def stopped(setting: Setting, world: int, folder: str) -> None:
+    """One step, then a checkpoint with the name of the setting."""
+    engine = start(setting, world)
+    steps(engine, setting, (0,))
+    engine.save_checkpoint(f"{folder}/{setting.name}")
+
+
+def resumed(setting: Setting, world: int, folder: str) -> dict[str, Any]:
+    """The other steps, from such a checkpoint."""
+    engine = start(setting, world)
+    engine.load_checkpoint(folder)
+    losses, norms = steps(engine, setting, range(1, STEPS))
+    return {"losses": losses, "norms": norms, "weights": weights(engine, keep=engine.mesh.world.rank == 0)}
+
+
+def stop_and_resume(
+    rank: int, world: int, folder: str, saved: list[Setting], loaded: list[tuple[str, Setting]]
+) -> dict[str, Any]:
+    """Checkpoints of `saved`; then runs from those of other jobs. "name to name" -> outcome, or a traceback."""
+    import traceback
+
+    for setting in saved:
+        stopped(setting, world, folder)
+    found: dict[str, Any] = {}
+    for source, setting in loaded:
+        try:
+            found[f"{source} to {setting.name}"] = resumed(setting, world, f"{folder}/{source}")
+        except Exception:
+            found[f"{source} to {setting.name}"] = traceback.format_exc()
+    return found
 
 
 # ---- bytes
@@ -281,6 +335,38 @@ def lived(rank: int, world: int, folder: str) -> dict[str, Any]:
         )  # fmt: skip
     found["generated"] = (prompt.tolist(), tokens.tolist())
     return found
+
+
+def hung(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 is late in the router of the last layer, then in its backward: where rank 0 stands meanwhile."""
+    import threading
+    import time
+
+    from hf_dist.watchdog.location import find_location
+
+    engine = start(setting := Setting("hung", stage=1, accumulation=2), world)  # no reductions after the first of two
+    names = {id(module): name for name, module in engine.model.named_modules()}
+    places: dict[str, Any] = {}
+
+    def late(where: str) -> Any:
+        def hook(*_: Any) -> None:
+            if rank == 1:
+                time.sleep(1.5)
+                return
+
+            def look() -> None:
+                places[where] = find_location(names)
+
+            threading.Timer(0.75, look).start()
+
+        return hook
+
+    layers = engine.model.model.layers
+    layers[-1].mlp.gate.register_forward_hook(late("forward"))
+    layers[1].mlp.register_full_backward_hook(late("backward"))
+    total, _ = summed_loss(engine.model, mine(batches(setting)[0], rank, world, setting)[0])
+    engine.backward(total / 100)
+    return {where: (place.waits_for, str(place)) for where, place in places.items()}
 
 
 def step(engine: Any, setting: Setting, rank: int, world: int, index: int) -> list[float]:

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_dist.axes import Axes
+from hf_dist.config import axes_of, load_config
 from hf_dist.errors import ConfigError, ModelError
 from hf_dist.experts.spread import check_experts, find_experts
 from tests.parity.families import make_model
@@ -69,6 +70,20 @@ def mesh_of(ranks: int) -> Any:
     return SimpleNamespace(axes=Axes({"dp_shard": ranks, "ep": ranks}))
 
 
+@pytest.mark.parametrize(("tp", "here", "ep"), [(1, 8, 8), (2, 8, 4), (4, 8, 2), (8, 8, 1), (2, None, 16), (3, 8, 2)])
+def test_auto_keeps_the_ranks_of_an_expert_line_on_a_machine(tp: int, here: int | None, ep: int) -> None:
+    spread = {"expert_parallel": {"enabled": True, "autoep_size": "auto"}, "tensor_parallel": {"autotp_size": tp}}
+    axes = axes_of(
+        load_config({"train_micro_batch_size_per_gpu": 1, **spread}),
+        32 * (3 if tp == 3 else 1),
+        here=here,
+        experts=[128],
+    )
+    assert axes.size("ep") == ep
+    if here is not None and here % tp == 0:
+        assert {rank // here for rank in axes.line("ep", 0)} == {0}
+
+
 def test_ranks_that_do_not_divide_the_experts_are_refused_with_divisors() -> None:
     with pytest.raises(ConfigError) as caught:
         check_experts(make_model("qwen3_moe"), mesh_of(3))
@@ -90,5 +105,14 @@ def test_a_model_without_stacked_experts_is_refused_by_name(family: str, says: s
             d_model=32, d_kv=8, d_ff=56, num_layers=2, num_heads=4, vocab_size=50, num_experts=4
         )
         model = tf.SwitchTransformersForConditionalGeneration(config)
+    with pytest.raises(ModelError, match=says):
+        check_experts(model, mesh_of(2))
+
+
+def test_quantised_experts_are_refused_by_name() -> None:
+    model = make_model("qwen3_moe")
+    experts: Any = model.get_submodule("model.layers.0.mlp.experts")
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.int8), requires_grad=False)
+    says = r"the experts of model\.layers\.0\.mlp\.experts are quantised \(Qwen3MoeExperts\).*load the model in bf16"
     with pytest.raises(ModelError, match=says):
         check_experts(model, mesh_of(2))

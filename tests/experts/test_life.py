@@ -28,29 +28,35 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         for dtype in ("bf16", "fp16")
         for spread in (True, False)
     },
-    "saved": (HERE + "saved", {"stage": 3}),
+    "saved": (HERE + "saved", {"stage": 3, "config": life_jobs.SPREAD}),
     "resumed": ("tests.hf.lifecycle:resumed", {"recipe": "moe", "stage": 2, "at": (3,), "config": life_jobs.SPREAD}),
     "streamed": (HERE + "streamed", {}),
-    **{f"generated-z{stage}": (HERE + "generated", {"stage": stage}) for stage in (1, 3)},
+    **{f"generated-z{stage}": (HERE + "generated", {"stage": stage, "config": life_jobs.SPREAD}) for stage in (1, 3)},
+    "trained-split": (HERE + "trained", {"stage": 3, "sections": life_jobs.SPLIT}),
+    "saved-split": (HERE + "saved", {"stage": 1, "config": life_jobs.SPLIT}),
+    "generated-split": (HERE + "generated", {"stage": 1, "config": life_jobs.SPLIT}),
 }
+"""`split`: on four ranks, of which two cut the matrices."""
+WORLDS = {2: [name for name in JOBS if "split" not in name], 4: [name for name in JOBS if "split" in name]}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`outcomes(name)` of every rank; one spawn."""
+    """`outcomes(name)` of every rank; a spawn for each number of ranks."""
     root = tmp_path_factory.mktemp("life")
     make_model("moe").save_pretrained(root / "source")
 
     @functools.cache
-    def run() -> list[list[Any]]:
+    def run(world: int) -> list[list[Any]]:
         jobs = [
             (f, {**given, "source": str(root / "source")} if f.endswith("streamed") else given)
-            for f, given in JOBS.values()
+            for f, given in (JOBS[name] for name in WORLDS[world])
         ]
-        return run_ranks(run_jobs, 2, (jobs, str(root)), timeout=600)
+        return run_ranks(run_jobs, world, (jobs, str(root / str(world))), timeout=600)
 
     def of(name: str) -> list[Any]:
-        found = [rank[list(JOBS).index(name)] for rank in run()]
+        world, names = next(row for row in WORLDS.items() if name in row[1])
+        found = [rank[names.index(name)] for rank in run(world)]
         assert not any(isinstance(outcome, str) for outcome in found), found[0]
         return found
 
@@ -65,11 +71,11 @@ def stock(folder: Path) -> dict[str, Any]:
     return {**life_jobs.record_of(trainer), "evaluated": life_jobs.evaluated(trainer)}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["trained-z1", "trained-z3", "trained-split"])
 def test_the_trainer_gives_the_numbers_of_one_process(
-    stage: int, outcomes: Any, tmp_path_factory: pytest.TempPathFactory
+    name: str, outcomes: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found, expected = outcomes(f"trained-z{stage}")[0], stock(tmp_path_factory.getbasetemp())
+    found, expected = outcomes(name)[0], stock(tmp_path_factory.getbasetemp())
     check_equal(found, expected)
     assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
     assert found["ep"] == 2  # "auto": both ranks are of one machine, and 2 divides 4 experts
@@ -84,8 +90,9 @@ def test_half_precision_is_as_close_as_gathering(dtype: str, outcomes: Any) -> N
     assert spread["norms"] == pytest.approx(gathered["norms"], rel=3e-2)
 
 
-def test_the_folder_is_the_one_of_save_pretrained_byte_for_byte(outcomes: Any) -> None:
-    folders = outcomes("saved")[0]
+@pytest.mark.parametrize("name", ["saved", "saved-split"])
+def test_the_folder_is_the_one_of_save_pretrained_byte_for_byte(name: str, outcomes: Any) -> None:
+    folders = outcomes(name)[0]
     ours, theirs = (Path(folders[key], "model.safetensors").read_bytes() for key in ("ours", "stock"))
     assert ours == theirs
 
@@ -104,9 +111,9 @@ def test_a_rank_reads_its_experts_only(outcomes: Any) -> None:
         assert rank["read"] <= rank["experts"] // 2 + rank["rest"] // 2 + 4096
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_prepared_model_generates_with_prompts_of_any_length(stage: int, outcomes: Any) -> None:
+@pytest.mark.parametrize("name", ["generated-z1", "generated-z3", "generated-split"])
+def test_a_prepared_model_generates_with_prompts_of_any_length(name: str, outcomes: Any) -> None:
     model = make_model("moe").eval()
-    for prompt, tokens in outcomes(f"generated-z{stage}")[0]:
+    for prompt, tokens in outcomes(name)[0]:
         rows = torch.tensor(prompt)
         assert life_jobs.generate(model, rows, len(tokens[0]) - rows.shape[1]) == tokens

@@ -16,6 +16,8 @@ from tests.parity.families import make_model
 from tests.parity.train import relative
 
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+WITH: dict[str, Any] = {"hf_dist": {"sequence_regions": True}}
+WITHOUT: dict[str, Any] = {"hf_dist": {"sequence_regions": False}}
 SETTINGS = [
     Setting("starved", "gpt_oss", stage=2, starved=True),
     Setting("starved-recomputed", "gpt_oss", starved=True, checkpointing=True),
@@ -35,13 +37,32 @@ SETTINGS = [
 WIDE = [
     *(Setting(f"pp-{schedule}-z{stage}", stage=stage, pp=2, accumulation=3, schedule=schedule, experts=experts)
       for schedule in ("1f1b", "gpipe", "zb_h1") for stage in (1, 3) for experts in ("eager", "grouped_mm")),
+    *(Setting(f"pp-interleaved-z{stage}", stage=stage, pp=2, virtual=2, accumulation=2, schedule="interleaved_1f1b",
+              experts=experts) for stage in (1, 3) for experts in ("eager", "grouped_mm")),
+    Setting("pp-tied", stage=3, pp=2, accumulation=3, tied=True),
+    Setting("tp-tied", tp=2, stage=3, tied=True),
+    Setting("pp-recomputed-starved", "gpt_oss", stage=3, pp=2, accumulation=3, checkpointing=True, starved=True),
+    Setting("tp-plain", tp=2, experts="grouped_mm", sections=WITHOUT),
+    Setting("tp-regions-shared-experts", "deepseek_v3", tp=2, stage=1, checkpointing=True, sections=WITH),
+    Setting("tp-adapters", tp=2, adapters=True, stage=2, accumulation=3),
+    Setting("tp-regions", tp=2, stage=1, sections=WITH),
+    Setting("tp-adapters-plain", tp=2, adapters=True, sections=WITHOUT),
+    Setting("tp-starved", "gpt_oss", tp=2, stage=2, starved=True),
+    Setting("tp-shared-experts-plain", "deepseek_v3", tp=2, sections=WITHOUT),
+    Setting("tp-frozen", "deepseek_v3", tp=2, frozen=True),
+    Setting("tp-other-lengths", tp=2, short=True),
+    Setting("tp-offload", tp=2, accumulation=3, sections={"zero_optimization": HOST}),
     Setting("starved-shared", "gpt_oss", stage=3, ep=2, starved=True),
     Setting("starved-apart", "gpt_oss", stage=2, ep=4, starved=True),
     Setting("adapters-shared", ep=2, adapters=True, accumulation=3),
     Setting("deepseek-apart", "deepseek_v3", ep=4, checkpointing=True),
     Setting("hsdp-offload", ep=2, sections={"zero_optimization": {"mics_shard_size": 2, **HOST}}),
 ]  # fmt: skip
-THIN = [setting for setting in WIDE if setting.name in ("pp-1f1b-z1",)][:1]
+SOME = {
+    "pp-1f1b-z1": "eager", "pp-gpipe-z3": "grouped_mm", "pp-zb_h1-z1": "eager", "pp-interleaved-z3": "grouped_mm",
+    "tp-plain": "grouped_mm", "tp-regions-shared-experts": None, "tp-adapters": None,
+}  # fmt: skip
+THIN = [setting for setting in WIDE if SOME.get(setting.name, "") == setting.experts]
 AT = {2: SETTINGS, 4: WIDE if FULL_GRID else THIN}
 
 
@@ -84,6 +105,7 @@ def everything_else(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {
         **{f"traffic {stage}": spread_jobs.traffic(rank, world, stage) for stage in (0, 3)},
         "life": spread_jobs.lived(rank, world, folder),
+        "hung": spread_jobs.hung(rank, world),
     }
 
 
@@ -108,6 +130,14 @@ def test_the_plan_is_the_run(stage: int, outcomes: list[Any]) -> None:
         found = rank[f"traffic {stage}"]
         assert found["planned_resident"] == found["engine_resident"]
         assert found["planned_sent"] == found["sent"]
+
+
+def test_a_rank_that_waits_for_a_late_one_says_what_it_waits_for(outcomes: list[Any]) -> None:
+    """The watchdog's words."""
+    places = outcomes[0]["hung"]
+    assert {waits for waits, _ in places.values()} == {"the exchange of tokens with the experts"}
+    assert places["forward"][1] == "forward, model.layers.2.mlp.experts"
+    assert "backward" in places["backward"][1]
 
 
 def test_a_checkpoint_goes_to_any_layout_and_back(outcomes: list[Any]) -> None:

@@ -38,8 +38,8 @@ class Communicators:
 
     def __init__(self, recorder: Recorder, rank: int, store: Any, represented: Represented) -> None:
         self.recorder, self.rank, self.store, self.represented = recorder, rank, store, represented
-        self.network: float | None = None
-        """Bytes per second, where it is not that of `costs`."""
+        self.network: float | Callable[[str, tuple[int, ...]], float] | None = None
+        """Bytes per second, where it is not that of `costs`; of a kind of operation among some ranks."""
         self._groups: dict[str, tuple[str, tuple[int, ...], str]] = {}  # torch's name -> name, ranks, backend
         self._made: Counter[tuple[int, ...]] = Counter()
         self._asked: Counter[str] = Counter()
@@ -83,11 +83,12 @@ class Communicators:
             sum(map(costs.nbytes_of, tensors)) if kind in ("send", "receive") else max(map(costs.nbytes_of, tensors))
         )
         trace, stream = self.recorder.trace, f"nccl {name}"
+        network = self.network(kind, ranks) if callable(self.network) else self.network
         trace.order(stream, trace.point(self.recorder.stream_name()))
         point = trace.launch(
             stream, kind, where(),
             reads=tuple(map(self.recorder.block_of, reads)), writes=tuple(map(self.recorder.block_of, writes)),
-            seconds=costs.transfer_seconds(kind, nbytes, len(ranks), self.network),
+            seconds=costs.transfer_seconds(kind, nbytes, len(ranks), network),
             transfer=Transfer(name, ranks, kind, nbytes),
         )  # fmt: skip
         work = Work(self.recorder, point, tensors)
@@ -105,6 +106,11 @@ class Communicators:
 
     def reduce_scatter(self, output: Any, input: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         return self._started(self.issue("reduce_scatter", group, [input], [output]), async_op)
+
+    def all_to_all(
+        self, output: Any, input: Any, received: Any = None, sent: Any = None, group: Any = None, async_op: bool = False
+    ) -> Any:
+        return self._started(self.issue("all_to_all", group, [input], [output]), async_op)
 
     def all_reduce(self, tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         if not tensor.is_cuda:
@@ -239,6 +245,7 @@ def as_nccl(
             stand_ins |= {"batch_isend_irecv": model.batch, "P2POp": _P2POp}
             stand_ins |= dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), model.all_gather)
             stand_ins |= dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor"), model.reduce_scatter)
+            stand_ins["all_to_all_single"] = model.all_to_all
             for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(dist, name, stand_in, create=True))
             stack.enter_context(mock.patch.object(dist.distributed_c10d, "ProcessGroupNCCL", options, create=True))

@@ -14,7 +14,9 @@ import torch
 
 import hf_dist
 from hf_dist import mesh
+from hf_dist.checkpoint import save
 from hf_dist.checkpoint.save import CheckpointWriter
+from hf_dist.estimate import overhead, running
 from hf_dist.mesh import build_mesh
 from hf_dist.offload import host
 from tests.parity.families import make_model
@@ -99,3 +101,34 @@ def test_refused_page_locking_does_not_fail_the_next_kernel(
 
 def test_a_system_without_a_loaded_runtime_has_no_error_to_forget() -> None:
     assert host._loaded_runtime() is None
+
+
+@pytest.mark.parametrize("numel", [16, 1 << 20])
+def test_a_snapshot_takes_no_more_host_memory_than_it_has_elements(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator of page-locked memory would round each tensor up to a power of two."""
+    asked: list[tuple[int, bool]] = []
+    locked: list[bool] = []
+
+    def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
+        asked.append((nbytes, pin))
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    empty = torch.empty
+    monkeypatch.setattr(save, "host_empty", host_empty)
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, pin_memory, **how: locked.append(pin_memory) or empty(*shape, **how)
+    )
+    value: Any = SimpleNamespace(
+        numel=lambda: numel, element_size=lambda: 4, is_cuda=True, shape=(numel,), dtype=torch.float32
+    )
+    copy = save._host_like(value)
+    assert (copy.shape, copy.dtype) == ((numel,), torch.float32)
+    assert (asked, locked) == (([(4 * numel, True)], []) if numel > 16 else ([], [True]))
+
+
+def test_a_budget_of_the_whole_gpu_leaves_what_cublas_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first batch context and communicators are there: what is free is without them."""
+    monkeypatch.setattr(running, "free_nbytes", lambda device: 30_000_000_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10_000_000_000)
+    engine: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    assert running.memory_of(engine) == 40_000_000_000 - overhead.WORKSPACES

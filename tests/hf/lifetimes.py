@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def rows() -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def trainer(model: Any, folder: str, stage: int | None, ranks: int = 1, **more: Any) -> Any:
+def trainer(model: Any, folder: str, stage: int | None, ranks: int = 1, config: Any = None, **more: Any) -> Any:
     """Ours at a stage, or the stock one."""
     from transformers import Trainer, TrainingArguments
 
@@ -48,7 +48,7 @@ def trainer(model: Any, folder: str, stage: int | None, ranks: int = 1, **more: 
     if stage is not None:
         quiet = {"stall_report_seconds": 0, "check_load": False}
         base, kind = DistTrainer, DistTrainingArguments
-        own = {"dist_config": {"zero_optimization": {"stage": stage}, "hf_dist": quiet}}
+        own = {"dist_config": {"zero_optimization": {"stage": stage}, "hf_dist": quiet, **(config or {})}}
 
     class InOrder(base):  # type: ignore[misc, valid-type]
         def _get_train_sampler(self, *args: Any) -> Any:
@@ -64,7 +64,7 @@ def trainer(model: Any, folder: str, stage: int | None, ranks: int = 1, **more: 
         "use_cpu": True,
     }
     options |= {"disable_tqdm": True, "per_device_train_batch_size": ROWS // ranks, "logging_steps": 1}
-    arguments = kind(folder, **options, **own, **more)
+    arguments = kind(folder, **(options | own | more))
     return InOrder(model, arguments, train_dataset=rows(), eval_dataset=rows())
 
 
@@ -105,6 +105,66 @@ def outlives(stage: int | None, ranks: int, folder: str, lora: bool) -> dict[str
     run(model)
     found["third"] = weights_of(model)
     return found
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "pp": {"pipeline": {"stages": 2}},
+    "tp": {"tensor_parallel": {"autotp_size": 2}},
+    "cp": {"sequence_parallel_size": 2},
+    "ep": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+}
+
+
+def mixture() -> Any:
+    """A small Qwen3 with experts and tied tables."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=True)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=WORDS, num_hidden_layers=2, eos_token_id=2, **shape, **experts)
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {"plain": small_model, "lora": lambda: small_model(True), "experts": mixture}
+
+
+def layouts(stage: int | None, ranks: int, folder: str, kind: str, cuts: Sequence[str]) -> dict[str, Any]:
+    """One model under one layout after the other."""
+    model = MODELS[kind]()
+    objects = dict(model.named_parameters())
+    found: dict[str, Any] = {}
+    for number, cut in enumerate(cuts):
+        config = CUTS.get(cut, {})
+        shares = 1 if cut in ("pp", "tp", "cp") else ranks
+        finetune(model, folder, stage, shares, **({} if stage is None else {"config": config}))
+        gc.collect()
+        if stage is not None and number + 1 == len(cuts):
+            import hf_dist
+
+            found["tokens"] = model.generate(input_ids=PROMPT, max_new_tokens=5, do_sample=False).tolist()
+            hf_dist.unprepare(model)
+            assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in objects.items()}
+            assert all(p is objects[n] for n, p in model.named_parameters()), "parameters keep their objects"
+    model.eval()
+    found["tokens after"] = model.generate(input_ids=PROMPT, max_new_tokens=5, do_sample=False).tolist()
+    found["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return found
+
+
+def half_an_optimizer(stage: int, ranks: int, folder: str) -> str:
+    """An optimizer over what a rank has of a model that is cut; the next layout is not."""
+    import hf_dist
+    from hf_dist.errors import ModelError
+
+    model = finetune(small_model(), folder, stage, config=CUTS["pp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        hf_dist.initialize(model=model, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 1})
+    except ModelError as error:
+        return f"refused: {error}".replace("\n", " ")
+    return "accepted"
 
 
 def alive(stage: int | None, ranks: int, folder: str) -> dict[str, Any]:
@@ -162,7 +222,7 @@ def stories(rank: int, world: int, told: list[tuple[str, tuple[Any, ...]]], fold
         own = f"{folder}/{number}"
         try:
             outcome = globals()[name](arguments[0], world, own, *arguments[1:])
-            found.append(outcome if rank == 0 or name == "many" else None)
+            found.append(outcome if rank == 0 or name in ("many", "half_an_optimizer") else None)
         except Exception:
             found.append(traceback.format_exc())
     return found

@@ -17,11 +17,21 @@ from tests.hf import lifetimes
 from tests.hf.lifetimes import Weights, small_model
 
 STAGES = (0, 1, 3)
+LAYOUTS: list[tuple[int, str, tuple[str, ...]]] = [
+    (1, "plain", ("pp", "tp", "cp", "")),
+    (3, "plain", ("tp", "pp", "pp", "cp")),
+    (3, "lora", ("pp", "tp", "")),
+    (1, "experts", ("ep", "pp", "cp")),
+    (3, "experts", ("pp", "ep", "ep")),
+]
+"""Stage, model, and along what it is cut, one training after the other."""
 STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("outlives", (stage, lora)) for stage in STAGES for lora in (False, True)),
     *(("alive", (stage,)) for stage in STAGES),
     *(("evaluated_first", (stage,)) for stage in STAGES),
     *(("many", (stage,)) for stage in (1, 3)),
+    ("half_an_optimizer", (1,)),
+    *(("layouts", story) for story in LAYOUTS),
 ]
 
 
@@ -82,6 +92,25 @@ def test_evaluation_then_training_then_an_ordinary_model(stage: int, told: Any, 
     stock = lifetimes.evaluated_first(None, 1, str(tmp_path))
     assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
     close(ours["weights"], stock["weights"], dict(small_model().named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "cuts"), LAYOUTS, ids=lambda part: "-".join(part) if isinstance(part, tuple) else str(part)
+)
+def test_one_model_under_one_layout_after_the_other(
+    stage: int, kind: str, cuts: tuple[str, ...], told: Any, tmp_path: Path
+) -> None:
+    ours, _ = outcome(told, "layouts", stage, kind, cuts)
+    stock = lifetimes.layouts(None, 1, str(tmp_path), kind, cuts)
+    close(ours["weights"], stock["weights"], dict(lifetimes.MODELS[kind]().named_parameters()))
+    assert ours["tokens"] == ours["tokens after"] == stock["tokens after"]
+
+
+def test_an_optimizer_of_one_stage_is_refused_for_the_whole(told: Any) -> None:
+    number = STORIES.index(("half_an_optimizer", (1,)))
+    for rank in told[0]:
+        assert rank[number].startswith("refused: the optimizer does not hold the same parameters on every rank")
+        assert "model.embed_tokens.weight" in rank[number] and "hf_dist.unprepare(model)" in rank[number]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -192,3 +192,42 @@ def test_rounding_by_chance_is_right_in_the_mean_and_leaves_what_bf16_can_hold()
 def test_states_in_bf16_need_bf16(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         rounding_of(load_config({"train_batch_size": 1, **config}), 0)
+
+
+HALF = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_rest_in_bf16_are_lent_in_fp32_group_by_group(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hf_dist
+    from hf_dist.optim import attach
+
+    def trained(at_once: bool) -> tuple[Any, list[int]]:
+        if at_once:
+            monkeypatch.setattr(attach, "MASTER_DTYPE", torch.bfloat16)
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **HALF,
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "fused": False}}, "gradient_clipping": 0.1,
+        }  # fmt: skip
+        engine = hf_dist.initialize(make_model("llama"), config=config)
+        lent: list[int] = []
+
+        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            lent.append(sum(f.tensor.grad is not None for f in engine.fragments.fragments))
+
+        engine.optimizer.register_step_pre_hook(count)
+        for batch in make_batches("llama", 2):
+            step(engine, batch)
+        return engine, lent
+
+    engine, lent = trained(False)
+    groups = engine.sharded.trainable_groups
+    assert {g.precision.reduced for g in groups} == {torch.bfloat16}
+    assert max(lent) == max(len(g.params) for g in groups) < len(engine.fragments.fragments)
+    assert len(lent) == 2 * len(groups)
+    together, whole = trained(True)
+    assert whole == [len(engine.fragments.fragments)] * 2
+    found, expected = masters(engine), masters(together)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

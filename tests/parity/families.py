@@ -15,12 +15,15 @@ MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 """Experts in a loop; transposed stacks with biases; grouped products beside a shared expert, after a dense layer."""
 
 
-def make_model(family: str, tied: bool = False, lora: bool = False, checkpointing: bool = False) -> nn.Module:
-    """The same weights on every call and every rank."""
+def make_model(
+    family: str, tied: bool = False, lora: bool = False, checkpointing: bool = False, layers: int = 3
+) -> nn.Module:
+    """The same weights on every call and every rank. `layers`: of a mixture."""
     import transformers as tf
 
     torch.manual_seed(0)
     causal: dict[str, Any] = dict(SMALL, vocab_size=VOCAB, tie_word_embeddings=tied, use_cache=False)
+    mixture = {**causal, "num_hidden_layers": layers}
     model: Any
     if family == "llama":
         model = tf.LlamaForCausalLM(tf.LlamaConfig(**causal, num_key_value_heads=2))
@@ -28,19 +31,19 @@ def make_model(family: str, tied: bool = False, lora: bool = False, checkpointin
         model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**causal, num_key_value_heads=2, head_dim=8))
     elif family == "qwen3_moe":
         config = tf.Qwen3MoeConfig(
-            **causal, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+            **mixture, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
             decoder_sparse_step=1, experts_implementation="eager",
         )  # fmt: skip
         model = tf.Qwen3MoeForCausalLM(config)
     elif family == "gpt_oss":
         config = tf.GptOssConfig(
-            **causal, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
+            **mixture, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
             experts_implementation="eager",
         )  # fmt: skip
         model = tf.GptOssForCausalLM(config)
     elif family == "deepseek_v3":
         config = tf.DeepseekV3Config(
-            **causal, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+            **mixture, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
             v_head_dim=8, n_routed_experts=8, num_experts_per_tok=3, n_group=2, topk_group=2, first_k_dense_replace=1,
             n_shared_experts=1, moe_intermediate_size=24, experts_implementation="grouped_mm",
         )  # fmt: skip

@@ -41,7 +41,6 @@ def allowed(cell: Cell, world: int) -> bool:
         and cell["data"] % cell["copies"] == 0
         and (cell["copies"] == 1 or cell["stage"] == 3)  # shard groups are read at stage 3 only
         and shard % cell["ep"] == 0
-        and not (cell["ep"] > 1 and (cell["tp"] > 1 or cell["lora"]))
         and sum(cell[axis] > 1 for axis in ("pp", "tp", "cp", "ep")) >= 1
     )
 

@@ -83,17 +83,20 @@ def make_ours(model: Any, config: dict[str, Any]) -> tuple[Any, Callable[[dict[s
 
     def micro_step(batch: dict[str, torch.Tensor]) -> None:
         fake = isinstance(batch["input_ids"], FakeTensor)
-        engine.backward(_chunked_loss(engine, **batch) if fake and chunked else engine(**batch).loss)
+        engine.backward(chunked_loss(engine, **batch) if fake and chunked else engine(**batch).loss)
         engine.step()
 
     return engine, micro_step
 
 
-def _chunked_loss(engine: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What HF's loss becomes with real tensors: fake ones cannot be marked on their way into the head."""
-    logits = engine(input_ids=input_ids).logits
-    rows = Computed(logits, (Cast(torch.float32),)).rows(lambda t: t.flatten(0, 1))
-    shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+def chunked_loss(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, split: Any = None) -> torch.Tensor:
+    """What HF's loss becomes with real tensors: fake ones cannot be marked on their way into the head.
+
+    `split`: the logits are some columns of a vocabulary that ranks share.
+    """
+    logits = model(input_ids=input_ids).logits
+    rows = Computed(logits, (Cast(torch.float32),), split).rows(lambda t: t.flatten(0, 1))
+    shifted = nn.functional.pad(labels[:, : logits.shape[1]], (0, 1), value=-100)[..., 1:]
     return rows.cross_entropy(shifted.flatten(), ignore_index=-100, mean=True)
 
 

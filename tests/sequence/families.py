@@ -49,6 +49,11 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
     "gemma2": lambda t: t.Gemma2Config(**_base(sliding_window=12, head_dim=8), attn_implementation="eager"),
     "gemma3": lambda t: t.Gemma3TextConfig(**_base(sliding_window=12, head_dim=8, num_hidden_layers=3)),
     "phi3-longrope": lambda t: t.Phi3Config(**_base(rope_parameters=_longrope(), original_max_position_embeddings=40)),
+    "llama-dynamic": lambda t: t.LlamaConfig(
+        **_base(
+            max_position_embeddings=20, rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+        )
+    ),
     "gptoss": lambda t: t.GptOssConfig(
         **_base(sliding_window=12, head_dim=8, num_local_experts=4, num_experts_per_tok=2), attn_implementation="eager"
     ),
@@ -103,6 +108,69 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
     "modernbert": lambda t: t.ModernBertConfig(
         **_base(local_attention=12, num_hidden_layers=3, global_attn_every_n_layers=2)
     ),
+    "mamba": lambda t: t.MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2, state_size=8, use_mambapy=False
+    ),
+    "mamba2": lambda t: t.Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        state_size=8,
+        num_heads=8,
+        head_dim=8,
+        n_groups=1,
+        chunk_size=16,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    ),
+    "qwen3next": lambda t: t.Qwen3NextConfig(
+        **_base(
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        )
+    ),
+    "lfm2": lambda t: t.Lfm2Config(**_base(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
+    "bart-decoder": lambda t: t.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        is_encoder_decoder=False,
+        dropout=0.0,
+        max_position_embeddings=64,
+    ),
+    "bart": lambda t: t.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        dropout=0.0,
+        max_position_embeddings=64,
+    ),
+    "t5": lambda t: t.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        relative_attention_max_distance=20,
+    ),
     "llama-classifier": lambda t: t.LlamaConfig(**_base(num_labels=3)),
 }
 """Name -> its config, given the module `transformers`."""
@@ -111,6 +179,8 @@ CLASSES = {
     "roberta": "AutoModelForMaskedLM",
     "modernbert": "AutoModelForMaskedLM",
     "llama-classifier": "AutoModelForSequenceClassification",
+    "bart": "AutoModelForSeq2SeqLM",
+    "t5": "AutoModelForSeq2SeqLM",
 }
 
 
@@ -143,6 +213,8 @@ def make_batch(family: str, kind: str, seed: int, length: int | None = None) -> 
             batch["attention_mask"][1, -17:] = 0
         return batch
     labels = ids.clone()
+    if family in ("bart", "t5"):  # targets of another length
+        labels = torch.randint(3, VOCABULARY, (2, 2 * length // 3 - 1), generator=draw)
     batch = {"input_ids": ids, "labels": labels}
     if kind == "ragged":
         mask = torch.ones_like(ids)
@@ -151,7 +223,7 @@ def make_batch(family: str, kind: str, seed: int, length: int | None = None) -> 
         labels[1, -17:] = -100
         batch["attention_mask"] = mask
     if kind == "masked":
-        labels[:, : length * 5 // 6] = -100
+        labels[:, : labels.shape[1] * 5 // 6] = -100
     if kind == "packed":
         ends = [0, length // 4, length // 2 + 3, length]
         batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)]).expand(2, -1)

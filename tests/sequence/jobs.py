@@ -19,7 +19,8 @@ def train(folder: Path, recipe: str, stage: int, config: Any, **changes: Any) ->
     """One recipe; weights on the main rank, and how many rows a step has."""
     trainer = dist_trainer(recipe, stage, folder, config, **changes)
     trainer.train()
-    return {**record_of(trainer), "steps": trainer.state.global_step, "epoch": trainer.state.epoch}
+    state = trainer.state
+    return {**record_of(trainer), "steps": state.global_step, "epoch": state.epoch, "flops": state.total_flos}
 
 
 def generate(folder: Path, stage: int) -> dict[str, Any]:

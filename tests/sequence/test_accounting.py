@@ -23,11 +23,12 @@ def sent(rank: int, world: int) -> dict[str, dict[str, int]]:
     from hf_dist import collectives
 
     found: dict[str, dict[str, int]] = {}
-    for exchange in (*EXCHANGES, "recomputed"):
-        model = make_model("llama")
+    for exchange in (*EXCHANGES, "recomputed", "convolution"):
+        model = make_model("lfm2" if exchange == "convolution" else "llama")
         if exchange == "recomputed":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        ours = {"sequence_parallel": "ulysses" if exchange == "recomputed" else exchange, "stall_report_seconds": 0}
+        kind = exchange if exchange in EXCHANGES else "ulysses"
+        ours = {"sequence_parallel": kind, "stall_report_seconds": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": world, "hf_dist": ours}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = hf_dist.initialize(model, config=config, optimizer=optimizer)
@@ -62,6 +63,15 @@ def positions_nbytes(heads: int, size: int = BYTES) -> int:
         ("ulysses", {"all_to_all": 2 * (WORLD - 1) * positions_nbytes(2 * HEADS + 2 * KEYS) // WORLD}),
         # A block that is run again exchanges again.
         ("recomputed", {"all_to_all": 3 * (WORLD - 1) * positions_nbytes(2 * HEADS + 2 * KEYS) // WORLD}),
+        # A layer of attention, and one whose three projections go to the ranks of their channels and come back as one.
+        (
+            "convolution",
+            {
+                "all_to_all": (WORLD - 1)
+                * (positions_nbytes(2 * HEADS + 2 * KEYS) + positions_nbytes(4 * HEADS))
+                // WORLD
+            },
+        ),
         (
             "gather",
             {

@@ -23,6 +23,7 @@ TWO = (
     Case("gemma2", "gather", stage=2),
     Case("gemma3", stage=3),
     Case("phi3-longrope", stage=3, kinds=("plain", "ragged", "masked")),
+    Case("llama-dynamic", stage=3, kinds=("plain", "ragged", "masked")),
     Case("gptoss", stage=3),
     Case("deepseek3", stage=3),
     Case("deepseek3", "ring", stage=3),

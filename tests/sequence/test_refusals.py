@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.sequence.families import VOCABULARY, _base, make_model
+from tests.sequence.families import VOCABULARY, make_model
+from tests.sequence.standins import use_kernel
+from tests.sweep.tiny import builders
 
 
 def _bart(t: Any) -> Any:
@@ -27,41 +29,36 @@ def _bart(t: Any) -> Any:
     )
 
 
-def _bart_decoder(t: Any) -> Any:
-    return t.BartForCausalLM(
-        t.BartConfig(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            decoder_layers=2,
-            decoder_attention_heads=4,
-            decoder_ffn_dim=48,
-            is_encoder_decoder=False,
-        )
-    )
-
-
 def _bloom(t: Any) -> Any:
     return t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
 
 
-def _mamba(t: Any) -> Any:
-    return t.MambaForCausalLM(
-        t.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8, use_mambapy=False)
-    )
+def _xlstm(t: Any) -> Any:
+    return next(builders(t.xLSTMForCausalLM))()
 
 
-def _conv(t: Any) -> Any:
-    return t.Lfm2ForCausalLM(
-        t.Lfm2Config(**_base(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False))
+def _conv_bert(t: Any) -> Any:
+    config = t.ConvBertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        embedding_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
     )
+    return t.ConvBertForMaskedLM(config)
 
 
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "encoder and decoder": (_bart, {}, "an encoder and a decoder"),
-    "positions of its own": (_bart_decoder, {}, "cannot be split over ranks"),
+    "encoder and decoder in a ring": (_bart, {"sequence_parallel": "ring"}, "attends from a decoder to an encoder"),
     "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
-    "recurrence": (_mamba, {}, "backbone.layers.0.mixer"),
-    "convolution": (_conv, {}, "model.layers.0.conv"),
+    "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
+    "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
+    "heads of a recurrence": (
+        lambda t: make_model("qwen3next"),
+        {"ranks": 3},
+        "3 ranks cannot share the 4 heads or channels (num_v_heads) of Qwen3NextGatedDeltaNet",
+    ),
     "heads": (
         lambda t: make_model("llama-odd"),
         {"sequence_parallel": "ulysses", "ranks": 4},
@@ -91,6 +88,12 @@ CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "labels of rows": ("llama", {"labels": torch.ones(2, dtype=torch.long)}, "labels is (2,)"),
     "padding on the left": ("opt", {"attention_mask": LEFT}, "padded on the left"),
+    "padding on the left, chunks": ("llama4", {"attention_mask": LEFT}, "padded on the left"),
+    "flash attention to packed rows, gathered": (
+        "llama",
+        {"position_ids": torch.arange(12).remainder(6).expand(2, -1), "kernel": "flash_attention_2"},
+        "LlamaAttention attends by flash attention to packed rows, which gathered keys cannot",
+    ),
 }
 
 
@@ -122,8 +125,12 @@ def attempt(rank: int, world: int) -> dict[str, str]:
             said[name] = f"{type(error).__name__}: {error}"
     for name, (family, changes, _) in CALLS.items() if world == 2 else ():
         try:
-            engine = hf_dist.initialize(make_model(family), config=config())
-            engine(**{"input_ids": IDS, "labels": IDS, **changes})
+            model, changes = make_model(family), dict(changes)
+            kernel = changes.pop("kernel", None)
+            if kernel:
+                use_kernel(model, kernel)
+            engine = hf_dist.initialize(model, config=config(**({"sequence_parallel": "gather"} if kernel else {})))
+            engine(**{"input_ids": IDS, "labels": IDS, "use_cache": False, **changes})
             said[name] = "accepted"
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
@@ -139,6 +146,7 @@ def ranks(world: int) -> list[dict[str, str]]:
 def test_is_refused_by_name_on_every_rank(name: str) -> None:
     case = MODELS.get(name) or CALLS[name]
     world = case[1].get("ranks", 2) if name in MODELS else 2
+    assert len(ranks(world)) == world
     for said in ranks(world):
         assert case[2] in said[name]
         assert said[name].startswith(("ModelError", "ConfigError"))

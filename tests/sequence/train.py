@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tests.sequence.families import make_batch, make_model
+from tests.sequence.standins import use_kernel
 
 STEPS, LR, EPS, CLIP = 3, 1e-2, 1e-3, 0.5
 KINDS = ("plain", "ragged", "masked", "packed")
@@ -41,6 +42,8 @@ class Case:
     dtype: str = "fp32"
     budget: bool = False
     on_host: bool = False
+    kernel: str | None = None
+    """A kernel of CUDA, by a stand-in, on the ranks only."""
 
     def __str__(self) -> str:
         exchange = (
@@ -52,6 +55,7 @@ class Case:
         more = [f"shard{self.shard}"] if self.shard else []
         more += [f"length{self.length}"] if self.length else []
         more += [self.dtype] if self.dtype != "fp32" else []
+        more += [self.kernel] if self.kernel else []
         more += [f"{name}{getattr(self, name)}" for name in ("pp", "tp", "ep", "tiles") if getattr(self, name) > 1]
         return "-".join([self.family, exchange, f"z{self.stage}", f"cp{self.cp}", *more, *flags])
 
@@ -150,6 +154,8 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
     from hf_dist import collectives
 
     model = build(case)
+    if case.kernel:
+        use_kernel(model, case.kernel)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=EPS, foreach=True)
     engine = hf_dist.initialize(model, config=config_of(case), optimizer=optimizer)
     engine.train()

@@ -302,7 +302,7 @@ def test_gathered_parameters_are_plain_and_freed_ones_raise_again(rank: int) -> 
 @both_ranks
 def test_weights_fetched_ahead_are_for_the_hooks_alone(rank: int) -> None:
     assert probed()[rank]["unhooked"].startswith("refused")
-    assert "call `block(x)`" in probed()[rank]["unhooked"]
+    assert "instead of `block.forward(x)`, `block(x)`" in probed()[rank]["unhooked"]
 
 
 @both_ranks

@@ -3,7 +3,8 @@
     python -m tests.sweep tensor [--size 2] [--only PATTERN] [--seconds N] [--results FILE] [--write]
 
 Each class in a process of its own, ranks are threads. The plan is chosen and verified as a job does it; then it is used on
-other batches than it was verified with. `--results` keeps the rows between calls, `--write` replaces TENSOR.md.
+other batches than it was verified with. `--results` keeps the rows between calls, `--write` replaces TENSOR.md, with
+`--size 4` TENSOR_4.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from hf_dist.errors import HfDistError
 from tests.sweep.pipeline import classes, sections, short
 from tests.sweep.tiny import builders
 
-TABLE = Path(__file__).parent / "TENSOR.md"
+TABLES = {2: "TENSOR.md", 4: "TENSOR_4.md"}
+"""By the number of ranks."""
 TASKS = ("causal", "masked", "classification")
 SECONDS = 240
 ORDER = ("WRONG", "failed", "refused", "equal", "not built")
@@ -135,11 +137,11 @@ def table(rows: dict[str, list[str]], size: int) -> str:
 def main(arguments: list[str]) -> None:
     """Run the sweep and print the counts."""
     parser = argparse.ArgumentParser(prog="python -m tests.sweep tensor", description=__doc__)
-    parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--size", type=int, default=2, choices=TABLES)
     parser.add_argument("--only", default="", help="regular expression on the class name")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no class after this many")
     parser.add_argument("--results", type=Path, help="JSON file with rows of earlier calls, which is added to")
-    parser.add_argument("--write", action="store_true", help=f"replace {TABLE.name}")
+    parser.add_argument("--write", action="store_true", help="replace the page of that size")
     options = parser.parse_args(arguments)
     import transformers
 
@@ -164,4 +166,4 @@ def main(arguments: list[str]) -> None:
     page = table(rows, options.size)
     print("\n".join(page.splitlines()[4:8]))
     if options.write:
-        TABLE.write_text(page, encoding="utf-8")
+        Path(__file__).with_name(TABLES[options.size]).write_text(page, encoding="utf-8")

@@ -18,10 +18,10 @@ def section(size: int) -> dict[str, Any]:
 
 
 def train(folder: Path, recipe: str, stage: int, tp: int, config: Any = None, **changes: Any) -> dict[str, Any]:
-    """One recipe; whole weights, on the main rank."""
+    """One recipe; whole weights, on the main rank; floating-point operations of all ranks."""
     trainer = dist_trainer(recipe, stage, folder, {**section(tp), **(config or {})}, **changes)
     trainer.train()
-    return record_of(trainer)
+    return {**record_of(trainer), "flops": trainer.state.total_flos}
 
 
 def other_data(rank: int, world: int, folder: str) -> None:

@@ -62,6 +62,7 @@ MORE: dict[str, dict[str, Any]] = {
     "every_second": {"activation_checkpointing": {"every_n_layers": 2}},
     "overlap": {"tensor_parallel": {"tp_overlap_comm": True}},
     "partition": {"tensor_parallel": {"partition_config": LLAMA_BY_NAME}},
+    "dora": {},
     "selective": {"activation_checkpointing": {"selective": True}},
 }
 
@@ -70,7 +71,9 @@ def start(layout: Layout, seed: int = 0) -> Any:
     """An engine on a model whose weights depend on `seed`, so that a load that does nothing is seen."""
     import hf_dist
 
-    model = make_model(layout.family, layout.tied, layout.lora, layout.checkpointing)
+    model: Any = make_model(layout.family, layout.tied, layout.lora, layout.checkpointing)
+    if layout.more == "dora":
+        model = with_dora(model)
     if seed:
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -90,6 +93,15 @@ def start(layout: Layout, seed: int = 0) -> Any:
         config["hf_dist"] = {"sequence_regions": layout.sequence, **more.get("hf_dist", {})}
     optimizer = torch.optim.AdamW(param_groups(model), lr=3e-3, eps=1e-3)
     return hf_dist.initialize(model, config=config, optimizer=optimizer, example_batch=batches(1)[0])
+
+
+def with_dora(model: Any) -> Any:
+    """Adapters that learn norms as well, on matrices that are cut by columns; those of what is cut by rows are refused."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    columns = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=columns, use_dora=True)).train()
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:

@@ -19,6 +19,18 @@ def llama(**fields: Any) -> Any:
     return tf.LlamaForCausalLM(config).train()
 
 
+def mixture() -> Any:
+    """Two blocks of eight experts each, of which two are chosen."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    config = tf.Qwen3MoeConfig(
+        hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=101,
+        intermediate_size=48, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return tf.Qwen3MoeForCausalLM(config).train()
+
+
 def engine_of(model: Any, size: int, **more: Any) -> Any:
     """SGD, no clipping."""
     import hf_dist
@@ -194,7 +206,6 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "dora": (dora, {}),
         "ia3": (ia3, {}),
         "compile": (llama, {"compile": {"enabled": True}}),
-        "experts": (llama, {"expert_parallel": {"enabled": True}}),
         "custom": (lambda: torch.nn.Linear(4, 4), {}),
     }
     found = {}

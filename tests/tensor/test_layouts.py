@@ -27,11 +27,14 @@ TWO = [
     Layout(tp=2, stage=3, more="partition", sequence=True),
     Layout(tp=2, stage=3, more="overlap", sequence=True),
     Layout(tp=2, stage=1, more="overlap", checkpointing=True),
+    Layout(tp=2, stage=3, more="dora", sequence=True),
 ]
 FOUR = [
     Layout(tp=2, dp=2, stage=3, more="hsdp"),
     Layout(tp=2, pp=2, stage=0),
     Layout(tp=4, stage=1, sequence=True),  # two heads of keys and values
+    Layout(tp=4, stage=3, lora=True, checkpointing=True),
+    Layout(tp=4, stage=0, tied=False, more="overlap"),
     *(
         [
             Layout(tp=2, pp=2, stage=3),
@@ -42,25 +45,23 @@ FOUR = [
             Layout(tp=2, dp=2, stage=3, more="hsdp", sequence=True, lora=True),
             *(Layout(tp=4, stage=stage, sequence=s) for stage in (0, 2, 3) for s in (False, True)),
             Layout(tp=4, stage=3, lora=True, sequence=True),
-            Layout(tp=4, stage=3, lora=True, checkpointing=True),
         ]
         if FULL_GRID
         else []
     ),
 ]
-SAVED = {1: [Layout(stage=1)], 2: [Layout(dp=2, stage=3), Layout(tp=2, stage=0), Layout(tp=2, stage=3, sequence=True)]}
+SAVED = {
+    1: [Layout(stage=1)],
+    2: [Layout(dp=2, stage=3), Layout(tp=2, stage=0), Layout(tp=2, stage=3, sequence=True)],
+    4: [Layout(tp=4, stage=1), Layout(pp=2, tp=2, stage=1)],
+}
 if FULL_GRID:
-    SAVED[4] = [
-        Layout(dp=4, stage=3),
-        Layout(tp=4, stage=1),
-        Layout(dp=2, tp=2, stage=3, sequence=True),
-        Layout(pp=2, tp=2, stage=1),
-    ]
+    SAVED[4] += [Layout(dp=4, stage=3), Layout(dp=2, tp=2, stage=3, sequence=True)]
 
 
 def alone(layout: Layout) -> Layout:
     """The same work in one process."""
-    more = layout.more if layout.more == "in_backward" else ""
+    more = layout.more if layout.more in ("in_backward", "dora") else ""
     return Layout(family=layout.family, tied=layout.tied, lora=layout.lora, more=more)
 
 

@@ -105,7 +105,6 @@ def test_user_code_sees_slices_and_inside_gathered_the_whole(stage: int) -> None
         ("dora", "DoRA, whose norms run along cut rows, is not available for model.layers.0.mlp.down_proj"),
         ("ia3", "ia3 adapters .* are not available on matrices that are cut; LoRA is"),
         ("compile", "compile.enabled: true is not available together with tensor_parallel.autotp_size above 1"),
-        ("experts", 'tensor_parallel.autotp_size: 2 contradicts "expert_parallel"'),
         ("four_bits", r"not available for a base in 4 bits \(model\.layers\.0\.mlp\.down_proj\.weight\)"),
         ("stacked", r"adapters on model\.layers\.0\.mlp\.experts, whose weights are stacked, are not available"),
         ("custom", "no tiny copy of Linear can be made, and without one no plan can be verified"),

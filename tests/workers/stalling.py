@@ -15,7 +15,10 @@ LIMIT = 1.5
 NAP = 4.0
 
 
-def train(folder: str, *, in_collate: Any = None, in_save: Any = None, hook: Any = None, **changes: Any) -> None:
+def train(
+    folder: str, *, in_collate: Any = None, in_save: Any = None, hook: Any = None, read: Any = None, cp: int = 1,
+    **changes: Any,
+) -> None:  # fmt: skip
     """Six steps with the HF Trainer; each of the functions is called with the number of the call, on every rank."""
     from hf_dist import DistTrainer, DistTrainingArguments
     from tests.hf.recipes import make_model, pad, plain_arguments, texts
@@ -37,7 +40,16 @@ def train(folder: str, *, in_collate: Any = None, in_save: Any = None, hook: Any
                 in_save()
             super().save_model(*args, **kwargs)
 
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            """With outputs that are looked at."""
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            if read is not None:
+                read(outputs)
+            return (loss, outputs) if return_outputs else loss
+
     config = {"zero_optimization": {"stage": 3}, "hf_dist": {"stall_report_seconds": LIMIT}}
+    if cp > 1:
+        config["sequence_parallel_size"] = cp  # type: ignore[assignment]
     values = dict(max_steps=6, gradient_accumulation_steps=1, dist_config=config)
     arguments = DistTrainingArguments(**plain_arguments(folder, 2, **values) | changes)
     model = make_model()
@@ -121,14 +133,27 @@ def _killed_on_gpus(number: int, folder: str) -> None:
             time.sleep(1.0)
 
 
+def _split(folder: str) -> None:
+    """Rank 1 of a split is late in a block; the other one is at a sum of it."""
+    cut = {"tensor_parallel": {"autotp_size": 2}, "hf_dist": {"stall_report_seconds": LIMIT}}
+    train(folder, hook=_forward(_only(1, nap)), dist_config=cut, max_steps=4)
+
+
+def _look(outputs: Any) -> None:
+    if rank() == 1:
+        float(outputs.logits.sum())
+
+
 SAVES = dict(save_strategy="steps", save_steps=2)
 CASES: dict[str, Callable[[str], None]] = {
     "naps": _naps,
+    "split": _split,
     "stops_rank_1": lambda folder: train(folder, hook=_forward(_stop(1)), ddp_timeout=8),
     "stops_rank_0": lambda folder: train(folder, hook=_forward(_stop(0)), ddp_timeout=8),
     "killed": lambda folder: train(folder, hook=_forward(_only(1, lambda: os.kill(os.getpid(), signal.SIGKILL)))),
     "killed_listener_on_gpus": lambda folder: _killed_on_gpus(2, folder),
     "killed_first_on_gpus": lambda folder: _killed_on_gpus(0, folder),
+    "one_rank_reads": lambda folder: train(folder, read=_look, cp=2, ddp_timeout=8),
     "forward": lambda folder: train(folder, hook=_forward(_only(1, _fail))),
     "backward": lambda folder: train(folder, hook=_backward(_only(1, _fail))),
     "collate": lambda folder: train(folder, in_collate=lambda call: _only(1, _fail)() if call == 4 else None),

@@ -1,0 +1,273 @@
+"""One rank of a job that mixes axes, on fake tensors: what it sends along each axis, holds and peaks at, beside the plan.
+
+`python -m tests.scale.mixed [--only NAME ...] [--write]` prints a table; `--write` puts it into `hf_dist/estimate/RESULTS.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.harness import ROOT, run_ranks
+from tests.scale.engines import LLAMA_3, chunked_loss, config_of
+from tests.scale.world import FakeRank, fake_world, forget_launcher
+
+RESULTS = Path(ROOT, "hf_dist", "estimate", "RESULTS.md")
+BEGIN, END = "<!-- begin: python -m tests.scale.mixed --write -->", "<!-- end -->"
+STEPS = 2
+"""The first makes the optimizer's states and agrees on orders, the second is measured."""
+FEW = 64
+"""Bytes: less is what ranks tell each other (do they read the same rows), not what a step needs."""
+Sent = dict[str, dict[str, tuple[int, int]]]
+"""Axis -> operation -> (number, bytes)."""
+AXES = ("shard", "edp", "dp_replicate", "tp", "cp", "ep")
+"""In the order of the table. Of ep the plan says nothing; of tp and cp in a pipeline an equal part for each stage."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on so many ranks; the batch of one data rank."""
+
+    model: str
+    ranks: int
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of tp, cp, pp, ep; of dp_shard where there are copies."""
+    stage: int = 3
+    seq: int = 8192
+    microbatches: int = 1
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """bf16, AdamW, every block recomputed, the loss in chunks."""
+        keys: dict[str, Callable[[int], dict[str, Any]]] = {
+            "tp": lambda n: {"tensor_parallel": {"autotp_size": n}},
+            "cp": lambda n: {"sequence_parallel_size": n},
+            "pp": lambda n: {"pipeline": {"stages": n}},
+            "ep": lambda n: {"expert_parallel": {"enabled": True, "autoep_size": n}},
+        }
+        more: dict[str, Any] = {"activation_checkpointing": {"every_n_layers": 1}}
+        for axis, size in self.sizes.items():
+            more |= keys[axis](size) if axis in keys else {}
+        config = config_of(self.stage, **more)
+        config["gradient_accumulation_steps"] = self.microbatches
+        config["hf_dist"]["tiled_loss"] = "auto"
+        if "dp_shard" in self.sizes:
+            config["zero_optimization"]["mics_shard_size"] = self.sizes["dp_shard"]
+        return config
+
+
+JOBS = {
+    "8b-64": Job("8b", 64, {"cp": 4}, seq=16384),
+    "8b-512": Job("8b", 512, {"tp": 2}),
+    "8b-4096": Job("8b", 4096, {"dp_shard": 64}),
+    "70b-64": Job("70b", 64, {"tp": 8}),
+    "70b-512": Job("70b", 512, {"tp": 8, "pp": 4}, stage=1, microbatches=8),
+    "70b-4096": Job("70b", 4096, {"tp": 8, "cp": 4, "dp_shard": 64}, seq=16384),
+    "405b-512": Job("405b", 512, {"tp": 8, "pp": 8}, stage=1, microbatches=16),
+    "405b-4096": Job("405b", 4096, {"tp": 8, "cp": 4}, seq=16384),
+    "qwen3-235b-64": Job("qwen3-235b", 64, {"ep": 8}, seq=4096),
+    "qwen3-235b-512": Job("qwen3-235b", 512, {"ep": 32}, seq=4096),
+    "deepseek-v3-512": Job("deepseek-v3", 512, {"ep": 64}, seq=4096),
+    "deepseek-v3-4096": Job("deepseek-v3", 4096, {"ep": 64, "pp": 8}, seq=4096, microbatches=16),
+}
+
+QWEN_3: dict[str, dict[str, Any]] = {
+    "qwen3-30b": dict(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4,
+    ),
+    "qwen3-235b": dict(
+        hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=94,
+        num_attention_heads=64, num_key_value_heads=4,
+    ),
+}  # fmt: skip
+
+
+def model_of(name: str) -> Any:
+    """A stock HF model; make it on meta or on fake tensors."""
+    if name in LLAMA_3:
+        from dataclasses import replace
+
+        return replace(LLAMA_3[name], checkpointing=False).llama()
+    if name in QWEN_3:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        alike = dict(head_dim=128, vocab_size=151936, num_experts=128, num_experts_per_tok=8)
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**alike, **QWEN_3[name], use_cache=False)).train()
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(DeepseekV3Config(use_cache=False)).train()  # the defaults are the 671B
+
+
+def even_plan(exchange: Any, chosen: torch.Tensor) -> Any:
+    """Routing as if every expert were chosen equally often: fake choices have no values."""
+    from hf_dist.experts.routing_plan import RoutingPlan
+
+    (tokens, k), ranks = chosen.shape, exchange.axis.size
+    each = tokens * min(k, ranks) // ranks
+    rows, pairs = each * ranks, tokens * k
+    places = [torch.zeros(n, dtype=torch.long, device=chosen.device) for n in (rows, pairs, pairs, pairs)]
+    return RoutingPlan(places[0], [each] * ranks, [each] * ranks, *places[1:])
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, what looks at elements or asks other ranks does not: it was proven elsewhere, on real tensors and ranks."""
+    from hf_dist import build, collectives
+    from hf_dist.experts.exchange import ExpertExchange
+    from hf_dist.sequence import outputs
+    from hf_dist.sharding import consistency
+    from hf_dist.tensor_parallel import crossings
+
+    plan_tensors, whole_columns = build.plan_tensors, crossings.whole_columns
+
+    def planned(*args: Any) -> Any:
+        with _disable_current_modes():
+            return plan_tensors(*args)
+
+    def own_columns(columns: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Of the logits; the tiny copy that plans are verified with has them whole."""
+        return columns if isinstance(columns, FakeTensor) else whole_columns(columns, *args)
+
+    attention = functional.scaled_dot_product_attention
+
+    def fused(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Values as wide as queries: else the CPU has no fused kernel, and all scores are there (GPUs have one)."""
+        width = value.shape[-1]
+        return attention(query, key, functional.pad(value, (0, query.shape[-1] - width)), *args, **kwargs)[..., :width]
+
+    changes: list[tuple[Any, str, Any]] = [
+        (build, "plan_tensors", planned),
+        (outputs.WholeTensor, "of", staticmethod(lambda part, shape, gather: part)),
+        (crossings, "whole_columns", own_columns),
+        (functional, "scaled_dot_product_attention", fused),
+        (collectives, "broadcast_object", lambda axis, value, source=0: value),
+        (ExpertExchange, "_plan", even_plan),
+        (consistency, "checksum", lambda tensor: 0),
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("hf_dist.sequence.verify.verify", lambda *args: None))
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def measure(job: Job, model: Any = None) -> dict[str, Any]:
+    """Rank 0 of `job`. sent: by axis, in a step; resident, peak: bytes; set_up: host seconds, operators not counted.
+
+    `model`: makes it, by default the one that the job names.
+    """
+    import hf_dist
+    from hf_dist import collectives
+
+    make = model or (lambda: model_of(job.model))
+    ids = torch.zeros(1, job.seq, dtype=torch.long)
+    with fake_world(job.ranks), without_values(), FakeRank() as tensors, tensors.live:
+        start, inside = time.thread_time(), tensors.operator_seconds
+        engine = hf_dist.initialize(make(), config=job.config, device="cpu")
+        set_up = time.thread_time() - start - (tensors.operator_seconds - inside)
+        window = [{"input_ids": torch.zeros_like(ids), "labels": torch.zeros_like(ids)}] * job.microbatches
+        split = None if engine.tiled_loss is None else engine.tiled_loss._split
+        for _ in range(STEPS):
+            tensors.live.peak = tensors.live.nbytes
+            with collectives.record() as log:
+                engine.train_batch(iter(window), lambda m, batch: chunked_loss(m, **batch, split=split))
+        sent: Sent = {}
+        for entry in log.entries:
+            if entry.nbytes <= FEW:
+                continue
+            own = sent.setdefault("tp" if entry.axis.endswith(" on tp") else entry.axis, {})
+            count, nbytes = own.get(entry.op, (0, 0))
+            own[entry.op] = count + 1, nbytes + entry.nbytes
+        resident = engine.resident_nbytes()["device"]
+    return {"sent": sent, "resident": resident, "peak": tensors.live.peak, "set_up": set_up}
+
+
+def planned(job: Job, model: Any = None) -> dict[str, Any]:
+    """The same of the plan, of the rank's stage: nothing is run."""
+    from hf_dist.config import axes_of, load_config, resolve_without_trainer
+    from hf_dist.estimate.planner import Planner, Workload
+    from hf_dist.offload.resting import Tier
+
+    with torch.device("meta"):
+        made = (model or (lambda: model_of(job.model)))()
+    config = load_config(job.config)
+    data = axes_of(config, job.ranks).size("data")
+    config = resolve_without_trainer(config, data_ranks=data, hidden_size=made.config.hidden_size)
+    planner = Planner(made, job.ranks, Workload(1, job.seq))
+    plan = planner.plan_rank(config, 0)
+    return {
+        "resident": plan.states.nbytes.resident(Tier.DEVICE),
+        "peak": plan.device_peak,
+        "sent": planner.traffic(config, plan),
+    }
+
+
+def differences(job: Job, got: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    """What of the exact figures differs, in words."""
+    exact = AXES[:3] if "pp" in job.sizes else AXES[:-1]
+    found = [] if got["resident"] == plan["resident"] else [f"at rest {got['resident']}, planned {plan['resident']}"]
+    for axis in exact:
+        ran, said = got["sent"].get(axis, {}), plan["sent"].get(axis, {})
+        if ran != said:
+            found.append(f"{axis}: {ran}, planned {said}")
+    return found
+
+
+def measure_job(rank: int, world: int, name: str) -> list[dict[str, Any]]:
+    """Run and plan, in a process of its own."""
+    forget_launcher()
+    return [measure(JOBS[name]), planned(JOBS[name])]
+
+
+def line(name: str) -> str:
+    """A row of the table. Raises `AssertionError` where an exact figure differs from the plan."""
+    job = JOBS[name]
+    got, plan = run_ranks(measure_job, 1, (name,), timeout=3000)[0]
+    assert not (wrong := differences(job, got, plan)), wrong
+
+    def sent(axis: str) -> str:
+        own = got["sent"].get(axis, {}).values()
+        return f"{sum(n for n, _ in own)}, {sum(nbytes for _, nbytes in own) / 1e9:.2f}" if own else ""
+
+    sizes = " ".join(f"{axis} {size}" for axis, size in job.sizes.items())
+    cells = [job.model, str(job.ranks), f"{sizes}, ZeRO {job.stage}", f"{job.microbatches} x {job.seq}"]
+    cells += [sent(axis) for axis in AXES]
+    cells += [f"{got[key] / 1e9:.2f}" for key in ("resident", "peak")]
+    cells += [f"{plan['peak'] / 1e9:.2f}", f"{got['set_up']:.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    head = ["model", "ranks", "layout", "rows", *AXES]
+    head += ["at rest GB", "peak GB", "planned", "set-up s"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * 4}{'--:|' * (len(head) - 4)}"]
+    for name in arguments.only:
+        lines.append(line(name))
+        print(lines[-1], flush=True)
+    lines += ["", f"{datetime.date.today()}, torch {torch.__version__}."]
+    if arguments.write:
+        text = RESULTS.read_text(encoding="utf-8")
+        start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
+        RESULTS.write_text(text[:start] + "\n\n" + "\n".join(lines) + "\n\n" + text[stop:], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""As `test_parity.py`: recurrences, convolutions, encoders with decoders, and kernels of CUDA by stand-ins."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sequence.test_parity import check
+from tests.sequence.train import Case
+
+TWO = (
+    Case("mamba", stage=0, kinds=("plain", "ragged", "masked")),
+    Case("mamba2", stage=3, kinds=("plain", "ragged", "masked"), checkpointing=True),
+    Case("qwen3next", stage=3, checkpointing=True),
+    Case("qwen3next", "ring", stage=1, checkpointing=True),
+    Case("lfm2", "gather", stage=2),
+    Case("lfm2", "ring", stage=3),
+    *(
+        Case(f, e, stage=s, kinds=("plain", "ragged", "masked"))
+        for f in ("bart", "t5")
+        for e, s in (("ulysses", 3), ("gather", 1))
+    ),
+    Case("t5", stage=2, kinds=("plain", "ragged"), checkpointing=True),
+    Case("bart-decoder", stage=3, kinds=("plain", "ragged")),
+    *(
+        Case("mistral", exchange, kernel=kernel, kinds=("plain", "ragged"))
+        for exchange in ("ulysses", "gather")
+        for kernel in ("flash_attention_2", "flex_attention")
+    ),
+    Case("bert", "gather", kernel="flash_attention_3", kinds=("plain", "ragged")),
+)
+FOUR = (
+    Case("mamba2", stage=3, cp=4, kinds=("plain", "ragged")),
+    Case("t5", "auto", stage=3, cp=4, kinds=("plain", "ragged"), length=61),
+    Case("qwen3next", (2, 2), stage=2, cp=4, checkpointing=True),
+    Case("bert", "gather", stage=2, cp=4, kinds=("plain", "ragged")),
+)
+
+
+@pytest.mark.parametrize("index", range(len(TWO)), ids=[str(case) for case in TWO])
+def test_two_ranks_that_share_sequences_equal_one_process(index: int) -> None:
+    check(TWO, index, 2)
+
+
+@pytest.mark.parametrize("index", range(len(FOUR)), ids=[str(case) for case in FOUR])
+def test_four_ranks_that_share_sequences_equal_one_process(index: int) -> None:
+    check(FOUR, index, 4)
