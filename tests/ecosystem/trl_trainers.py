@@ -16,7 +16,7 @@ import torch
 import transformers as tf
 
 from tests.ecosystem import trl_servers as servers
-from tests.ecosystem.runs import arguments, many_high, over
+from tests.ecosystem.runs import arguments, over, weighted_tokens
 from tests.ecosystem.tiny import CHAT, SPECIAL, completions, lora, preferences, prompts, tokenizer, words
 from tests.hf.recipes import make_model
 from tests.sharding.loop import difference
@@ -128,7 +128,7 @@ def _teacher(root: Path) -> dict[str, Any]:
 
 
 def _reward(root: Path) -> dict[str, Any]:
-    return {"reward_funcs": many_high}
+    return {"reward_funcs": weighted_tokens}
 
 
 _GROUPS: dict[str, Any] = dict(num_generations=2, max_completion_length=8, beta=0.1)
