@@ -1,6 +1,6 @@
-"""Where the states of a group rest and how many bytes they are, decided from its layout before anything is allocated.
+"""Which tier holds each state of a group and how many bytes it takes, decided from the layout before any allocation.
 
-`FlatGroup` allocates what this says, and a memory plan adds it up: there is no second copy of the arithmetic.
+`FlatGroup` allocates from this plan and the memory estimate sums it, so the arithmetic exists once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TensorAtRest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes there; whole pages on disk."""
+        """Bytes it takes on its tier; whole pages on disk."""
         return disk_nbytes(self.numel, self.dtype) if self.tier is Tier.DISK else self.numel * self.dtype.itemsize
 
 
@@ -36,15 +36,15 @@ class GroupAtRest:
     """The tensors of one group on one rank."""
 
     interval: tuple[int, int]
-    """Of the flat buffer: what this rank's masters (of frozen weights: the weights) cover."""
+    """Part of the flat buffer covered by this rank's master weights (by the weights themselves, if frozen)."""
     separate: bool
-    """Whether what is gathered from is copied into the full buffer first, rather than being a part of it."""
+    """Whether the all-gather's input is its own tensor, copied into the full buffer first, and not a part of that buffer."""
     shard: TensorAtRest | None
-    """A tensor of its own to gather from; None where it is a part of the full buffer, or the masters."""
+    """The all-gather's input, if it needs its own tensor; None if a part of the full buffer or the masters serve."""
     master: TensorAtRest | None
-    """A tensor of its own to step; None where that is what is gathered from."""
+    """The master weights, if they need their own tensor; None if the optimizer steps the all-gather's input."""
     gradient: TensorAtRest
-    """The reduced gradient: on the device it comes and goes, on the host its memory is kept."""
+    """The reduced gradient. Device memory is freed after each step; host memory is kept."""
     second: TensorAtRest | None = None
     """This rank's part of a second copy of the weights."""
 
@@ -59,9 +59,10 @@ def plan_at_rest(
     storage: Storage,
     precision: Precision,
 ) -> GroupAtRest:
-    """How one group rests on `rank` of its shard axis; groups must be asked for in the order of the units.
+    """Plan one group on `rank` of its shard axis. Call it for the groups in the order of the units. Local.
 
-    `dtype`: of the weights in use. Storage counts what it has handed out (`ratio`, `max_in_cpu`).
+    `dtype`: compute dtype of the weights. The order matters because `storage` counts what it has handed out
+    (`ratio`, `max_in_cpu`).
     """
     rests = placements.optim if trainable else placements.params
     interval = layout.shard(rank) if rests is Placement.SHARD else (0, layout.numel)

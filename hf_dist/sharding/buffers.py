@@ -1,9 +1,9 @@
-"""Buffers that training changes (BatchNorm's running statistics): those of the first data rank become everyone's.
+"""Buffers that training changes (BatchNorm's running statistics): every rank takes those of the first data rank.
 
-As torch's DDP does with `broadcast_buffers`: each rank computes statistics of its own rows, and rank 0's are kept. Here after
-each step and before a save, so that evaluation and files see the same on all ranks; in one process nothing is done.
-Which buffers: those of torch's norms with running statistics, and what the first training forward changes in place.
-A model without any (rotary tables are constants) sends nothing.
+Same rule as `broadcast_buffers` of torch's DDP: each rank computes statistics of its own rows, and rank 0's are kept. The
+broadcast runs after each step and before a save, so evaluation and files agree on all ranks. One process sends nothing.
+It covers torch's norms with running statistics and any buffer that the first training forward changes in place.
+A model without such buffers (rotary tables are constants) sends nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_dist.mesh import MeshAxis, ParallelMesh
 
 
 class ChangingBuffers:
-    """The buffers of one model that differ between data ranks after a forward, and how they become equal."""
+    """Finds the buffers of one model that differ between data ranks after a forward, and makes them equal."""
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
         self._model, self.mesh = weakref.ref(model), mesh
@@ -37,36 +37,36 @@ class ChangingBuffers:
 
     @property
     def model(self) -> nn.Module:
-        """The model, which whoever calls this holds."""
+        """The model; the caller must hold a reference to it."""
         model = self._model()
         assert model is not None
         return model
 
     def watch(self) -> None:
-        """A training forward comes: remember what the buffers are. Local; only the first call does something."""
+        """Record the buffers before a training forward. Local; calls after the first do nothing."""
         if self._before is None:
             self._before = self._versions()
-            if self.mesh.pp.size > 1:  # kernels write statistics without a word to `_version`
+            if self.mesh.pp.size > 1:  # kernels write statistics without increasing `_version`
                 buffers = dict(self.model.named_buffers())
                 self._at_first = {name: buffers[name].clone() for name in self._statistics}
 
     def changed(self) -> set[str]:
         """Buffers written in place since `watch`. Local."""
         before, now = self._before or {}, self._versions()
-        # One that was replaced is a table for the length of this rank's rows (dynamic rotary embeddings).
+        # A replaced buffer is a table for the length of this rank's rows (dynamic rotary embeddings): do not exchange it.
         return {n for n in before.keys() & now.keys() if before[n][0] == now[n][0] and before[n][1] != now[n][1]}
 
     def agree(self, everyone: Iterable[set[str]]) -> None:
-        """What `changed` returned on all data ranks: the union is exchanged from now on. Local."""
+        """`everyone`: results of `changed` from all data ranks. Their union is exchanged from now on. Local."""
         self._observed |= set().union(*everyone)
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Rank 0's values on all data ranks, each stage's on all stages; nothing where none change. Collective over dp, pp."""
+        """Broadcast rank 0's values to all data ranks, and each stage's values to all stages. Collective over dp and pp."""
         names = sorted({*self._statistics, *self._observed})
         buffers = dict(self.model.named_buffers())
         _broadcast(self.mesh.dp, [buffers[n] for n in names], 0)
-        if self.mesh.pp.size > 1 and self._statistics:  # all stages have all modules, and run some
+        if self.mesh.pp.size > 1 and self._statistics:  # every stage has all modules but runs only some
             if self._owners is None and self._before is None:
                 return  # nothing has been trained
             if self._owners is None:
@@ -80,7 +80,7 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def share(self, axis: MeshAxis) -> None:
-        """The values of the first rank of `axis` on all of them. Collective over it; nothing where none change."""
+        """Broadcast the values of the first rank of `axis` to the others. Collective over `axis`."""
         buffers = dict(self.model.named_buffers())
         _broadcast(axis, [buffers[n] for n in sorted({*self._statistics, *self._observed})], 0)
 

@@ -1,4 +1,4 @@
-"""torch.compile of the inside of blocks: gathers, reductions and every other hook stay outside of what is compiled."""
+"""torch.compile for the inside of blocks. Gathers, reductions and all other hooks stay outside the compiled code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["compile_blocks"]
 
 
 def compile_blocks(units: list[ShardUnit], backend: str) -> int:
-    """Compile the forward of every block; the number of blocks. Local, and lazy: the first forward of each kind compiles.
+    """Compile the forward of every block and return the number of blocks. Local, and lazy: the first forward compiles.
 
-    One graph serves all blocks of a class, since their parameters are inputs of it. A deep copy of the model computes
-    without compilation. `backend`: a name that torch.compile knows, such as "inductor", "aot_eager".
+    One graph serves all blocks of a class, because parameters are inputs of the graph. A deep copy of the model runs
+    uncompiled. `backend`: a name that torch.compile knows, such as "inductor", "aot_eager".
     """
     compiled: dict[type, Callable[..., Any]] = {}
     count = 0

@@ -1,4 +1,4 @@
-"""Are all ranks about to train the same model, and is it the one in the files? Asked once, before anything hangs or is lost."""
+"""Start-up checks that all ranks train the same model and that it matches its files, before a difference hangs the job."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hf_dist.sharding.placement import Placement
 from hf_dist.sizes import size_text
 
 _Part = tuple[str, TensorSlice | None, int]
-"""What several ranks may hold: name of a tensor, slice of it, shard of that (-1: all of it)."""
+"""Something that several ranks may hold: (name of a tensor, its slice, shard of the slice or -1 for all of it)."""
 _SAMPLES = 8
-"""Elements of each parameter that are compared with its file."""
+"""Number of elements of each parameter that are compared with its file."""
 
 
 def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
@@ -44,10 +44,10 @@ def check_same_model(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def check_same_params(names: Sequence[Sequence[str]], mesh: ParallelMesh) -> None:
-    """Raise `ModelError` on every rank when their optimizers hold other parameters. Collective over world.
+    """Raise `ModelError` on every rank when the ranks' optimizers hold different parameters. Collective over world.
 
-    `names`: of the parameters in each param group. What one rank's optimizer lacks would silently keep its weights there: each
-    rank steps its own part of them. Pipeline stages may each have an optimizer of their own parameters.
+    `names`: parameter names of each param group. Each rank steps only its own part of a parameter, so a part whose rank lacks
+    the parameter would silently never change. Pipeline stages may each have an optimizer over their own parameters.
     """
     rows = [f"{name} in group {number}" for number, group in enumerate(names) for name in group]
     if (found := _first_difference(rows, mesh, by_stage=True)) is None:
@@ -63,9 +63,9 @@ def check_same_params(names: Sequence[Sequence[str]], mesh: ParallelMesh) -> Non
 def _first_difference(
     rows: list[str], mesh: ParallelMesh, *, by_stage: bool = False
 ) -> tuple[tuple[int, int], tuple[str, str], tuple[int, int]] | None:
-    """Two ranks with other rows, the first pair of rows, and how many each has; None if there are none. Collective over world.
+    """Two ranks whose rows differ, their first differing rows, and both row counts; None if all agree. Collective over world.
 
-    `by_stage`: ranks of other pipeline stages may have other rows.
+    `by_stage`: compare only ranks of the same pipeline stage.
     """
     stage = mesh.pp.rank if by_stage else 0
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
@@ -82,10 +82,10 @@ def _first_difference(
 
 
 def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSource]:
-    """Sources of the parameters that every rank still has in its files, by name. Collective over world.
+    """Sources, by name, of the parameters that no rank has read from its files yet. Collective over world.
 
-    What only some ranks have read (one of them printed a norm) is read by the others too, so that all do the same from here
-    on. Raises `CheckpointError` when a rank cannot read its files, `ModelError` when they differ.
+    A parameter that only some ranks have read (one rank printed its norm, say) is now read by the others too, so that all
+    ranks continue alike. Raises `CheckpointError` when a rank cannot read its files, `ModelError` when the files differ.
     """
     sources = lazy_sources(model)
     prints, problem = {}, ""
@@ -112,11 +112,11 @@ def agree_on_sources(model: nn.Module, mesh: ParallelMesh) -> dict[str, WeightSo
 
 
 WORTH_STREAMING = 100_000_000
-"""Bytes of host memory per rank that are worth a line in the log."""
+"""Bytes of host memory per rank above which `tell_full_build` writes its log line."""
 
 
 def tell_full_build(model: nn.Module, mesh: ParallelMesh) -> None:
-    """One line on what it cost to build the whole model on every rank, where it was not streamed. Call before sharding."""
+    """Log the host memory spent on building the whole model on every rank instead of streaming it. Call before sharding."""
     sizes = [(p.numel() * p.element_size(), hasattr(p, LAZY)) for p in model.parameters()]
     built = sum(nbytes for nbytes, lazy in sizes if not lazy)
     if mesh.world.size > 1 and built >= WORTH_STREAMING and 2 * built > sum(nbytes for nbytes, _ in sizes):
@@ -128,10 +128,10 @@ def tell_full_build(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Give every rank the values of rank 0 where they differ (a new head, initialised at random). Collective over world.
+    """Broadcast rank 0's values of tensors that differ between ranks (a randomly initialised head). Collective over world.
 
-    A checksum per tensor decides, so nothing is sent when all ranks loaded the same checkpoint. Parameters that are still
-    in their files are equal already (`agree_on_sources`).
+    Checksums are compared first, so no weights are sent when all ranks loaded the same checkpoint. Lazy parameters are
+    skipped: `agree_on_sources` has already found them equal.
     """
     if mesh.world.size == 1:
         return
@@ -158,11 +158,11 @@ def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def check_load(model: nn.Module, groups: list[FlatGroup], sources: dict[str, WeightSource], mesh: ParallelMesh) -> None:
-    """Compare what the ranks hold after sharding with the files and with each other. Collective over world.
+    """Compare the sharded model with its files and between ranks. Collective over world.
 
-    A few elements of every parameter of `sources`, each from the rank that owns it, against the file read in another way;
-    weights that rest replicated, shards of replicas (HSDP) and all buffers by checksum over the ranks.
-    Raises `ModelError` on every rank with the names of what differs.
+    Against the files: a few elements of every parameter in `sources`, taken from the owning rank and read by another route.
+    Between ranks, by checksum: replicated weights, shards of replicas (HSDP) and all buffers.
+    Raises `ModelError` on every rank, naming the tensors that differ.
     """
     if not sources:
         return

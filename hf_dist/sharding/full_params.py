@@ -1,4 +1,4 @@
-"""Full parameters for a moment: `gathered()` for users, `full_tensors()` for saving."""
+"""Temporary access to full parameters: `gathered()` for users, `full_tensors()` for saving."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["all_tensors", "full_gradient", "full_shape", "full_tensors", "gather
 def gathered(
     what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
 ) -> Iterator[None]:
-    """Inside the block the parameters of `what` are full and may be read; at every ZeRO stage, also after a forward in it.
+    """Inside the block, the parameters of `what` are full and readable, at every ZeRO stage and even after a forward in it.
 
-    Collective: every rank enters and leaves. With `modifier_rank` the changes that this global rank made become everyone's
-    weights (master weights included), and those of other ranks are discarded. It holds the weights of its own pipeline stage
-    only: on the others the rank with the same data (`rank % data ranks`) stands in for it.
-    Without it nothing may be changed: sharded weights lose the change, and replicated
-    ones would differ between the ranks; a warning tells. Counterpart of DeepSpeed's `GatheredParameters`.
-    Raises `ModelError` for parameters that hf_dist does not hold, and for a rank that does not exist.
+    Collective: every rank enters and leaves. With `modifier_rank`, all ranks take the changes made by this global rank (master
+    weights included) and discard their own. That rank holds only the weights of its own pipeline stage; on the other stages
+    the rank with the same data (`rank % data ranks`) takes its place.
+    Without `modifier_rank`, change nothing: sharded weights would lose the change and replicated weights would diverge
+    between ranks. A warning reports it. Counterpart of DeepSpeed's `GatheredParameters`.
+    Raises `ModelError` for parameters that hf_dist does not hold and for a rank that does not exist.
     """
 
     def settle(group: FlatGroup, changed: bool) -> None:
@@ -65,10 +65,10 @@ def unsharded(
     slices: bool = False,
     writer: int | None = None,
 ) -> Iterator[None]:
-    """`gathered` whose caller decides, by `settle(group, changed)` for each group at the end, what becomes of changes.
+    """Like `gathered`, but `settle(group, changed)` runs for each group at the end and decides what happens to changes.
 
-    `slices`: parameters that are cut along `tp` stay what they are; else they are whole, and `writer` is the global rank whose
-    changes their slices take (None: each rank's own).
+    Collective. `slices`: keep parameters that are cut along `tp` as slices. Otherwise they are whole inside the block, and
+    afterwards their slices take the changes of global rank `writer` (None: each rank its own).
     """
     groups = _groups_of(what)
     was_full = {id(group) for group in groups if group.fresh}  # inside another block, or in a forward: not ours to free
@@ -96,16 +96,16 @@ def unsharded(
 
 @torch.no_grad()
 def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
-    """Make the full weights of one rank everyone's. Collective over dp and tp, and over the stages that hold the group."""
+    """Give one rank's full weights to all. Collective over dp, tp and the pipeline stages that hold the group."""
     if group.share is None:
         collectives.broadcast(group.mesh.tp, group.full, group.mesh.axes.coordinate("tp", modifier_rank))
     source = group.mesh.axes.coordinate("dp", modifier_rank)
-    # Over the ranks that hold these very elements; of other slices the rank that stands there as the modifier does.
+    # Over the ranks that hold these very elements. For other slices, the source is the rank at the modifier's coordinates.
     copies = [row.axis for row in group.axes.then if not row.at_end]
     for axis in (group.axes.shard, *copies):
         collectives.broadcast(axis, group.full, group.mesh.axes.coordinate(axis.name, modifier_rank))
     for holders in (row.axis for row in group.axes.then if row.between_stages):
-        # Copies on several stages stay equal: theirs who wrote, the first stage's if several did.
+        # Copies on several stages must stay equal: take them from the first stage that wrote.
         wrote = torch.tensor([changed], dtype=torch.int32, device=group.mesh.device)
         collectives.broadcast(group.mesh.dp, wrote, source)
         stages = collectives.all_gather_object(holders, bool(wrote))
@@ -136,12 +136,11 @@ def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[
 
 
 def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient of a prepared parameter that will be stepped, in its shape, fp32, a copy; None before there is one. Of one
-    that is cut along `tp` the whole of it.
+    """An fp32 copy of the gradient that the optimizer will step, in the parameter's full shape (also if it is cut along `tp`).
 
-    Collective: every rank that holds a part of it calls it, after the last backward of a window. In fp16 it holds the loss
-    scale until gradients were clipped. Counterpart of DeepSpeed's `safe_get_full_grad`. Raises `ModelError` for a parameter
-    that hf_dist does not hold.
+    None before the first gradient. Collective: every rank that holds a part calls it, after the last backward of a window.
+    In fp16 it includes the loss scale until gradients are clipped. Counterpart of DeepSpeed's `safe_get_full_grad`. Raises
+    `ModelError` for a parameter that hf_dist does not hold.
     """
     (group,) = _groups_of(param)
     if group.access is None:
@@ -150,7 +149,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     if whole is not None and group.resting != (0, group.layout.numel):
         collectives.all_reduce(group.axes.shard, whole, op="sum").wait()
     if whole is not None:
-        for row in group.access.to_combine():  # of a copy: the window does it to the gradient itself, at its end
+        for row in group.access.to_combine():  # on this copy only: the window combines the gradient itself at its end
             collectives.all_reduce(row.axis, whole.view(-1), row.operation).wait()
     if whole is None or group.share is None:
         return whole
@@ -158,18 +157,18 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def full_shape(param: nn.Parameter) -> torch.Size:
-    """The shape of a parameter in the whole model. Local; at any time, also of parameters that hf_dist does not hold.
+    """The shape of a parameter in the whole model. Local; works at any time and for any parameter, prepared or not.
 
-    With `tensor_parallel` a rank keeps a slice of most matrices, and `param.shape` is that of the slice.
+    With `tensor_parallel`, a rank keeps a slice of most matrices and `param.shape` is the slice's shape.
     """
     return torch.Size(held_slice(param).whole)
 
 
 def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
-    """(slot, full tensor on the device) of each parameter, in the dtype the model was loaded in; a slice, where it is one.
+    """Yield (slot, full tensor on the device) of each parameter, in the dtype it was loaded in.
 
-    Collective over the shard axis. Taken from the fp32 master weights where there are any, so that a model loaded in fp32 and
-    trained in bf16 is saved with all its bits.
+    Collective over the shard axis. A parameter cut along `tp` yields its slice. Values come from the fp32 master weights if
+    there are any, so a model loaded in fp32 and trained in bf16 is saved with all its bits.
     """
     group.take_writes()
     wide = group.source.dtype if torch.float32 in group.loaded_dtypes else group.dtype
@@ -184,15 +183,15 @@ def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
 
 
 def whole_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
-    """`full_tensors`, those that are cut joined to what files have. Collective over the group's shard axis and its parts."""
+    """Like `full_tensors`, with slices joined to the shapes in files. Collective over the group's shard axis and its parts."""
     for index, (slot, tensor) in enumerate(full_tensors(group)):
         yield slot, joined(group, index, tensor)
 
 
 def all_tensors(sharded: Any, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of a `ShardedModel` in full, one after the other, also those of other pipeline stages. Collective.
+    """Yield (name, full tensor) of every parameter of a `ShardedModel`, on all pipeline stages. Collective: every rank.
 
-    `frozen=False`: those that are trained only.
+    `frozen=False`: only trainable parameters.
     """
     pp = sharded.mesh.pp
     for stage in range(pp.size):
@@ -211,7 +210,7 @@ def all_tensors(sharded: Any, *, frozen: bool = True) -> Iterator[tuple[str, tor
 
 
 def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> None:
-    """Overwrite the stored weights of one parameter from its full value; local. Follow with `weights_changed()`."""
+    """Overwrite the stored weights of one parameter from its full value. Local. Call `weights_changed()` afterwards."""
     if tuple(value.shape) != slot.held.whole:
         raise ModelError(f"{slot.name}: the checkpoint has shape {tuple(value.shape)}, the model {slot.held.whole}")
     with opened(group.master, changed=True) as masters:

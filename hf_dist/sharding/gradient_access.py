@@ -1,4 +1,4 @@
-"""What reading and writing `p.grad` of a prepared parameter does: the gradient lies in flat buffers of its group."""
+"""Reading and writing `p.grad` of a prepared parameter, whose gradient is stored in the flat buffers of its group."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class GroupAccess:
     def __init__(
         self, group: FlatGroup, land: Callable[[], None], to_combine: Callable[[FlatGroup], list[Combination]]
     ) -> None:
-        """`land`: waits until what is on its way to the group's gradient is there; local. `to_combine`: what is still to
-        be done to it when the window ends."""
+        """`land`: waits for all transfers into the group's gradient; local. `to_combine`: the combinations that still
+        follow at the end of the window."""
         self._of = weakref.ref(group)
         self._land, self._to_combine = land, to_combine
         self._index = {id(p): i for i, p in enumerate(group.params)}
@@ -34,11 +34,11 @@ class GroupAccess:
         return group
 
     def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """This rank's view of the gradient of one of the parameters, as far as the window has come. Local.
+        """This rank's view of one parameter's gradient, as accumulated in the window so far. Local.
 
-        Before the last microbatch of stages 0 and 1 it is this rank's own sum, as inside DDP's `no_sync`; after it the mean
-        over the data ranks, times the fp16 loss scale until it is clipped. Where a rank keeps a part of that, the result is
-        a `GradientShard`.
+        At stages 0 and 1 it is this rank's own sum before the last microbatch, as inside DDP's `no_sync`. After that it is the
+        mean over the data ranks, times the fp16 loss scale until it is clipped. A rank that keeps only a part of the gradient
+        gets a `GradientShard`.
         """
         group, index = self._group, self._index[id(param)]
         waiting = raw_grad(param)
@@ -54,7 +54,7 @@ class GroupAccess:
         own = group.grad[start:stop]
         axes, shares = group.axes, group.resting != (0, group.layout.numel)
         if shares or axes.parts is not None or group.mesh.model.size > 1:
-            # A loop over the parameters of a pipeline's rank sees those of its stages: its norms would be of a part.
+            # A loop on a pipeline rank sees only the parameters of its stages, so its norms would cover a part of the model.
             axis = (axes.whole or axes.shard) if shares else axes.parts
             axis = axis if group.mesh.model.size == 1 else None
             return GradientShard.of(own, torch.Size(slot.shape), axis, slot.name)
@@ -62,9 +62,9 @@ class GroupAccess:
         return None if alone and not group.window.used[index] else own.view(slot.shape)
 
     def set_gradient(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
-        """`p.grad = value`: None for no gradient, a tensor of the parameter's shape for another one. Local.
+        """Implements `p.grad = value`: a tensor of the parameter's shape, or None for no gradient. Local.
 
-        Every rank sets the same; each keeps its part. Raises `ModelError` for another shape.
+        Every rank sets the same value and keeps its part. Raises `ModelError` for another shape.
         """
         group, index = self._group, self._index[id(param)]
         slot = group.layout.slots[index]
@@ -75,7 +75,7 @@ class GroupAccess:
                 start, stop = group.fragment(slot)
                 group.grad[start:stop].zero_()
             return
-        if isinstance(value, GradientShard):  # p.grad *= 0.5 ends like this; it was done in place
+        if isinstance(value, GradientShard):  # `p.grad *= 0.5` assigns its result, which was computed in place
             return
         if tuple(value.shape) != tuple(slot.shape):
             raise ModelError(
@@ -92,7 +92,7 @@ class GroupAccess:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Gradients that user code has put on `p.grad` without a backward join those of the window. Local."""
+        """Add gradients that user code assigned to `p.grad` without a backward to the window. Local."""
         group = self._group
         for index, (slot, p) in enumerate(zip(group.layout.slots, group.params, strict=True)):
             value = raw_grad(p)
@@ -102,12 +102,12 @@ class GroupAccess:
                 group.window.used[index] = True
 
     def to_combine(self) -> list[Combination]:
-        """What the end of the window still does to these gradients. Local."""
+        """The combinations that these gradients still await at the end of the window. Local."""
         return self._to_combine(self._group)
 
     @torch.no_grad()
     def whole(self, param: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part of the reduced gradient in a tensor of the parameter's shape, zero elsewhere. Local."""
+        """An fp32 tensor of the parameter's shape: this rank's part of the reduced gradient, zero elsewhere. Local."""
         group = self._group
         self._land()
         if group.grad is None:

@@ -1,4 +1,4 @@
-"""`p.grad` where a rank holds only a part of it: norms are those of the whole gradient, products reach the part."""
+"""`p.grad` on a rank that holds only a part of it: norms cover the whole gradient, products scale this rank's part."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class GradientShard(torch.Tensor):
 
     @staticmethod
     def of(part: torch.Tensor, whole: torch.Size, axis: MeshAxis | None, name: str) -> GradientShard:
-        """`part`: 1-D view into the gradient that will be stepped; `whole`: the parameter's shape; `axis`: who has the rest,
-        None under a pipeline, where no rank sees the gradients of all parameters and nothing but metadata is answered."""
+        """`part`: 1-D view into the gradient that will be stepped; `whole`: the parameter's shape; `axis`: the ranks that hold
+        the rest. Under a pipeline `axis` is None and only metadata is answered: no rank sees all parameters' gradients."""
         shard = part.as_subclass(GradientShard)
         shard._whole, shard._axis, shard._name = whole, axis, name
         return shard
@@ -73,7 +73,7 @@ class GradientShard(torch.Tensor):
                         "matrices). Clip with accelerator.clip_grad_norm_ or gradient_clipping. hf_dist.full_gradient(p) is "
                         "one of them."
                     )
-                if func in _PLAIN:  # who wants to be rid of autograd
+                if func in _PLAIN:  # detaching it has no effect: a gradient has no autograd history
                     return first
                 if func in _IN_PLACE and all(_is_number(x) for x in (*args[1:], *kwargs.values())):
                     func(first, *args[1:], **kwargs)

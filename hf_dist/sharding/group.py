@@ -1,8 +1,8 @@
-"""The parameters of a unit that travel together: same device, dtype and `requires_grad`, in one flat buffer.
+"""One flat buffer for those parameters of a unit that share device, dtype and `requires_grad`.
 
-Flat is storage, never identity: the `nn.Parameter` objects stay as they were made and become views into `full`, once.
-`full` comes and goes by resizing its storage. Never re-point a view at another storage: autograd keeps aliases such as
-`weight.t()`, and with rotating buffers gradients are silently wrong.
+Flat is storage, never identity: the `nn.Parameter` objects are kept and become views into `full` once.
+`full` is allocated and freed by resizing its storage. Never re-point a view at another storage: autograd keeps aliases such
+as `weight.t()`, and gradients would be silently wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hf_dist.sharding.window_gradient import WindowGradient
 
 
 class FlatGroup:
-    """Weights, master weights and gradients of some parameters, each one 1-D tensor."""
+    """Weights, master weights and gradients of some parameters, each state in one 1-D tensor."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class FlatGroup:
         storage: Storage,
         axes: GroupAxes,
     ) -> None:
-        """Collective over the axes' `shard` where a parameter is lazy and rests replicated, else local."""
+        """Collective over `axes.shard` if a parameter is lazy and its weights rest replicated; else local."""
         self.params = [p for _, p in params]
         self.mesh = mesh
         self.placements = placements
@@ -67,21 +67,21 @@ class FlatGroup:
         self._guarded = False
         self._gather: collectives.Handle | None = None
         self._stale_shard = False  # `master` was written and `shard` was not
-        self._version: int | None = None  # `_written()` when nobody else had written yet
-        self._data_was_read = False  # `p.data` of a parameter, through which it may have been written without a trace
+        self._version: int | None = None  # `_written()` before any write by user code
+        self._data_was_read = False  # user code has read some `p.data`, through which it can write without a trace
         self.share: Any = None
-        """Of a model that is cut along `tp`: what its groups have in common (`slices.py`)."""
+        """State that all groups of a model cut along `tp` share (`slices.py`); None for an uncut model."""
         self.slices: list[list[TensorSlice]] | None = None
-        """What each rank along `tp` keeps of every parameter, once somebody has asked."""
+        """Slices that each rank along `tp` keeps of every parameter; None until the first request."""
         self.access: GradientAccess | None = None
-        """What `p.grad` of the parameters answers; of groups that train."""
+        """Implements `p.grad` of the parameters; None for frozen groups."""
         self.num_changes = 0  # how often `master` was written
-        self._keepable = False  # `full` was gathered since the weights changed, so a second copy may be taken of it
+        self._keepable = False  # `full` was gathered since the weights changed, so a second copy can be made of it
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
             if self.trainable:
-                unguard(p)  # the guard goes over it
+                unguard(p)  # the guard class must derive from the prepared class
                 prepare(p)
                 if self._guarded:
                     guard(p)
@@ -91,10 +91,10 @@ class FlatGroup:
     # ------------------------------------------------------------------ storage
 
     def _build_storage(self) -> None:
-        """Move the elements into flat buffers and make every parameter a view of `full`, once and for all.
+        """Move the elements into flat buffers and make every parameter a view of `full`. Called once.
 
-        Collective over `axes.shard` when a parameter is lazy and its weights rest replicated: each rank then reads its own part
-        of the file, and the parts are gathered.
+        Collective over `axes.shard` if a parameter is lazy and its weights rest replicated: each rank reads its own part of the
+        file, then all ranks all-gather the parts.
         """
         layout, device = self.layout, self.mesh.device
         sources = [lazy_source(p) for p in self.params]
@@ -110,7 +110,7 @@ class FlatGroup:
         )
         self.resting = self.at_rest.interval
         rests_sharded = self.placements.params is Placement.SHARD
-        # 1D, compute dtype; its storage is empty while the weights rest sharded, and is not touched here then.
+        # 1D, compute dtype. Not zeroed if weights rest sharded: the storage is then freed without being touched.
         new = torch.empty if rests_sharded else torch.zeros
         self.full = new(layout.numel, dtype=self.dtype, device=device)
         self._make_states()
@@ -124,11 +124,11 @@ class FlatGroup:
         self.reshard()
 
     def _make_states(self) -> None:
-        """Allocate what `at_rest` says: the weights once where they are gathered from, and once, wider, where they are stepped.
+        """Allocate the plan in `at_rest`: `shard`, the all-gather's input, and `master`, the wider weights that are stepped.
 
-        The two are one tensor where nothing is gained by a second: on the device a gather casts on the way, so the masters
-        are its source; on the host only if the dtypes are equal, as half the bytes cross to the device. Where the weights
-        rest replicated, `full` itself is what is gathered from.
+        One tensor serves as both where a second gains nothing. On the device the gather casts on the way, so it reads the
+        masters. On the host they share only if the dtypes are equal: else a narrow copy halves the bytes sent to the device.
+        If weights rest replicated, the gather's input is a part of `full` itself.
         """
         at_rest, (start, stop) = self.at_rest, self.resting
         numel = stop - start
@@ -151,7 +151,7 @@ class FlatGroup:
             self.second = SecondCopy(self.axes.second, part)
 
     def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
-        """Fill the masters from the parameters as they were loaded (fp32 weights keep their low bits), and make views."""
+        """Fill the masters from the loaded parameters (fp32 weights keep their low bits); make parameters views. Local."""
         first, last = self.owned if streamed else self.resting
         mine = masters[first - self.resting[0] : last - self.resting[0]]
         for slot, p, source in zip(self.layout.slots, self.params, sources, strict=True):
@@ -166,8 +166,8 @@ class FlatGroup:
             p.data = view
 
     def _gather_streamed(self) -> None:
-        """Every rank has read its own part of `source`: fill what rests replicated. Collective over `axes.shard`."""
-        if self.resting == (0, self.layout.numel):  # the source itself, so that masters keep all bits of an fp32 file
+        """All-gather replicated states, of which each rank has read only its own part. Collective over `axes.shard`."""
+        if self.resting == (0, self.layout.numel):  # gather `source`, so that masters keep all bits of an fp32 file
             collectives.all_gather(self.axes.shard, self.source).wait()
         self.fresh = False
         self.unshard()
@@ -175,16 +175,16 @@ class FlatGroup:
 
     @property
     def source(self) -> Any:
-        """1-D, this rank's weights in their widest dtype: fp32 masters, or the resting dtype of frozen ones.
+        """This rank's weights, 1-D, in their widest dtype: fp32 masters, or the resting dtype of frozen weights.
 
-        The tensor where it stays in memory; on disk something that reads the interval it is asked for. To write, open
-        `master` and call `masters_changed`.
+        A tensor if they are in memory; on disk, an object that reads a requested interval. To write, open `master` and call
+        `masters_changed`.
         """
         return self.master.elements
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """1-D, like `source`: reduced gradient of the window so far; on the host if the state it steps rests off the device."""
+        """Reduced gradient of the window so far, 1-D like `source`; on the host if the optimizer state is offloaded."""
         return self.gradient.values
 
     def interval(self, placement: Placement) -> tuple[int, int]:
@@ -195,11 +195,11 @@ class FlatGroup:
 
     @property
     def owned(self) -> tuple[int, int]:
-        """Interval that this rank answers for when every element must be counted once over `axes.shard`."""
+        """Interval that this rank counts when each element must be counted exactly once over `axes.shard`."""
         return self.layout.shard(self.axes.shard.rank)
 
     def fragment(self, slot: ParamSlot) -> tuple[int, int]:
-        """Interval of `source` (and of `grad`) that belongs to `slot`; start == stop when none does."""
+        """Interval [start, stop) of `source` and `grad` that belongs to `slot`; empty (start == stop) if none does."""
         start, stop = self.resting
         first = min(max(slot.offset, start), stop)
         return first - start, max(min(slot.stop, stop), first) - start
@@ -212,7 +212,7 @@ class FlatGroup:
         return self.layout.numel == 0 or self.full.untyped_storage().nbytes() > 0
 
     def unshard(self) -> None:
-        """Start to fill `full` with the current weights; nothing to do when it holds them. Collective over `axes.shard`."""
+        """Start to fill `full` with the current weights, unless it already holds them. Collective over `axes.shard`."""
         if self.fresh:
             return
         storage = self.full.untyped_storage()
@@ -241,7 +241,7 @@ class FlatGroup:
         return collectives.all_gather(self.axes.shard, self.full)
 
     def wait_unshard(self) -> None:
-        """After this the parameters can be read. Local."""
+        """Wait for the gather. Afterwards the parameters can be read. Local."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
@@ -259,7 +259,7 @@ class FlatGroup:
                 guard(p)
 
     def reshard(self) -> None:
-        """Give the full weights back if they rest sharded and nobody pins them; else keep them. Local."""
+        """Free the full weights if they rest sharded and are not pinned. Local."""
         if self.placements.params is not Placement.SHARD or self.pins:
             return
         if self._gather is not None:  # never free what a collective still writes into
@@ -275,9 +275,9 @@ class FlatGroup:
 
     @torch.no_grad()
     def take_back(self) -> bool:
-        """Make parameters views of `full` again that were given other elements (`p.data = ...`); whether there were any.
+        """Copy parameters that user code re-pointed (`p.data = ...`) into `full` and make them views again; True if any.
 
-        Local, while the full weights are there. Raises `ModelError` for elements of another shape.
+        Local; the full weights must be in memory. Raises `ModelError` for elements of another shape.
         """
         moved = False
         for slot, p in zip(self.layout.slots, self.params, strict=True):
@@ -290,24 +290,24 @@ class FlatGroup:
         return moved
 
     def data_was_read(self) -> None:
-        """Somebody has `p.data` of a parameter: writes through it leave no trace. Local."""
+        """Note that user code has read some `p.data`; writes through it leave no trace. Local."""
         self._data_was_read = True
 
     def ignore_writes(self) -> None:
-        """What user code has written into the full weights is not wanted. Local."""
+        """Treat the full weights as unwritten: discard what user code has written so far. Local."""
         self._version, self._data_was_read = self._written(), False
 
     def _written(self) -> int:
-        """A number that grows whenever an operator writes into a parameter. Views of `full` count for themselves."""
+        """A number that grows whenever an operator writes into a parameter. Each view of `full` has its own counter."""
         return sum(p._version for p in self.params)
 
     def take_writes(self) -> None:
-        """Weights that user code has written since they were gathered become those of the masters. Local.
+        """Copy weights that user code has written since the gather into the masters. Local.
 
-        Each rank takes its own elements: as in plain data parallelism every rank is to write the same.
+        Each rank takes its own elements: as in plain data parallelism, every rank must write the same values.
         """
         if not self.trainable or not self.fresh or self._guarded or self._version is None:
-            return  # nobody could write
+            return  # the weights could not have been written
         if not self._data_was_read and self._written() == self._version:
             return
         self.wait_unshard()
@@ -319,25 +319,25 @@ class FlatGroup:
 
     @torch.no_grad()
     def adopt_full(self) -> bool:
-        """Give the masters what `full` holds, where the two differ; whether there are masters besides. Local."""
+        """Copy elements of `full` that differ into the masters; False if the masters are part of `full`. Local."""
         if not self.separate and self.master is self.shard:
             return False
         start, stop = self.resting
         with opened(self.master, changed=True) as masters:
             new = self.full[start:stop].to(masters.device)
-            # Only what changed: the rest of the master weights keeps the bits that the compute dtype has no room for.
+            # Only changed elements: the others keep the low bits that the compute dtype cannot hold.
             torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
         self.masters_changed()
         self._keepable = self.fresh
         return True
 
     def fetch(self) -> None:
-        """Begin to bring what a gather will read into memory. Local; nothing to do for what is there."""
+        """Start to load the next gather's input into memory, unless it is already there. Local."""
         if not self.fresh and not (self.second is not None and self.second.holds):
             self.shard.fetch()
 
     def masters_changed(self) -> None:
-        """`master` was written: what is gathered from must follow, by `write_back` or `weights_changed`. Local."""
+        """Note that `master` was written. Call `write_back` or `weights_changed` before the next gather. Local."""
         self.num_changes += 1
         self._stale_shard = self.shard is not self.master
         self._forget_second()
@@ -348,9 +348,9 @@ class FlatGroup:
             self.second.holds = False
 
     def write_back(self) -> None:
-        """Give what is gathered from the values of the masters, if those were written. Local.
+        """Copy the masters into the all-gather's input, if they were written. Local.
 
-        A copy to the device runs beside what follows: `storage.link.wait_device()` comes before the next gather.
+        A copy to the device is asynchronous: call `storage.link.wait_device()` before the next gather.
         """
         if self._stale_shard:
             self.deliver(self.master.get())
@@ -362,22 +362,22 @@ class FlatGroup:
             self._stale_shard = False
             with torch.no_grad():
                 self.storage.link.deliver(self.shard.get(blank=True), masters)
-            if self.shard.tier is Tier.DISK:  # written from memory of the host
+            if self.shard.tier is Tier.DISK:  # the disk write reads host memory, which must be filled first
                 self.storage.link.wait_host()
             self.shard.release(changed=True)
 
     def weights_changed(self) -> None:
-        """`source` was stepped: what `full` holds is old. Reads wait for the next gather from now on. Local."""
+        """Note that `source` was stepped, so `full` is outdated. From now on, reads wait for the next gather. Local."""
         if not self.trainable:
             return
         if self.pins:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if self.placements.params is Placement.SHARD:
-            self._version = None  # written before the step, they were taken then
-            self._forget_second()  # on all ranks alike, also where no element of theirs was stepped
+            self._version = None  # user code's writes were taken before the step
+            self._forget_second()  # on all ranks alike, even on a rank that stepped no element
             self.reshard()
             return
-        if self._gather is not None:  # of the weights before: its transfers must not be dropped half-way
+        if self._gather is not None:  # a gather of the old weights: its transfers must not be dropped half-way
             self._gather.wait()
             self._gather = None
         self.fresh = False
@@ -389,9 +389,9 @@ class FlatGroup:
         return self.placements.params is not Placement.SHARD
 
     def make_readable(self, name: str) -> None:
-        """Called by the guard. Replicated weights that are on their way are waited for; freed ones raise.
+        """Called by the guard. Waits for replicated weights in flight; raises for freed weights.
 
-        So do weights that were fetched ahead for hooks which never ran: nobody would wait for them in backward.
+        It also raises for weights that were prefetched for hooks which never ran: no hook would wait for them in backward.
         """
         if self.fresh and (self._gather is None or self.placements.params is not Placement.SHARD):
             self.wait_unshard()
@@ -405,11 +405,11 @@ class FlatGroup:
     # ---------------------------------------------------------------- gradients
 
     def begin_backward(self, reduces: bool) -> bool:
-        """`reduces`: a reduction follows it. Returns whether gradients stay in `.grad`, where autograd adds the next ones."""
+        """`reduces`: a reduction follows this backward. Returns whether autograd accumulates gradients in `.grad`. Local."""
         return self.window.begin_backward(reduces, self.dtype)
 
     def reduce(self) -> collectives.Handle:
-        """Start the mean of the window's gradient over the data ranks; it is added to `grad` when the handle completes.
+        """Start averaging the window's gradient over `axes.shard`; the result is added to `grad` when the handle completes.
 
         Collective over `axes.shard`, in the same order on every rank. A parameter without a gradient contributes zeros.
         """
@@ -424,9 +424,9 @@ class FlatGroup:
         return collectives.Handle([handle], lambda: self.gradient.add(out))
 
     def combine(self, row: Combination) -> collectives.Handle:
-        """Start what one row of `axes.then` does to the window's gradient. Collective over its axis, once per window.
+        """Start to combine the window's gradient as one row of `axes.then` says. Collective over its axis, once per window.
 
-        Between pipeline stages it is also made known who had a gradient.
+        Between pipeline stages, the ranks also exchange which parameters had a gradient.
         """
         values = self.gradient.on_device()
         handles = [collectives.all_reduce(row.axis, values, row.operation)]
@@ -437,41 +437,41 @@ class FlatGroup:
 
         def finish() -> None:
             self.gradient.replace(values)
-            if not all(self.window.used):  # else nobody has more to tell, and the host need not wait for the answer
+            if not all(self.window.used):  # else the answer is known, and the host need not wait for it
                 self.window.used = (used > 0).tolist()
 
         return collectives.Handle(handles, finish)
 
     def resident_nbytes(self) -> dict[Tier, int]:
-        """Bytes that weights and masters take at rest, by kind of memory; on the host also the place of gradients."""
+        """Bytes that weights and masters take at rest, by tier; host bytes include the space kept for gradients."""
         held = dict.fromkeys(Tier, 0)
         if self.resident:
             held[Tier.DEVICE] += self.full.numel() * self.full.element_size()
         for state in {id(s): s for s in (self.master, self.shard)}.values():
-            if self.separate or state is not self.shard:  # else it is a part of `full`
+            if self.separate or state is not self.shard:  # else the state is a part of `full`
                 held[state.tier] += state.nbytes
         held[Tier.DEVICE] += self.second.nbytes if self.second is not None else 0
         held[Tier.HOST] += self.gradient.host_nbytes
         return held
 
     def multiply_gradient(self, factor: float) -> None:
-        """All that the window has gathered so far times `factor`, reduced or not. Local."""
+        """Multiply all gradients of the window so far by `factor`, reduced or not. Local."""
         self.window.multiply(factor)
         if self.grad is not None:
             self.grad.mul_(factor)
 
     def release_gradient(self) -> None:
-        """The optimizer has read the reduced gradient: its memory goes, who had one is still known. Local."""
+        """Free the reduced gradient after the optimizer has read it; `window.used` is kept. Local."""
         self.gradient.drop()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the window. Its reductions are complete."""
+        """Forget the gradients of the window, whose reductions must be complete. Local."""
         self.window.drop()
         self.gradient.drop()
 
 
 def combine_together(groups: Sequence[FlatGroup], row: Combination) -> collectives.Handle:
-    """`combine` of several groups by one collective; their gradients are of one dtype."""
+    """`combine` several groups with one collective; their gradients must share a dtype. Collective over `row.axis`."""
     if len(groups) == 1 or row.between_stages:
         return collectives.Handle([group.combine(row) for group in groups])
     values = [group.gradient.on_device() for group in groups]
@@ -485,7 +485,7 @@ def combine_together(groups: Sequence[FlatGroup], row: Combination) -> collectiv
 
 
 def _read_overlap(target: torch.Tensor, target_start: int, source: WeightSource, slot: ParamSlot) -> None:
-    """Read the part of the lazy parameter in `slot` that falls into `target`'s interval, and nothing else of it."""
+    """Read only the part of the lazy parameter in `slot` that falls into `target`'s interval."""
     first = max(target_start, slot.offset)
     last = min(target_start + target.numel(), slot.stop)
     if first < last:

@@ -1,15 +1,15 @@
-"""Where one flat group is sharded, and over which ranks its gradient is combined after that: a row for each kind of weights.
+"""Over which axis a flat group is sharded and over which its gradient is then combined: one row per kind of weights.
 
     weights                          sharded over    then, once per window
     dense                            shard           mean over dp_replicate (HSDP)
     held by several pipeline stages  shard           the same, then the sum over their holders
-    experts, cut along ep            edp             as dense; beside ranks that cut others the sum over tp
-    whole between ranks that cut     shard           the same, then over tp the mean where each has the whole gradient,
-    others (norms)                                   the sum where each has a part of it
+    experts, cut along ep            edp             as dense; the sum over tp where tp cuts other weights
+    not cut along tp, beside others  shard           the same, then over tp: the mean if each rank has the whole
+    that are (norms)                                 gradient, the sum if each has a part of it
 
-A gradient is reduced to its shards by the mean over the group's shard axis in every reduction; what follows in the row happens
-when the gradient of the window is there. An axis of one rank does nothing and is left out. Experts have already added up what
-the tokens of all ranks of `ep` ask of them, so their mean over `edp` is divided by `ep` to be one over `shard`.
+Every reduction averages the gradient over the group's shard axis. The other entries of the row run once the gradient of the
+window is complete. An axis of one rank is left out. An expert's gradient is already the sum over the tokens of all ranks of
+`ep`, so its mean over `edp` is divided by the size of `ep` to equal a mean over `shard`.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from hf_dist.mesh import MeshAxis, ParallelMesh
 Operation = Literal["mean", "sum"]
 
 DENSE: tuple[tuple[str, Operation], ...] = (("dp_replicate", "mean"),)
-"""Axes of the mesh for the weights of every layer that is whole on its ranks."""
+"""(axis of the mesh, operation) for weights that are whole on their ranks, after the reduction over `shard`."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What it means for a group that its parameters are cut along an axis, whose ranks hold the other slices."""
+    """How groups are sharded whose parameters are cut along an axis, so that its ranks hold the other slices."""
 
     shard: str
     """The axis that each slice is sharded over."""
     whole: str
-    """The view whose ranks hold all slices between them, each of its shards once."""
+    """The view whose ranks together hold every shard of every slice exactly once."""
     added_up: bool
-    """Whether a slice's gradient holds what every rank of the axis asks of it."""
+    """Whether a slice's gradient is already the sum of all the axis's ranks' contributions."""
 
 
 CUTS: Mapping[str, Cut] = {
     "ep": Cut("edp", whole="shard", added_up=True),
-    "tp": Cut("shard", whole="shard", added_up=False),  # of `whole` nobody asks where `model` has other ranks
+    "tp": Cut("shard", whole="shard", added_up=False),  # `whole` is never used where `model` has other ranks
 }
-"""By the axis."""
+"""Axis name -> its rules."""
 
 
 @dataclass(frozen=True, eq=False)
 class Combination:
-    """One more axis over which the gradient of a window is combined."""
+    """One more axis over which the window's gradient is combined."""
 
     axis: MeshAxis
     operation: Operation
     at_end: bool = False
-    """Whether it waits for the end of the window, where all groups are combined at once; else it starts as soon as what comes
-    before is complete. The ranks of other pipeline stages issue other collectives until then."""
+    """Whether it waits for the end of the window, where all groups are combined at once. Else it starts as soon as the previous
+    reduction is complete. Until the end, ranks of other pipeline stages issue different collectives."""
     between_stages: bool = False
-    """Whether it is over pipeline stages: which parameters had a gradient is then known only by all of them."""
+    """Whether its ranks are pipeline stages, which must also exchange which parameters had a gradient."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,21 +63,21 @@ class GroupAxes:
     """The axes of one flat group."""
 
     shard: MeshAxis
-    """Weights, gradients and states are sharded over it, as their placement says."""
+    """The axis over which weights, gradients and optimizer states are sharded, as their placements say."""
     then: tuple[Combination, ...] = ()
-    """One after the other, each with more than one rank; those `at_end` come last."""
+    """Combinations in order, each over more than one rank; those `at_end` come last."""
     parts: MeshAxis | None = None
-    """Whose ranks hold the other slices of the parameters; None where they are whole."""
+    """The axis whose ranks hold the other slices of the parameters; None for whole parameters."""
     whole: MeshAxis | None = None
-    """Whose ranks hold all slices of the parameters and their shards between them; None where that is `shard`."""
+    """The axis whose ranks together hold all slices and shards of the parameters; None where that is `shard`."""
     divisor: int = 1
-    """Of the mean over `shard`."""
+    """Further divisor of the mean over `shard`."""
     second: MeshAxis | None = None
-    """Neighbours on `shard` that keep a second copy of the weights between them; None where there is none."""
+    """Neighbours on `shard` that together keep a second copy of the weights; None without a second copy."""
 
     @property
     def owns(self) -> bool:
-        """Whether this rank answers for its shard, in norms and files: the first along every axis that holds copies."""
+        """Whether this rank counts its shard in norms and writes it to files: it is the first along every axis of copies."""
         return all(row.axis.rank == 0 for row in self.then)
 
     @property
@@ -87,7 +87,7 @@ class GroupAxes:
 
 
 def held_between_stages(holders: MeshAxis) -> Combination:
-    """The row of weights that several pipeline stages hold."""
+    """The combination for weights that several pipeline stages hold: a sum over `holders`."""
     return Combination(holders, "sum", at_end=True, between_stages=True)
 
 
@@ -97,10 +97,10 @@ def axes_by_name(
     cuts: Mapping[str, str] | None = None,
     second: MeshAxis | None = None,
 ) -> Callable[[str], GroupAxes]:
-    """The axes of every parameter, by its name: one object for those that may share a group.
+    """A function from parameter name to its axes. Parameters that may share a group get the same object.
 
-    `copies`: parameters that are on ranks which hold other weights beside them, and how their gradients are combined; `cuts`:
-    those that are cut, and along which axis; `second`: ranks that keep a second copy of what is sharded over `shard`.
+    `copies`: further combinations, by name, for copies of a parameter on ranks whose other weights differ; `cuts`: the axis,
+    by name, that a parameter is cut along; `second`: ranks that together keep a second copy of what is sharded over `shard`.
     """
     copies, cuts = copies or {}, cuts or {}
     dense = _row(mesh, second, ())

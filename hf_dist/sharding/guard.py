@@ -1,8 +1,8 @@
-"""A parameter whose elements are not in memory answers metadata and refuses everything else, by name.
+"""The guard: a parameter whose elements are not in memory answers metadata and raises, by name, for everything else.
 
-Without this, reading it (`p.norm()`, `p + 1`, even `repr`) ends in a segmentation fault, or in garbage. The guard is a
-subclass put on the object with `__class__`, so object, `isinstance`, name, shape and dtype stay; it costs nothing while the
-parameter is gathered, because then the class is the original one.
+Without the guard, reading such a parameter (`p.norm()`, `p + 1`, even `repr`) ends in a segmentation fault or in garbage. The
+guard is a subclass assigned to `__class__`, so object, `isinstance`, name, shape and dtype stay. It costs nothing while the
+parameter is gathered, because the class is then the original one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.sharding.prepared import OWNER
 
 LAZY = "_hf_dist_lazy"
-"""On a parameter that is still in a file (`lazy.py`): it is filled when it is read."""
+"""Attribute of a parameter that is still in a file (`lazy.py`) and is filled at the first read."""
 
 
 class Owner(Protocol):
-    """What a guard asks when a guarded tensor is read."""
+    """What the guard calls when a guarded tensor is read."""
 
     @property
     def is_replicated(self) -> bool:
-        """Whether the elements rest in memory as a whole between uses."""
+        """Whether all elements stay in memory between uses."""
 
     def make_readable(self, name: str) -> None:
         """Return when the elements are in memory, or raise `FreedParameterError` naming the parameter and the fix."""
@@ -48,7 +48,7 @@ _FACTORIES = "zeros_like ones_like full_like empty_like rand_like randn_like"
 
 
 def _metadata() -> frozenset[Any]:
-    # The last one asks whether two tensors are of a kind, as `module.to` does.
+    # The last one checks whether two tensors have compatible types, as `module.to` does.
     found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
     for name in _READS.split():
         descriptor: Any = getattr(torch.Tensor, name, None)
@@ -65,7 +65,7 @@ def _metadata() -> frozenset[Any]:
 
 _METADATA = _metadata()
 _EQUAL = (torch.equal, torch.Tensor.equal)
-_ASSIGN: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # another object at each look, so never `is`
+_ASSIGN: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a new object at each access, so never `is`
 _ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 
 
@@ -90,9 +90,9 @@ class _Guard:
             return args[0]
         if func == _ASSIGN:
             if args[0] is args[1]:
-                return None  # how `module.to(...)` ends where `to` had nothing to do
-            release(args[0])  # a lazy parameter gets other elements: its own need not be read
-        if func in _EQUAL and all(hasattr(t, LAZY) for t in args[:2]):  # HF compares tied weights that are both stored
+                return None  # `module.to(...)` does this if `to` changed nothing
+            release(args[0])  # a lazy parameter gets new elements: its own need not be read
+        if func in _EQUAL and all(hasattr(t, LAZY) for t in args[:2]):  # HF compares tied weights, both in files
             return getattr(args[0], LAZY).equal(getattr(args[1], LAZY))
         if func in _ALIASES and not _is_replicated(args[0]):
             return _guarded_alias(args[0], func)
@@ -102,7 +102,7 @@ class _Guard:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # Reading may have put the object's own class back: then that class answers.
+    # Reading may have restored the object's own class, whose method then applies.
     def __reduce_ex__(self, protocol: Any) -> Any:
         _make_readable(self)
         unguard(self)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class _Guard:
 
 
 def guarded_class(cls: type) -> type:
-    """The guarded twin of a parameter class; one per class, so that `__class__` can go back and forth."""
+    """The guarded subclass of a parameter class; one per class, so that `__class__` can switch back and forth."""
     return _twin(cls)
 
 
@@ -129,34 +129,34 @@ def _twin(cls: type) -> type:
 
 
 def guard(param: nn.Parameter) -> None:
-    """Refuse reads of `param` from now on. Its owner must have been set with `set_owner`."""
+    """Refuse reads of `param` from now on. Call `set_owner` first. Local."""
     if not isinstance(param, _Guard):
         param.__class__ = guarded_class(type(param))
 
 
 def unguard(param: torch.Tensor) -> None:
-    """Give `param` its own class back."""
+    """Restore the original class of `param`; a no-op for an unguarded tensor. Local."""
     if isinstance(param, _Guard):
         param.__class__ = type(param)._hf_dist_plain  # type: ignore[attr-defined]
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Make a lazy parameter, or an alias of one, ordinary without reading it; nothing happens to another tensor."""
+    """Make a lazy parameter, or an alias of one, ordinary without reading it; a no-op for any other tensor. Local."""
     if hasattr(tensor, LAZY):
         delattr(tensor, LAZY)
         unguard(tensor)
 
 
 def set_owner(param: torch.Tensor, owner: Callable[[], Owner | None], name: str) -> None:
-    """`owner` is a weak reference: a strong one would make the buffers wait for the cyclic garbage collector."""
+    """Record the owner that the guard calls, as a weak reference: a strong one would leave buffers to the cyclic collector."""
     setattr(param, OWNER, (owner, name))
 
 
 def refuse_moves(model: nn.Module) -> None:
-    """Make `model.to(...)`, `.half()`, `.cuda()` raise when they would change anything: they would tear views apart.
+    """Make `model.to(...)`, `.half()`, `.cuda()` raise if they would change anything: parameters would stop being views.
 
-    A call that changes nothing (`.to(the same device)`, which many loops make) passes. HF's `resize_token_embeddings` is
-    refused likewise: it would put parameters into the model that no shard and no optimizer knows.
+    A call that changes nothing (`.to(the same device)`, which many loops make) passes. HF's `resize_token_embeddings` also
+    raises: it would add parameters that belong to no shard and no optimizer.
     """
     replace_method(model, "_apply", _refuse_change)
     for module in model.modules():
@@ -165,7 +165,7 @@ def refuse_moves(model: nn.Module) -> None:
 
 
 def replace_method(module: nn.Module, method: str, instead: Callable[..., Any]) -> None:
-    """Have `module.method(...)` be `instead(module, ...)`; copies of the module have the ordinary one."""
+    """Make `module.method(...)` call `instead(module, ...)`. Copies of the module keep the ordinary method."""
     module.__dict__[method] = _StandIn(module, method, instead, sharded=True)
 
 
@@ -173,9 +173,9 @@ _RESIZE = "resize_token_embeddings"
 
 
 class _StandIn:
-    """Stands in for one method of one module, which it holds weakly; on a copy of the module it is the ordinary one.
+    """Replaces one method of one module, held weakly; on a copy of the module it calls the ordinary method.
 
-    `module.__dict__[name] = _StandIn(module, name, instead, sharded=True)`; calls arrive at `instead(module, ...)`.
+    After `module.__dict__[name] = _StandIn(module, name, instead, sharded=True)`, calls reach `instead(module, ...)`.
     """
 
     def __init__(self, module: nn.Module, method: str, instead: Callable[..., Any], *, sharded: bool) -> None:
@@ -185,7 +185,7 @@ class _StandIn:
         self._sharded = sharded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
-        # A copy has plain parameters of its own. `deepcopy` has noted it in `memo` before it comes to the attributes.
+        # A copy has plain parameters of its own. `deepcopy` enters it in `memo` before it copies the attributes.
         return _StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,8 +221,8 @@ def _refuse_change(model: nn.Module, fn: Callable[..., Any], *args: Any, **kwarg
 
 
 def check_still_frozen(groups: Iterable[Any]) -> None:
-    """Raise `ModelError` when a parameter was unfrozen that was frozen when the model was sharded. Local, microseconds."""
-    with torch._C.DisableTorchFunctionSubclass():  # freed parameters are asked, too
+    """Raise `ModelError` if a parameter was unfrozen that was frozen when the model was sharded. Local, microseconds."""
+    with torch._C.DisableTorchFunctionSubclass():  # reads an attribute of freed parameters too
         for group in groups:
             for slot, param in zip(group.layout.slots, group.params, strict=True):
                 if param.requires_grad:
@@ -241,7 +241,7 @@ def _name(tensor: Any) -> str:
 
 
 def _is_replicated(tensor: Any) -> bool:
-    """Whether the elements are all here, or on their way: an alias of them need not be guarded."""
+    """Whether all elements are in memory or in flight, so that an alias of them needs no guard."""
     owner = None if hasattr(tensor, LAZY) else getattr(tensor, OWNER, (lambda: None, ""))[0]()
     return owner is not None and owner.is_replicated
 
@@ -262,7 +262,7 @@ def _make_readable(tensor: Any) -> None:
 
 
 def _guarded_alias(tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
-    """`.data` and `.detach()` share the empty storage, so they are guarded as well (and let through once gathered)."""
+    """`.data` and `.detach()` share the empty storage, so they are guarded too (and readable once gathered)."""
     with torch._C.DisableTorchFunctionSubclass():
         alias = cast(torch.Tensor, func(tensor))
         alias.__class__ = _twin(torch.Tensor)

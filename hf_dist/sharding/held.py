@@ -1,7 +1,7 @@
-"""Which slice of its stored parameter an `nn.Parameter` is.
+"""Which slice of its stored parameter an `nn.Parameter` holds.
 
-A parameter may be cut before it is sharded: the object and its name stay, its shape becomes that of the slice. Layouts take
-the slice over (`ParamSlot.held`), and whatever touches files goes through it.
+A parameter may be cut before it is sharded: the object and its name stay, its shape becomes the slice's shape. Layouts record
+the slice (`ParamSlot.held`), and all code that reads or writes files uses it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _ALONG = "_hf_dist_cut_along"
 
 
 def held_slice(tensor: torch.Tensor) -> TensorSlice:
-    """What of the stored parameter (or buffer) `tensor` is, at any time, also sharded: all of it unless it was cut."""
+    """The slice of the stored parameter (or buffer) that `tensor` holds: all of it unless it was cut. Local, at any time."""
     held: TensorSlice | None = getattr(tensor, HELD, None)
     return TensorSlice.all(tensor.shape) if held is None else held
 
 
 def cut_along(param: nn.Parameter) -> str:
-    """The axis whose ranks have the other slices of the stored parameter; empty for one that is whole on every rank."""
+    """The axis whose ranks hold the other slices of the stored parameter; empty if every rank holds all of it."""
     along: str = getattr(param, _ALONG, "")
     return along
 
 
 def mark_cut(param: nn.Parameter, like: nn.Parameter) -> None:
-    """Note on `param`, of the same shape, that it is the slice that `like` is: a twin without memory, say. Local."""
+    """Mark `param` as the same slice as `like`, whose shape it has (a copy without memory, say). Local."""
     for name in (HELD, _ALONG):
         if hasattr(like, name):
             setattr(param, name, getattr(like, name))
 
 
 def keep_slice(param: nn.Parameter, held: TensorSlice, along: str = "") -> None:
-    """Cut `param` to `held`, in place and before the model is sharded. Local; a lazy parameter stays in its file.
+    """Cut `param` to `held` in place, before the model is sharded. Local; a lazy parameter is not read.
 
     `along`: the axis (`axes.py`) whose ranks hold the other slices.
     """
@@ -55,7 +55,7 @@ def keep_slice(param: nn.Parameter, held: TensorSlice, along: str = "") -> None:
 
 
 def forget_slice(param: nn.Parameter) -> None:
-    """`param` is all of its stored parameter again. Local."""
+    """Mark `param` as all of its stored parameter again. Local."""
     for name in (HELD, _ALONG):
         if hasattr(param, name):
             delattr(param, name)

@@ -1,4 +1,4 @@
-"""How many elements may be on their way at once."""
+"""Limits on the elements in flight."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class InFlightLimits:
-    """Elements on their way at once; at least one unit, where it is not 0."""
+    """How many elements may be in flight at once. A limit above 0 always admits at least one unit."""
 
     prefetch: int = 50_000_000
-    """Weights gathered ahead of their use, 0 for none."""
+    """Weights prefetched ahead of their use; 0 disables prefetch."""
     gather: int = 500_000_000
-    """Weights gathered after a step; of no account on a GPU."""
+    """Weights gathered after a step; ignored on a GPU."""
     reduce: int = 500_000_000
-    """Gradients, 0 to wait for each unit at once."""
+    """Gradients in reduction; 0 waits for each unit at once."""

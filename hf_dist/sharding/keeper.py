@@ -1,7 +1,7 @@
-"""A prepared model keeps its shards: it works, saves and generates after its engine is gone, as under DDP.
+"""Keeps the shards alive with their model, so that it runs, saves and generates after its engine is gone, as under DDP.
 
-The modules that contain every unit hold the `ShardedModel`; it refers to the model weakly. So there is no cycle: when the last
-reference to the model goes, its buffers go at once. A copy of the model has plain parameters of its own and keeps nothing.
+Each module that contains every unit holds the `ShardedModel`, which refers to the model weakly. Without a cycle, the buffers
+are freed as soon as the last reference to the model goes. A copy of the model has plain parameters and holds no shards.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hf_dist.sharding.units import containers
 __all__ = ["check_owner", "keep_shards", "keep_traces", "shards_of", "traces_of"]
 
 ShardedModel = Any
-"""That of `runtime.py`, which imports this."""
+"""The class in `runtime.py`; importing it here would be circular."""
 _NAME = "_hf_dist_shards"
 
 
 class _Keeper:
-    """Holds the shards for a module; empty in copies and in pickles."""
+    """Holds the shards for a module; empty in copies and pickles."""
 
     def __init__(self, sharded: ShardedModel | None = None) -> None:
         self.sharded = sharded
@@ -36,32 +36,32 @@ class _Keeper:
 
 
 def keep_shards(model: nn.Module, sharded: ShardedModel) -> None:
-    """Have `model`, and what of it contains all units, hold `sharded`. Local."""
+    """Make `model`, and each submodule that contains all units, hold `sharded`. Local."""
     for module in containers(model, sharded.units):
         module.__dict__[_NAME] = _Keeper(sharded)
 
 
 def shards_of(model: nn.Module) -> ShardedModel | None:
-    """The shards of a prepared model, or of a part that contains all its units; None for others. Local."""
+    """The shards of a prepared model, or of a submodule that contains all its units; None for any other module. Local."""
     keeper = model.__dict__.get(_NAME)
     return keeper.sharded if isinstance(keeper, _Keeper) else None
 
 
 def keep_traces(model: nn.Module, traces: Traces) -> None:
-    """Remember what preparing `model` has left on it. Local."""
+    """Store the record of what preparing `model` changed on it. Local."""
     keeper = model.__dict__[_NAME]
     assert isinstance(keeper, _Keeper)
     keeper.traces = traces
 
 
 def traces_of(model: nn.Module) -> Traces | None:
-    """What preparing `model` has left on it; None where it is not known (a preparation that failed). Local."""
+    """The record of what preparing `model` changed on it; None if unknown (the preparation failed). Local."""
     keeper = model.__dict__.get(_NAME)
     return keeper.traces if isinstance(keeper, _Keeper) else None
 
 
 def check_owner(model: nn.Module, sharded: ShardedModel) -> None:
-    """Raise `ModelError` where `model` has been prepared again since, or unprepared: `sharded` is no longer what it runs on."""
+    """Raise `ModelError` if `model` was since unprepared or prepared again, so that it no longer runs on `sharded`. Local."""
     if shards_of(model) is not sharded:
         raise ModelError(
             f"{type(model).__name__} was taken over by another Trainer, accelerator or hf_dist.unprepare: this one can no "

@@ -26,15 +26,15 @@ class ParamSlot:
     """The place of one parameter in the flat buffer."""
 
     name: str
-    """Full parameter name in the model."""
+    """Full parameter name in the model (FQN)."""
     held: TensorSlice
-    """What of the parameter, as files have it, this rank's model has; the buffer knows nothing of the rest."""
+    """The slice of the stored parameter that this rank's model has; the buffer holds nothing else of it."""
     offset: int
     """First element in the flat buffer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter in memory. Files have `held.whole`."""
+        """Shape of the parameter in memory. Files have `held.whole`."""
         return self.held.shape
 
     @cached_property
@@ -61,7 +61,7 @@ class FlatLayout:
     def pack(cls, parts: Iterable[tuple[str, TensorSlice | tuple[int, ...]]], num_shards: int) -> FlatLayout:
         """Lay out parameters in the given order; padding is less than 64 elements per slot and per rank.
 
-        `parts`: name, and what is kept of the parameter; a plain shape is all of it.
+        `parts`: (name, slice kept of the parameter); a plain shape means all of it.
         """
         slots: list[ParamSlot] = []
         end = 0

@@ -1,8 +1,8 @@
-"""A parameter whose elements are still in a file: it is read where, when and as far as it is needed.
+"""Lazy parameters: their elements stay in a file, and only the elements that are needed are read, when they are needed.
 
-It is an ordinary CPU `nn.Parameter` of full shape and final dtype with an empty storage and the guarded class (`guard.py`).
-Metadata is answered; whatever reads or writes elements fills this one parameter in place first, and from then on it is an
-ordinary one. Sharding takes only this rank's interval from the source and never fills it.
+A lazy parameter is a CPU `nn.Parameter` of full shape and final dtype with an empty storage and the guarded class (`guard.py`).
+It answers metadata. The first operation that reads or writes elements fills this one parameter in place and makes it ordinary.
+Sharding reads only this rank's interval from the source and never fills the parameter.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from hf_dist.sharding.guard import LAZY, guard, release
 from hf_dist.sharding.held import HELD
 
 CHUNK_NUMEL = 1 << 20
-"""Elements that are in flight between a file and where they go when the dtype changes on the way."""
+"""Elements read from a file at a time when their dtype is converted."""
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Where the elements of one parameter come from. Local: reading needs no other rank."""
+    """Provides the elements of one parameter. Local: reading needs no other rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """The parameter's; elements are rounded through it, whatever the dtype they are stored in or read into."""
+    """The parameter's dtype. Elements are rounded to it, whatever dtype they are stored in or read into."""
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Fill `out` (1-D, stop - start elements, any dtype and device) with elements [start, stop) of the flattened
-        parameter. Raises `CheckpointError` naming the file when it is gone or is no longer the one that was planned."""
+        parameter. Raises `CheckpointError` naming the file if it is gone or has changed since it was opened."""
 
     def fingerprint(self) -> str:
-        """Equal on two ranks when they read the same elements from the same data."""
+        """A string that is equal on two ranks when they read the same elements from the same data."""
 
     def sample(self, indices: list[int]) -> torch.Tensor:
-        """These elements (1-D, `dtype`), read in another way than `read` does, to check it."""
+        """The elements at `indices` (1-D, `dtype`), read by a route independent of `read`, to check it."""
 
     def sliced(self, held: TensorSlice) -> WeightSource:
-        """The source of a slice of the parameter, in the slice's own elements."""
+        """The source of one slice of the parameter; its indices count the slice's elements."""
 
 
 class LazyWeight:
-    """What a lazy parameter, and every alias of it (`.data`, `.detach()`), asks when it is read."""
+    """Fills a lazy parameter, or an alias of it (`.data`, `.detach()`), when it is read."""
 
     def __init__(self, stored: WeightSource, name: str, held: TensorSlice | None = None) -> None:
-        """`stored`: of the whole parameter; `held`: the slice of it that the lazy parameter is (None: all)."""
+        """`stored`: source of the whole parameter; `held`: the slice that the lazy parameter holds (None: all)."""
         self.stored = stored
         self.source = stored if held is None else stored.sliced(held)
         self.name = name
@@ -56,13 +56,13 @@ class LazyWeight:
         self._param: weakref.ref[nn.Parameter] | None = None
 
     def parameter(self, *, requires_grad: bool = True) -> nn.Parameter:
-        """A new lazy parameter over the same elements."""
+        """A new lazy parameter with the same source. Local."""
         param = nn.Parameter(self._without_memory(), requires_grad=requires_grad)
         LazyWeight(self.stored, self.name, self._held)._attach(param)
         return param
 
     def cut(self, param: nn.Parameter, held: TensorSlice) -> None:
-        """Make `param`, which this is about, the slice `held` of its stored parameter; nothing is read."""
+        """Make `param`, the parameter of this object, the slice `held` of its stored parameter. Local; reads nothing."""
         lazy = LazyWeight(self.stored, self.name, held)
         param.data = lazy._without_memory()  # releases it
         lazy._attach(param)
@@ -80,7 +80,7 @@ class LazyWeight:
         guard(param)
 
     def materialize(self, tensor: torch.Tensor) -> None:
-        """Fill the storage of `tensor` (the parameter or an alias, which share it) and make both ordinary. Local."""
+        """Fill the storage that the parameter and its alias `tensor` share, and make both ordinary. Local."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             storage, numel = tensor.untyped_storage(), tensor.numel()
             if numel and storage.nbytes() == 0:
@@ -88,7 +88,7 @@ class LazyWeight:
                 try:
                     self.source.read(0, numel, torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (numel,), (1,)))
                 except BaseException:
-                    storage.resize_(0)  # still lazy: a second read must not find half of the elements
+                    storage.resize_(0)  # stay lazy: a second read must not find a half-filled storage
                     raise
         param = self._param() if self._param is not None else None
         for each in (tensor, param):
@@ -96,7 +96,7 @@ class LazyWeight:
                 release(each)
 
     def equal(self, other: LazyWeight) -> bool:
-        """`torch.equal` of two lazy parameters, in chunks; elements that are the same ones of a file are not read."""
+        """`torch.equal` for two lazy parameters, in chunks. Nothing is read if both have the same elements of the same file."""
         a, b = self.source, other.source
         if a.shape != b.shape or a.fingerprint() == b.fingerprint():
             return a.shape == b.shape
@@ -112,13 +112,13 @@ class LazyWeight:
 
 
 def lazy_source(tensor: torch.Tensor) -> WeightSource | None:
-    """The source of a parameter that is still lazy, in its own shape; None for an ordinary one."""
+    """The source of a lazy parameter, in the parameter's own shape; None for an ordinary one. Local."""
     lazy: LazyWeight | None = getattr(tensor, LAZY, None)
     return None if lazy is None else lazy.source
 
 
 def lazy_sources(model: nn.Module) -> dict[str, WeightSource]:
-    """Sources of the parameters of `model` that are still lazy, by name (each parameter once), whole where it was cut."""
+    """Sources of the lazy parameters of `model`, by name, each parameter once; of whole parameters even if cut. Local."""
     return {name: getattr(p, LAZY).stored for name, p in model.named_parameters() if hasattr(p, LAZY)}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def differentiable(value: Any) -> list[torch.Tensor]:
-    """Tensors that require grad in plain containers and HF's `ModelOutput` (a mapping), each once."""
+    """Tensors that require grad in plain containers and HF's `ModelOutput` (a mapping), without duplicates."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     if isinstance(value, Mapping):
@@ -22,13 +22,13 @@ def differentiable(value: Any) -> list[torch.Tensor]:
 
 
 def inside_object(value: Any) -> list[torch.Tensor]:
-    """Tensors that require grad among the attributes of an object that is no container, such as a dataclass."""
+    """Tensors that require grad among the attributes of a non-container object, such as a dataclass."""
     return [] if isinstance(value, (torch.Tensor, nn.Module)) else differentiable(getattr(value, "__dict__", None))
 
 
 def in_fp32(value: Any) -> Any:
-    """`value` with half-precision tensors in fp32, as accelerate gives the outputs of a model under autocast; see
-    `accelerate.utils.operations.convert_to_fp32`. HF's `ModelOutput` stays the object it is; caches pass as they are."""
+    """`value` with half-precision tensors cast to fp32, as accelerate does to a model's outputs under autocast; see
+    `accelerate.utils.operations.convert_to_fp32`. HF's `ModelOutput` is changed in place; caches are left alone."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if type(value) in (tuple, list):
@@ -40,7 +40,7 @@ def in_fp32(value: Any) -> Any:
 
 
 def map_plain(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `fn` to the leaves of tuples, lists and dicts; other objects pass as they are."""
+    """Apply `fn` to the leaves of tuples, lists and dicts. Any other object is a leaf."""
     if type(value) in (tuple, list):
         return type(value)(map_plain(fn, item) for item in value)
     if type(value) is dict:

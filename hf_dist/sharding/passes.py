@@ -1,8 +1,8 @@
 """Forward and backward of a sharded model: hooks on the user's own modules, prefetch, the end of each backward.
 
-Five sentences describe every ZeRO stage; one with nothing to do returns at once (see `placement.py`):
-before a unit's forward and backward its weights are gathered; after them they rest; when its gradients are complete they
-are reduced, if they rest sharded or the window ends; the optimizer steps `source`; then replicated weights are gathered.
+Five steps describe every ZeRO stage; a step with nothing to do returns at once (`placement.py`). Weights of a unit are
+unsharded before its forward and before its backward. They are resharded afterwards. Complete gradients are reduced if they
+rest sharded or the window ends. The optimizer steps `source`. Then replicated weights are all-gathered.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from hf_dist.sharding.units import containers
 
 
 class Window(Protocol):
-    """What a backward tells, and asks."""
+    """The calls that `Passes` makes on the engine's window."""
 
     def begin_backward(self) -> bool:
-        """A backward has reached the model; whether it is expected to be the last of its accumulation window."""
+        """Called when a backward reaches the model; True if it is expected to be the last of its accumulation window."""
 
     def abandon(self) -> None:
-        """The gradients so far belong to no step."""
+        """Discard the gradients of the window."""
 
     def apply_factor(self) -> None:
-        """Somebody looks at the gradients."""
+        """Apply a pending clip factor, because user code is about to read gradients."""
 
 
 class Passes:
-    """The pass under way through the units of one model, and the order of what it issues."""
+    """Runs one model's units through forward and backward, and fixes the order of the collectives they issue."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Passes:
         prefetch: int,
         pipeline: PipelineShare | None = None,
     ) -> None:
-        """Install the hooks on `model`, whose units `reducer` has. `prefetch`: elements gathered ahead of their use."""
+        """Install the hooks on `model`, whose units are `reducer.units`. `prefetch`: elements gathered ahead of their use."""
         self.reducer = reducer
         self.units = reducer.units
         self.root = reducer.units[0]
@@ -69,21 +69,21 @@ class Passes:
         self.prefetch = prefetch
         self.params_rest = reducer.placements.params
         self.scheduled = pipeline is not None
-        """A pipeline's schedule says when a backward begins and ends, not autograd."""
+        """Whether a pipeline's schedule, not autograd, announces the begin and end of each backward."""
         self.buffers = ChangingBuffers(model, self.mesh)
         self.kinds = self._build_orders([None] if pipeline is None else pipeline.names)
-        """One, or one for every pipeline stage of this rank."""
+        """The orders of the whole model, or of each pipeline stage of this rank."""
         self.select(0)
         self.before_training: Callable[[Any, Any], None] | None = None
-        """Called once with the arguments of the first forward that has a backward; it may say how long units stay."""
+        """Called once, with the arguments of the first forward that has a backward; may set `stay` of the units."""
         self.window: Callable[[], Window | None] = lambda: None
-        """Of the engine, a weak reference; None where there is none."""
+        """Weak reference to the engine's window; returns None without an engine."""
         self.paused = False
-        """Whether the modules hold whole weights that are not ours: a forward is this rank's own affair then."""
+        """True while the modules hold whole weights from elsewhere; a forward then needs no other rank."""
         self._depth = 0  # how many modules that contain every unit are in their forward
-        self._mixed: AbstractContextManager[Any] | None = None  # open during a forward: autocast, or given targets
-        self._frame: FrameType | None = None  # of the outermost one's call, while it runs
-        # Forwards of each unit that are under way.
+        self._mixed: AbstractContextManager[Any] | None = None  # open during a forward: autocast, or `MixedDtypes`
+        self._frame: FrameType | None = None  # frame of the outermost such module's call, while it runs
+        # Running forwards of each unit.
         self._calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
         self._in_backward = False
         self._num_backwards = 0
@@ -102,13 +102,13 @@ class Passes:
         ]
 
     def select(self, number: int) -> None:
-        """The passes from now on are of this kind (a position in `kinds`): another pipeline stage. Local."""
+        """Use the orders `kinds[number]` (another pipeline stage) from now on. Local."""
         self.orders = self.kinds[number]
         self.reducer.order = self.orders.reduce
 
     @property
     def unit_in_backward(self) -> str | None:
-        """Name of the unit that backward reached last; None outside of backward. For reports, from any thread."""
+        """Name of the unit that the backward reached last; None outside of a backward. Safe to read from any thread."""
         seen = self.orders.backward.seen
         return self.units[seen[-1]].name if self._in_backward and seen else None
 
@@ -149,17 +149,17 @@ class Passes:
     # ------------------------------------------------------------------ forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward of a module that contains every unit; the outermost one begins the pass."""
-        if self._depth and not _runs(self._frame):  # Ctrl-C has ended a forward: torch then calls no hook
+        """Runs before the forward of a module that contains every unit; the outermost such module begins the pass."""
+        if self._depth and not _runs(self._frame):  # Ctrl-C ended a forward, and torch called no hook
             self._end_forward()
         self._depth += 1
         if self._depth > 1:
             return None
-        self._frame = sys._getframe(2)  # behind the hook: the call of the module
+        self._frame = sys._getframe(2)  # the module's call, above the frame of the hook
         if _recomputing():
             self._regather(self.root)
             return None
-        if self._in_backward:  # the last backward raised; what it left behind belongs to no step
+        if self._in_backward:  # the last backward raised; its gradients belong to no step
             self._abandon_window()
         if torch.is_grad_enabled():
             self.buffers.watch()
@@ -175,13 +175,13 @@ class Passes:
         return inputs
 
     def begin_training(self, args: Any, kwargs: Any) -> None:
-        """A window begins whose microbatches call the model like this. The first time it is collective over dp."""
+        """Called at a training forward, with its arguments. The first call is collective over dp; later ones do nothing."""
         decide, self.before_training = self.before_training, None
         if decide is not None:
             decide(args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After it. The root stays for backward; in evaluation everything rests."""
+        """Runs after that forward. The root stays gathered for backward; in evaluation, all units are resharded."""
         self._depth -= 1
         if self._depth > 0:
             return None
@@ -191,14 +191,14 @@ class Passes:
         self._close_mixed()
         if self.precision.autocast is not None:
             output = in_fp32(output)
-        self.reducer.settle()  # of the microbatch before: their buffers would be there beside the loss
+        self.reducer.settle()  # frees the previous microbatch's reduction buffers before the loss needs memory
         tensors = differentiable(output) or inside_object(output)
-        # Backward begins with the root and the last unit: they stay. The last one of the common order, whether or not this
-        # rank's data reached it: a rank that holds weights which another has freed would skip a gather.
+        # Backward begins with the root and the last unit, so they stay. "Last" is that of the common order, whether or not
+        # this rank's data reached it: a rank that keeps weights which another rank has freed would skip a gather.
         keep: set[int | None] = set()
         if tensors and torch.is_grad_enabled():
             keep = {0, self.orders.forward.last, *(u.index for u in self.units if u.stay > Stay.USE)}
-        for index in self.orders.forward.rest():  # units that only other ranks' data may have used
+        for index in self.orders.forward.rest():  # units that perhaps only other ranks' data used
             self.units[index].unshard()
             if index not in keep:
                 self.units[index].reshard()
@@ -215,7 +215,7 @@ class Passes:
             self._mixed = None
 
     def _touch_root(self, module: nn.Module, args: Any) -> None:
-        """A module with root parameters was called on its own (an encoder in `generate`, say)."""
+        """Gather the root for a module that was called on its own (an encoder in `generate`, say)."""
         if self._depth == 0 and not _recomputing():
             self.root.unshard()
             self.root.wait_unshard()
@@ -233,9 +233,9 @@ class Passes:
         return self._watch_inputs(unit, args, kwargs)
 
     def _regather(self, unit: ShardUnit) -> None:
-        """Activation checkpointing runs the forward again, with the weights of the backward.
+        """Gather `unit` for the forward that activation checkpointing repeats within the backward.
 
-        The reentrant kind hides a unit's outputs from autograd, so this may be the first that backward hears of it.
+        The reentrant kind hides a unit's outputs from autograd, so this may be the first sign of the backward.
         """
         self._begin_backward()
         self._issue(self.orders.backward.reach(unit.index))
@@ -243,10 +243,10 @@ class Passes:
         self._gather_ahead(self.orders.backward, unit.index)
 
     def _watch_inputs(self, unit: ShardUnit, args: Any, kwargs: Any) -> Any:
-        """Route differentiable inputs through an identity that tells when the call's backward has reached them."""
+        """Route differentiable inputs through an identity that reports when the call's backward reaches them."""
         unit_call = Call(has_inputs=False)
         self._calls[unit.index].append(unit_call)
-        # Only early freeing asks for the arrival. Without it a block may write into its inputs in place.
+        # Only early freeing needs the report. Without the identity, a block may write into its inputs in place.
         if not torch.is_grad_enabled() or self.params_rest is not Placement.SHARD:
             return None
         leaves: list[Any] = []
@@ -254,7 +254,7 @@ class Passes:
         inputs = list({id(t): t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad}.values())
         hidden = any(differentiable(v) or inside_object(v) for v in leaves if not isinstance(v, torch.Tensor))
         unit_call.has_inputs = bool(inputs) or hidden
-        if hidden or not inputs:  # what cannot be routed is never seen to arrive: freed at the end of backward
+        if hidden or not inputs:  # such inputs cannot be routed: the unit is freed at the end of the backward
             return None
         me, them = weakref.ref(self), weakref.ref(unit)
 
@@ -271,8 +271,8 @@ class Passes:
         unit_call = self._calls[unit.index].pop()
         if tensors and torch.is_grad_enabled():
             self._watch_outputs(unit, tensors, unit_call)
-        # The last unit's backward comes next, its weights may stay: `_leave` decides. (Before the ranks agreed this is a
-        # guess.) A recomputed forward is followed by its backward at once.
+        # The last unit's backward comes next, so its weights may stay; `_leave` decides. (Before the ranks agree on an order,
+        # the last unit is a guess.) A recomputed forward is followed by its backward at once.
         stays = self.orders.forward.last == unit.index or (unit.stay > Stay.USE and torch.is_grad_enabled())
         if not _recomputing() and not (self._depth > 0 and stays):
             unit.reshard()
@@ -311,25 +311,26 @@ class Passes:
             unit.begin_backward(reduces=self.reducer.reduces(unit.index), stays=stays)
 
     def begin_backward(self, finishing: Container[int]) -> None:
-        """Of a pipeline stage and microbatch, before autograd runs: a stage may take several runs for one backward.
+        """Begin the backward of one microbatch on a pipeline stage, which may consist of several autograd runs.
 
-        `finishing`: units whose gradients are complete after it. Select the stage's pass first. Collective over the shard axes.
+        `finishing`: units whose gradients are complete after it. Call `select` for the stage first. Collective over the shard
+        axes.
         """
         self._start_backward(finishing)
-        # A stage that sends tensors on has no output of the root module on which a gradient could arrive.
+        # A stage that sends its output on has no output of the root module to hook.
         self._issue(self.orders.backward.reach(0))
         self.root.wait_unshard()
 
     def end_backward(self) -> None:
-        """After it. Collective over dp."""
+        """End the backward that `begin_backward` began. Collective over dp."""
         self._finish_backward()
 
     def _pre_backward(self, unit: ShardUnit, call: Call) -> None:
-        """The first gradient arrived at the outputs of one call of `unit`."""
+        """Runs when the first gradient arrives at the outputs of one call of `unit`."""
         self._begin_backward()
         if call.started_in == self._num_backwards:
             return
-        call.started_in = self._num_backwards  # a graph that is kept goes through backward again
+        call.started_in = self._num_backwards  # a retained graph can run backward again
         unit.open_calls += call.has_inputs
         if not unit.needed_in_backward:
             return
@@ -358,12 +359,12 @@ class Passes:
             self.reducer.unit_complete(unit)
 
     def _rest(self, unit: ShardUnit) -> None:
-        """This backward has read the weights of `unit`; later ones of its window may read them again."""
+        """Reshard `unit` after a backward, unless it stays for later backwards of the window."""
         if unit.stay < Stay.WINDOW or unit.index in self.reducer.finishing:
             unit.reshard()
 
     def _finish_backward(self) -> None:
-        """Runs when autograd is through: units that did not complete on this rank still take part."""
+        """Runs when autograd has finished. Units that did not complete on this rank still take part in their collectives."""
         if not self._in_backward:
             return
         for index in self.orders.backward.rest():
@@ -374,7 +375,7 @@ class Passes:
             self._rest(unit)
         self._end_backward()
         if not self.orders.agreed:
-            # After the first backward all ranks use the order that was seen.
+            # After the first backward, all ranks switch to the observed order.
             everyone = collectives.all_gather_object(self.mesh.dp, (self.orders.seen(), self.buffers.changed()))
             self.orders.agree([seen for seen, _ in everyone])
             self.buffers.agree(changed for _, changed in everyone)
@@ -389,11 +390,11 @@ class Passes:
 
     @property
     def failed(self) -> bool:
-        """Whether the last backward has ended without its end."""
+        """Whether the last backward raised before `_finish_backward`."""
         return self._in_backward and not _recomputing()
 
     def abandon(self) -> None:
-        """No pass is under way any more; what one has left behind is cleared. Local."""
+        """Clear the state of a pass that raised. Local."""
         if self.failed:
             self._end_backward()
         if self._depth and not _runs(self._frame):
@@ -409,7 +410,7 @@ class Passes:
     def _end_backward(self) -> None:
         self._in_backward = False
         for unit in self.units:
-            unit.idle = False  # the first gradient of the next backward begins it
+            unit.idle = False  # the first gradient of the next backward must call `_begin_backward`
 
     # ------------------------------------------------------------------- issuing
 
@@ -418,7 +419,7 @@ class Passes:
             self.units[index].unshard()
 
     def _gather_ahead(self, order: IssueOrder, current: int) -> None:
-        """Start the next gathers while `current` computes: one unit, and more while the limit on weights in flight allows."""
+        """Prefetch while `current` computes: the next unit, and more while the limit on weights in flight allows."""
         ahead = sum(self.units[i].numel for i in order.ahead_of(current)) if order.peek() is not None else 0
         while self.prefetch and (index := order.peek()) is not None:
             unit = self.units[index]
@@ -431,7 +432,7 @@ class Passes:
             self._read_ahead(order)
 
     def _read_ahead(self, order: IssueOrder) -> None:
-        """Start to read from disk what comes after that, in the order of the gathers."""
+        """Start to read the units after those from disk, in the order of their gathers."""
         numel, count = self.storage.ahead_numel, self.storage.ahead_count
         for unit in (self.units[i] for i in order.upcoming()):
             numel -= sum(g.layout.shard_numel for g in unit.groups)
@@ -444,7 +445,7 @@ class Passes:
 def _gradient_arrived(
     me: weakref.ref[Passes], them: weakref.ref[ShardUnit], group: int, index: int, param: nn.Parameter
 ) -> None:
-    """Hook of a parameter: autograd has accumulated its gradient. Called thousands of times per step."""
+    """Parameter hook: autograd has accumulated the gradient. Called thousands of times per step."""
     unit = them()
     if unit is None or unit.idle:
         return
@@ -454,7 +455,7 @@ def _gradient_arrived(
 
 
 def _runs(frame: FrameType | None) -> bool:
-    """Whether the function of `frame` is still running on this thread."""
+    """Whether the function of `frame` is still running on the current thread."""
     here: FrameType | None = sys._getframe(1)
     while here is not None and here is not frame:
         here = here.f_back
@@ -462,5 +463,5 @@ def _runs(frame: FrameType | None) -> bool:
 
 
 def _recomputing() -> bool:
-    """Whether autograd is running a backward, so that a forward now is a recomputation (activation checkpointing)."""
+    """Whether autograd is running a backward. A forward is then a recomputation (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1

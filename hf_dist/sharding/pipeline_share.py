@@ -1,4 +1,4 @@
-"""The part of a pipelined model that one rank shards."""
+"""The part of a pipelined model that one rank holds and shards."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hf_dist.mesh import MeshAxis
 
 @dataclass(frozen=True)
 class PipelineShare:
-    """What a rank holds of a model that is cut into pipeline stages."""
+    """One rank's share of a model that is cut into pipeline stages."""
 
     names: Sequence[Container[str]]
-    """Of every stage of this rank, first to last: the parameters."""
+    """Parameter names of each stage of this rank, first stage first."""
     holders: Mapping[str, MeshAxis]
-    """Parameters that other ranks of the pipeline hold, too."""
+    """Parameters that other ranks of the pipeline also hold, with the axis of their holders."""
     elsewhere: Mapping[str, weakref.ref[nn.Parameter]]
-    """The parameters of other ranks' stages: an optimizer may have been made over them."""
+    """Parameters of other ranks' stages, because the user may have made an optimizer over them."""
     whole: nn.Module
     """The model before the cut, on meta: names, shapes and dtypes of everything."""
 
     def name_elsewhere(self, param: nn.Parameter) -> str | None:
-        """The name of a parameter that another stage holds."""
+        """The name of a parameter that another stage holds; None if `param` is not such a parameter."""
         return next((name for name, ref in self.elsewhere.items() if ref() is param), None)

@@ -1,4 +1,4 @@
-"""Where the model states rest: the one place that knows what a ZeRO stage is.
+"""How each model state is placed between uses: the only module that knows what a ZeRO stage is.
 
     stage   params      grads      optim
     0       REPLICATE   PARTIAL    REPLICATE     plain data parallelism (DDP)
@@ -6,7 +6,7 @@
     2       REPLICATE   SHARD      SHARD
     3       SHARD       SHARD      SHARD         (FSDP)
 
-Source: ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054). Everything else in the package asks a column, never the number.
+Source: ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054). The rest of the package reads a column, never the stage number.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Placement(Enum):
 
 
 class Stay(IntEnum):
-    """How long weights that rest sharded are kept once they were gathered: the longer, the fewer gathers."""
+    """How long sharded weights stay gathered. Longer means fewer gathers."""
 
     USE = 0
-    """Until the forward, or the backward, that reads them is over."""
+    """Until the end of the forward or backward that reads them."""
     BACKWARD = 1
     """From a forward to the end of its backward."""
     WINDOW = 2
-    """Until the last backward of the accumulation window is over: one gather for all microbatches."""
+    """Until the end of the accumulation window's last backward: one gather for all microbatches."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class StatePlacements:
     optim: Placement
     """Master weights, optimizer state, and the gradients that the optimizer reads."""
     stay: Stay = Stay.USE
-    """How long gathered weights are kept, of units for which no memory budget has chosen."""
+    """How long gathered weights stay, in units for which no memory budget has decided."""
     second: int = 1
-    """Neighbouring ranks that keep a second copy of weights that rest sharded between them; 1 for none."""
+    """Number of neighbouring ranks that together keep a second copy of sharded weights; 1 for none."""
 
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
@@ -66,10 +66,11 @@ ZERO_STAGES: dict[int, StatePlacements] = {
 
 
 def placements_for(config: DistConfig) -> StatePlacements:
-    """The row of the table; a pipeline gathers weights and reduces gradients once per window, others reduce once where asked.
+    """The table row of the configured stage, adapted to pipelines and to `reduce_once_per_window`.
 
-    A pipeline that did both every microbatch would send M times as much inside the schedule's critical path;
-    `reshard_per_microbatch` says that memory is worth more. `reduce_once_per_window` says the opposite of the gradients.
+    A pipeline gathers weights and reduces gradients once per window. Once per microbatch would send M times as much on the
+    schedule's critical path; `reshard_per_microbatch` chooses that to save memory. `reduce_once_per_window` spends memory on
+    unsharded gradients to reduce once.
     """
     zero = config.zero_optimization
     placements = ZERO_STAGES[zero.stage]

@@ -1,4 +1,4 @@
-"""Which dtype each model state has. One value, chosen at build time, printed in the start-up report."""
+"""The dtype of each model state. One value, chosen at build time and printed in the start-up report."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_dist.sharding.quantised import is_packed
 from hf_dist.sharding.targets import MixedDtypes, cast_but_targets
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""By the names that the config and the command line have for them."""
+"""Name in the config and on the command line -> dtype."""
 MASTER_DTYPE = torch.float32
-"""Master weights, unless the config asks for less."""
+"""Dtype of master weights, unless the config asks for a narrower one."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Precision:
     grads: torch.dtype = torch.float32
     """Accumulated gradients (`data_types.grad_accum_dtype`)."""
     masters: torch.dtype = MASTER_DTYPE
-    """Master weights of what computes in less than fp32 (`bf16.bf16_master_weights_and_grads`)."""
+    """Master weights of parameters that compute in less than fp32 (`bf16.bf16_master_weights_and_grads`)."""
     states: torch.dtype = torch.float32
-    """Optimizer states at rest (`bf16.bf16_optimizer_states`); they are stepped in fp32."""
+    """Optimizer states at rest (`bf16.bf16_optimizer_states`); the step itself computes in fp32."""
     autocast: torch.dtype | None = None
-    """What `torch.autocast` casts to around forward (`torch_autocast`); None without."""
+    """Target dtype of `torch.autocast` around forward (`torch_autocast`); None without autocast."""
     keep_fp32: frozenset[str] = frozenset()
     """Full names of parameters that the model's author wants in fp32 whatever the compute dtype."""
     as_loaded: frozenset[str] = frozenset()
-    """Full names of frozen parameters that keep the dtype they came in: packed 4-bit weights, a half-precision base."""
+    """Full names of frozen parameters that keep their loaded dtype: packed 4-bit weights, a half-precision base."""
 
     def compute_dtype(self, name: str, loaded: torch.dtype) -> torch.dtype:
         """The dtype of parameter `name` in forward and backward; integers (quantized weights) stay as they are."""
@@ -48,25 +48,25 @@ class Precision:
         return torch.float32 if name in self.keep_fp32 else self.compute
 
     def master_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Of the weights that the optimizer steps, for parameters whose `compute_dtype` is `compute`."""
+        """The dtype of the weights that the optimizer steps, for parameters that compute in `compute`."""
         return MASTER_DTYPE if compute == torch.float32 else self.masters
 
     @property
     def reduced(self) -> torch.dtype:
-        """A reduced gradient before it is added to the accumulated one: the wider of the two."""
+        """The dtype of a reduced gradient before it is added to the accumulated one: the wider of `reduce` and `grads`."""
         return torch.promote_types(self.reduce, self.grads)
 
     def wire(self, ranks: int) -> torch.dtype:
-        """What is handed to a reduction over that many ranks; one rank sends nothing, so it rounds nothing."""
+        """The dtype handed to a reduction over `ranks` ranks. A single rank sends nothing, so it keeps the wider dtype."""
         return self.reduce if ranks > 1 else self.reduced
 
     def cast_inputs(
         self, module: nn.Module, args: Any, kwargs: Any, *, keeps_casts: bool = False
     ) -> tuple[Any, AbstractContextManager[Any] | None]:
-        """(what the model is called with, what is open meanwhile); None for no change. See [Note: dtypes of inputs].
+        """((args, kwargs) for the model, context manager around its forward); None for no change. See [Note: dtypes of inputs].
 
-        `keeps_casts`: whether autocast may keep the cast of a weight until the forward ends, as it does for DDP; of weights
-        that rest sharded it would keep the whole model.
+        `keeps_casts`: let autocast cache the cast of a weight until the forward ends, as under DDP. With sharded weights, that
+        cache would hold the whole model.
         """
         if self.autocast is not None:
             device = next((p.device.type for p in module.parameters()), "cpu")
@@ -77,7 +77,7 @@ class Precision:
         return inputs, MixedDtypes(self.compute) if has_targets else None
 
     def rows(self) -> list[tuple[str, str]]:
-        """(what, dtype) for the report."""
+        """(state, dtype) rows for the start-up report."""
 
         def short(dtype: torch.dtype) -> str:
             return str(dtype).removeprefix("torch.")
@@ -101,9 +101,9 @@ class Precision:
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrix products in `dtype` run there without instructions for it, many times slower than in fp32.
+    """Whether `device` has no instructions for matrix products in `dtype`, which are then many times slower than in fp32.
 
-    So it is on most CPUs (bf16 wants AVX-512 or AMX, or SVE with BF16): torch then leaves oneDNN for a loop of its own.
+    True on most CPUs: bf16 needs AVX-512, AMX, or SVE with BF16. Without them, torch uses its own loop instead of oneDNN.
     """
     supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     ask = getattr(torch.ops.mkldnn, supported, None) if supported and device.type == "cpu" else None
@@ -111,7 +111,7 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def precision_for(config: DistConfig, model: nn.Module) -> Precision:
-    """The dtypes of the run. bf16 and fp16 accumulate and reduce in fp32 unless the config asks for less."""
+    """The dtypes of the run. bf16 and fp16 runs accumulate and reduce in fp32 unless the config asks for a narrower dtype."""
     compute = DTYPES[config.dtype]
     reduce = DTYPES[config.communication_data_type or "fp32"]
     narrow = settled(config.bf16.enabled) and config.bf16.bf16_master_weights_and_grads
@@ -129,15 +129,15 @@ def precision_for(config: DistConfig, model: nn.Module) -> Precision:
 
 
 def states_in_bf16(config: DistConfig) -> bool:
-    """Whether the file asks for optimizer states that rest in bf16, in either spelling."""
+    """Whether the config asks, by either of two keys, for optimizer states that rest in bf16."""
     section = config.optimizer.params if config.optimizer is not None else {}
     return config.bf16.bf16_optimizer_states or section.get("fp32_optimizer_states") is False
 
 
 def _kept_as_loaded(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Names of packed weights; and of the frozen half-precision base of adapters where no half precision was asked for.
+    """Names of packed weights and, unless half precision is configured, of the frozen half-precision base below adapters.
 
-    PEFT casts between a half base and its fp32 adapters in every layer, without autocast. A base that became fp32 would take
+    PEFT casts between a half-precision base and its fp32 adapters in every layer, without autocast. An fp32 base would take
     twice the memory and give other numbers than one process.
     """
     below_adapters = hasattr(model, "peft_config") and compute == torch.float32
@@ -149,9 +149,9 @@ def _kept_as_loaded(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 
 
 def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the lenient list counts for fp16).
+    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the non-strict list applies to fp16 only).
 
-    And BatchNorm's: its kernels take half-precision rows only with weights in the dtype of the statistics.
+    BatchNorm's parameters too: its kernels accept half-precision inputs only with weights in the dtype of the statistics.
     """
     if compute == torch.float32:
         return frozenset()

@@ -1,9 +1,9 @@
-"""What `p.grad` and `p.data` of a trainable parameter answer once its model is prepared.
+"""`p.grad` and `p.data` of a trainable parameter whose model is prepared.
 
-The gradient that will be stepped lies in a flat buffer, not in `.grad`; a loop that reads, scales or clears `p.grad` has to
-reach it there. And weights that are written through `p.data` change without a trace: the step must know, or it would undo
-the change where it keeps wider copies of them. The class of the parameter object is a subclass with these two properties;
-object, name, shape and dtype stay, and neither autograd nor an operator goes through the properties.
+The gradient that will be stepped is in a flat buffer, not in `.grad`, so a loop that reads, scales or clears `p.grad` must be
+redirected. Writes through `p.data` leave no trace, but the step must know of them: it would overwrite them from wider master
+weights. So the parameter object gets a subclass with these two properties. Object, name, shape and dtype stay. Autograd and
+operators bypass the properties.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ class GradientAccess(Protocol):
     """Reads and writes gradients of prepared parameters."""
 
     def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What `p.grad` is."""
+        """The value of `p.grad`."""
 
     def set_gradient(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
-        """`p.grad = value`."""
+        """Implement `p.grad = value`."""
 
     def whole(self, param: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of the gradient, in the shape of the parameter."""
 
     def to_combine(self) -> list[Any]:
-        """What the end of the window still does to them."""
+        """The combinations that these gradients still await at the end of the window."""
 
     def adopt(self) -> None:
-        """Take what user code has put on `.grad`."""
+        """Add gradients that user code assigned to `.grad` to the window."""
 
 
 class Owner(Protocol):
-    """Who holds the gradients and weights of prepared parameters."""
+    """The holder of prepared parameters' gradients and weights."""
 
     access: GradientAccess | None
 
     def data_was_read(self) -> None:
-        """Somebody has `p.data`, and may write into it."""
+        """Note that user code has read `p.data` and may write into it."""
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """`.grad` as autograd keeps it."""
+    """Autograd's own `.grad`. Local."""
     return cast("torch.Tensor | None", _GRAD.__get__(param))
 
 
 def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set `.grad` as autograd keeps it."""
+    """Set autograd's own `.grad`. Local."""
     _GRAD.__set__(param, value)
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """`.grad` of every parameter of `module` becomes None, without a look at what their properties say."""
-    with torch._C.DisableTorchFunctionSubclass():  # freed parameters are asked, too
+    """Set autograd's own `.grad` of every parameter of `module` to None, bypassing the properties. Local."""
+    with torch._C.DisableTorchFunctionSubclass():  # reads an attribute of freed parameters too
         for param in module.parameters():
             if _GRAD.__get__(param) is not None:
                 _GRAD.__set__(param, None)
 
 
 def raw_data(param: torch.Tensor) -> torch.Tensor:
-    """`.data` for our own code, which writes nothing behind anybody's back."""
+    """`.data` for our own code, whose writes need no notice."""
     return cast(torch.Tensor, _DATA.__get__(param))
 
 
@@ -84,7 +84,7 @@ def _owner(param: Any) -> Owner | None:
 
 def _access(param: Any) -> GradientAccess | None:
     if TracingContext.try_get() is not None or torch._C._len_torch_dispatch_stack():
-        return None  # a compiler looks at the parameter, not a loop at its gradient
+        return None  # a compiler is tracing the parameter; no user code is reading its gradient
     owner = _owner(param)
     return None if owner is None else owner.access
 
@@ -138,12 +138,12 @@ def _twin(cls: type) -> type:
 
 
 def prepare(param: nn.Parameter) -> None:
-    """Give `param` the properties; its owner must have been set. Nothing happens to one that has them."""
+    """Give `param` the properties; a no-op if it has them. Its owner must have been set. Local."""
     if not isinstance(param, _Prepared):
         param.__class__ = _twin(type(param))
 
 
 def unprepare(param: nn.Parameter) -> None:
-    """Give `param` the class back that it was made with."""
+    """Restore the class that `param` was created with. Local."""
     if isinstance(param, _Prepared):
         param.__class__ = type(param)._hf_dist_unprepared  # type: ignore[attr-defined]

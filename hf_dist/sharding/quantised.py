@@ -1,8 +1,8 @@
-"""Quantised weights among the parameters: sharded as the bytes they are, or refused by name.
+"""Quantised weights among the parameters: sharded as packed bytes, or refused by name.
 
-A frozen 4-bit base of bitsandbytes is packed into one parameter per layer, whose elements are moved and never cast; its
-scales (`quant_state`) stay whole on every rank, about a sixteenth of the bytes, a fortieth with double quantisation.
-Methods that pack into buffers (GPTQ, AWQ) have nothing to shard there: buffers stay whole. Source: bitsandbytes 0.50
+bitsandbytes packs a frozen 4-bit base into one parameter per layer, whose elements are moved and never cast. Its scales
+(`quant_state`) stay whole on every rank: about a sixteenth of the bytes, a fortieth with double quantisation.
+Methods that pack into buffers (GPTQ, AWQ) are not sharded, because buffers stay whole. Source: bitsandbytes 0.50
 `nn/modules.py`, transformers 5.23 `integrations/`.
 """
 
@@ -24,28 +24,28 @@ _REMEDY = (
 
 
 def is_packed(param: nn.Parameter) -> bool:
-    """Whether the elements are bytes of a 4-bit weight, whatever dtype they are stored as (`bnb_4bit_quant_storage`)."""
+    """Whether `param` holds the bytes of a 4-bit weight, whatever its storage dtype (`bnb_4bit_quant_storage`)."""
     return type(param).__name__ == "Params4bit"
 
 
 def prepare_quantised(model: nn.Module) -> None:
-    """Before sharding: packed weights stay as they are packed. Local.
+    """Before sharding, make modules keep the packing of their weights. Local.
 
-    Raises `ModelError` for quantised weights whose shards would be wrong, naming the first.
+    Raises `ModelError`, naming the parameter, for the first quantised weight whose shards would be wrong.
     """
     for name, param in model.named_parameters():
         problem = _problem(param)
         if problem:
             raise ModelError(f"{name} {problem}. {_REMEDY}")
     for name, module in model.named_modules():
-        # HQQ keeps its bytes in an attribute or a parameter, with scales in a dict that no rank could find in a shard.
+        # HQQ keeps its bytes in an attribute or a parameter, and its scales in a dict outside of any shard.
         if hasattr(module, "W_q") and hasattr(module, "meta"):
             raise ModelError(f"{name} is quantised with HQQ, which hf_dist cannot shard. {_REMEDY}")
     _keep_packing(model)
 
 
 def _problem(param: nn.Parameter) -> str:
-    """What is wrong with one parameter; empty if nothing is."""
+    """Why one parameter cannot be sharded; empty if it can."""
     if is_packed(param):
         if getattr(param, "quant_state", None) is None:
             return "is a 4-bit weight that is not quantised yet: move the model to its device before it is prepared"
@@ -60,7 +60,7 @@ def _problem(param: nn.Parameter) -> str:
 
 
 def _keep_packing(model: nn.Module) -> None:
-    """On a CPU bitsandbytes gives them other elements in evaluation, in another order: lost with the next shard."""
+    """Stop bitsandbytes from repacking 4-bit weights for evaluation on a CPU: the next reshard would lose the new order."""
     for module in model.modules():
         if any(is_packed(p) for p in module.parameters(recurse=False)):
             module.__dict__["support_avx512bf16_for_cpu"] = False

@@ -1,4 +1,4 @@
-"""Gradients on their way: when a unit is reduced, in which order, and how much is in flight."""
+"""Gradient reduction: when each unit is reduced, in which order, and how many elements may be in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
 class Reducer:
-    """Reduces complete units in an order that is the same on every rank, never by readiness."""
+    """Reduces complete units in an order that is the same on every rank, never in order of readiness."""
 
     def __init__(
         self,
@@ -30,26 +30,26 @@ class Reducer:
         link: HostLink,
         max_numel: int,
     ) -> None:
-        """`link`: to where offloaded gradients go; `max_numel`: elements in flight (at least one unit), 0 to wait for each
-        reduction at once."""
+        """`link`: connection to the host for offloaded gradients; `max_numel`: elements in flight (at least one unit), 0 to
+        wait for each reduction at once."""
         self.units = units
         self.placements = placements
         self.mesh = mesh
         self.link = link
         self.max_numel = max_numel
         self.finishing: Container[int] = range(len(units))
-        """Units whose gradients of the window are complete after the backward under way."""
+        """Units whose gradients of the window are complete after the current backward."""
         self.order = IssueOrder([u.index for u in reversed(units) if u.trainable])
         self.when_final: Callable[[FlatGroup], None] | None = None
-        """Called when the gradient of a group is complete for the window, with nothing left to add over the ranks."""
-        self._unfinished: set[int] = set()  # units with gradients of a backward that was not announced as the last
+        """Called when a group's gradient for the window is fully reduced over all its axes."""
+        self._unfinished: set[int] = set()  # units whose latest backward was not announced as their last
         self._dropping = False
         self._in_flight: deque[tuple[int, Handle]] = deque()  # (elements, handle)
         self._combining: deque[Handle] = deque()
         self._at_end: list[tuple[FlatGroup, Combination]] = []
 
     def begin_backward(self, finishing: Container[int]) -> None:
-        """`finishing`: units whose gradients of the window are expected to be complete after the backward that begins."""
+        """`finishing`: units whose gradients of the window should be complete after the backward that now begins. Local."""
         self.finishing = finishing
         for index in self.order.units:
             if index in finishing:
@@ -58,11 +58,11 @@ class Reducer:
                 self._unfinished.add(index)
 
     def reduces(self, index: int) -> bool:
-        """Whether unit `index` is reduced after the backward under way."""
+        """Whether unit `index` is reduced in the current backward."""
         return self.placements.grads is Placement.SHARD or index in self.finishing
 
     def unit_complete(self, unit: ShardUnit) -> None:
-        """All gradients of `unit` are there: reduce what is next in the order, as far as it is complete."""
+        """Called when all gradients of `unit` have arrived. Reduces the next units of the order that are complete."""
         if not self.reduces(unit.index):
             return
         if unit.index not in self.order.seen:
@@ -73,17 +73,17 @@ class Reducer:
                 self._reduce(self.units[index])
 
     def finish_backward(self) -> None:
-        """The units that did not complete on this rank take part all the same, with zeros for what is missing."""
+        """Reduce the units that did not complete on this rank, with zeros for missing gradients. Collective over `shard`."""
         for index in self.order.rest():
             if self.reduces(index):
                 self._reduce(self.units[index])
-        # Reentrant checkpointing runs a backward of its own per call of a unit: what came after the first reduction.
+        # Reentrant checkpointing runs a separate backward per call of a unit: reduce gradients of later calls too.
         for unit in self.units:
             if self.reduces(unit.index) and any(g.window.has_some for g in unit.trainable):
                 self._reduce(unit)
 
     def has_room(self, unit: ShardUnit) -> bool:
-        """Whether the gradient of `unit` may be on its way beside what is on its way now."""
+        """Whether the reduction of `unit` fits beside the reductions in flight."""
         return not self._in_flight or self._numel(unit) + sum(n for n, _ in self._in_flight) <= self.max_numel
 
     @staticmethod
@@ -102,7 +102,7 @@ class Reducer:
             self.settle()
 
     def _finished(self, group: FlatGroup, handle: Handle) -> Handle:
-        """What follows when the window's gradient of `group` is reduced: its further axes, or a step in backward."""
+        """Add the follow-up of a group's last reduction of the window: further axes, or the optimizer step in backward."""
         if group.axes.then:
             return Handle([handle], functools.partial(self._combine, group, 0))
         if self.when_final is not None:
@@ -110,11 +110,11 @@ class Reducer:
         return handle
 
     def _combine(self, group: FlatGroup, index: int) -> None:
-        """The window's gradient of `group` is reduced, and combined over the first `index` of its further axes: go on."""
+        """Combine the window's gradient of `group` over its further axes from `index` on; the earlier ones are done."""
         if index == len(group.axes.then) or self._dropping:
             return
         row = group.axes.then[index]
-        if row.at_end:  # and so are those behind it
+        if row.at_end:  # so are all later rows
             waiting = [(group, later) for later in group.axes.then[index:]]
             self._at_end += [pair for pair in waiting if pair not in self._at_end]  # several schedules may have run
         else:
@@ -125,7 +125,7 @@ class Reducer:
             self.when_final(group)
 
     def reduce_rest(self) -> None:
-        """Reduce what backwards have left that were not announced as the last of their window. Collective over dp."""
+        """Reduce the gradients left by backwards that were not announced as the last of the window. Collective over dp."""
         rest = [unit for unit in reversed(self.units) if unit.trainable and unit.index in self._unfinished]
         self._unfinished.clear()
         self.finishing = range(len(self.units))
@@ -133,7 +133,7 @@ class Reducer:
             if self.placements.grads is not Placement.SHARD:
                 self._reduce(unit)
                 continue
-            for group in unit.trainable:  # reduced in each backward
+            for group in unit.trainable:  # already reduced in each backward
                 self._in_flight.append((0, self._finished(group, Handle([]))))
         self.wait()
         for unit in self.units:
@@ -142,7 +142,7 @@ class Reducer:
                     group.access.adopt()
 
     def to_combine(self, group: FlatGroup) -> list[Combination]:
-        """What the end of the window still does to the gradient of `group`. Local."""
+        """The combinations that the gradient of `group` still awaits at the end of the window. Local."""
         return [row for waiting, row in self._at_end if waiting is group]
 
     def settle(self) -> None:
@@ -151,20 +151,20 @@ class Reducer:
             self._in_flight.popleft()[1].wait()
 
     def land(self) -> None:
-        """Until nothing is in flight, nor on its way to the host. Local."""
+        """Wait until no reduction, combination or transfer to the host is in flight. Local."""
         self.settle()
         while self._combining:
             self._combining.popleft().wait()
         self.link.wait_host()
 
     def wait(self) -> None:
-        """`land`, and what waits for the end of the window is combined.
+        """`land`, then run the combinations that waited for the end of the window.
 
-        Collective over the axes that wait for it (of weights that several ranks of a copy of the model hold), once per window;
-        else local.
+        Collective over the axes of those combinations (for weights that several ranks of one copy of the model hold), once per
+        window; without any, local.
         """
         self.land()
-        # By name: stages reduce their units in different orders, and each waits for the others here.
+        # Sorted by name, so that all stages agree: they reduced their units in different orders.
         waiting = sorted(self._at_end, key=lambda pair: pair[0].layout.slots[0].name)
         together: dict[Any, tuple[Combination, list[FlatGroup]]] = {}
         for group, row in waiting:
@@ -177,13 +177,13 @@ class Reducer:
         self.link.wait_host()
 
     def drop(self) -> None:
-        """Forget the gradients of the window."""
-        self._dropping = True  # what was to follow a reduction does not
+        """Forget the gradients of the window. Local."""
+        self._dropping = True  # skip the follow-ups of reductions
         try:
             self.land()
         finally:
             self._dropping = False
-        self._at_end.clear()  # their sum is a collective of its own, and nobody wants it
+        self._at_end.clear()  # these collectives have not started and are no longer needed
         self._unfinished.clear()
         for unit in self.units:
             for group in unit.trainable:

@@ -1,4 +1,4 @@
-"""A sharded model: its units, and what happens to all of them between two passes."""
+"""A sharded model: its units, and the operations on all of them between two passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hf_dist.sharding.units import LeafModules, build_units
 
 
 class ShardedModel:
-    """Units of one model, and what is done to all of them after a window. The model itself is never wrapped."""
+    """The units of one model and the operations on all of them after a window. The model itself is never wrapped."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class ShardedModel:
         sliced: SlicedShare | None = None,
         storage: Storage | None = None,
     ) -> None:
-        """Shard `model` in place. Collective: every rank of the mesh, with the same model.
+        """Shard `model` in place. Collective: every rank of the mesh calls it with the same model.
 
-        `limits`: how much is on its way at once; `leaf_modules`: class names, module names and name endings that are units
-        whatever the structure; `pipeline`: the stages of a pipeline that this rank runs, `model` then has their parameters
-        only; `sliced`: of a model that is cut along `tp`; `storage`: where states rest (default: all on the device).
+        `limits`: elements in flight; `leaf_modules`: class names, module names and name endings of further units; `pipeline`:
+        the pipeline stages that this rank runs (`model` then has only their parameters); `sliced`: the share of a model that
+        is cut along `tp`; `storage`: where states rest (default: all on the device).
         """
         self._model = weakref.ref(model)
         self.mesh = mesh
@@ -102,14 +102,14 @@ class ShardedModel:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model. It holds these shards (`keeper.py`), and whoever uses them holds it."""
+        """The user's model. It holds these shards (`keeper.py`); the caller must hold a reference to the model."""
         model = self._model()
         assert model is not None, "shards of a model that is gone"
         return model
 
     @property
     def whole(self) -> nn.Module:
-        """The model with all its parameters; on meta where this rank holds only some pipeline stages."""
+        """The model with all its parameters; on the meta device if this rank holds only some pipeline stages."""
         return self.pipeline.whole if self.pipeline else self.model
 
     @property
@@ -119,11 +119,11 @@ class ShardedModel:
 
     @property
     def trainable_groups(self) -> list[FlatGroup]:
-        """Groups that have gradients, unit by unit."""
+        """Groups whose parameters are trained, unit by unit."""
         return [g for g in self.groups if g.trainable]
 
     def resident_nbytes(self) -> dict[Tier, int]:
-        """Bytes that weights and masters take at rest, with offloaded gradients and buffers of transfers."""
+        """Bytes at rest, by tier: weights, masters, offloaded gradients and transfer buffers. Local."""
         held = self.storage.buffer_nbytes()
         for group in self.groups:
             for tier, nbytes in group.resident_nbytes().items():
@@ -133,12 +133,12 @@ class ShardedModel:
     # --------------------------------------------------------------------- step
 
     def synchronize_buffers(self) -> None:
-        """Buffers that training changes are those of the first data rank on all. Collective over dp and pp."""
+        """Broadcast the buffers that training changes from the first data rank. Collective over dp and pp."""
         self.passes.buffers.synchronize()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, `Stay.WINDOW` units stay gathered, also after a stage's last backward. They are freed at the end. Local."""
+        """Keep `Stay.WINDOW` units gathered inside the block, even after a stage's last backward; then free them. Local."""
         held = [group for unit in self.units if unit.stay is Stay.WINDOW for group in unit.groups]
         for group in held:
             group.pins += 1
@@ -150,43 +150,43 @@ class ShardedModel:
                 group.reshard()
 
     def finish_gradients(self) -> None:
-        """Wait for all reductions; after this `group.grad` is the mean over all data ranks.
+        """Wait for all reductions. Afterwards `group.grad` is the mean over all data ranks.
 
-        Local, but for weights that several pipeline stages hold (`Reducer.wait`).
+        Local, except for weights that several pipeline stages hold (`Reducer.wait`).
         """
         self.reducer.wait()
 
     def reduce_rest(self) -> None:
-        """Reduce what no backward was announced to be the last of, and take gradients that user code has set. Collective."""
+        """Reduce gradients whose last backward was not announced, and adopt gradients set by user code. Collective over dp."""
         self.reducer.reduce_rest()
 
     def gradient_versions(self) -> list[int]:
-        """A number for each reduced gradient that moves when anybody writes into it. Local."""
+        """One number per reduced gradient, which changes whenever the gradient is written. Local."""
         return [-1 if g.grad is None else g.grad._version for g in self.trainable_groups]
 
     def multiply_gradients(self, factor: float) -> None:
-        """All gradients of the window so far times `factor`, reduced or not. Local."""
+        """Multiply all gradients of the window so far by `factor`, reduced or not. Local."""
         self.reducer.land()
         for group in self.trainable_groups:
             group.multiply_gradient(factor)
 
     def take_writes(self) -> None:
-        """Weights that user code has written become those that are stepped and saved. Local."""
+        """Copy weights that user code has written into the masters, which are stepped and saved. Local."""
         for group in self.groups:
             group.take_writes()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the window (`zero_grad`)."""
+        """Forget the gradients of the window (`zero_grad`). Local."""
         self.reducer.drop()
 
     def finish_gathers(self) -> None:
-        """Wait for weights that rest whole: nobody waits for those whose model is dropped. Local."""
+        """Wait for running gathers of replicated weights before the model is dropped, when no forward will. Local."""
         for group in self.groups:
             if group.is_replicated and group.fresh:
                 group.wait_unshard()
 
     def weights_changed(self) -> None:
-        """Call after `source` was written: weights that rest replicated are gathered, overlapping what follows.
+        """Call after `source` was written. Starts to all-gather replicated weights, overlapping the caller's next work.
 
         Collective over the shard axes at stages 1 and 2. Each unit waits for its own gather just before it is read.
         """
@@ -194,8 +194,8 @@ class ShardedModel:
         for group in self.groups:
             group.write_back()
         self.storage.link.wait_device()
-        # A gather in flight has buffers on a CPU. On a GPU it costs no memory, as the full weights are there anyway, and
-        # waiting for one would keep the next forward from beginning.
+        # On a CPU, a gather in flight holds buffers. On a GPU it needs no memory beyond the full weights, which stay
+        # allocated, and waiting for it would delay the next forward.
         most = math.inf if self.mesh.device.type == "cuda" else self.limits.gather
         in_flight: deque[ShardUnit] = deque()
         seen = [index for orders in self.passes.kinds for index in orders.forward.units]

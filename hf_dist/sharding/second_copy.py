@@ -1,11 +1,11 @@
-"""A second copy of weights that rest sharded, between neighbouring ranks: every gather but the first stays among them.
+"""A second copy of sharded weights among neighbouring ranks, so that every gather except the first stays among them.
 
-    gathered from the shards    over all ranks of `shard`, once after the weights have changed
-    kept                        when the full weights are given back: each neighbour its part of them
-    gathered from the copy      over the neighbours, until the weights change
+    gather from the shards    over all ranks of `shard`, once after the weights have changed
+    keep                      at reshard: each neighbour keeps its part of the full weights
+    gather from the copy      over the neighbours, until the weights change
 
 With as many neighbours as a machine has ranks, weights cross the network once per step instead of twice per microbatch.
-Gradients, masters and optimizer state know nothing of it.
+Gradients, masters and optimizer state are not affected.
 
 Source: hpZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), section 3.2.
 """
@@ -19,14 +19,14 @@ from hf_dist.mesh import MeshAxis
 
 
 class SecondCopy:
-    """This rank's part of one group's copy."""
+    """This rank's part of the second copy of one group."""
 
     def __init__(self, axis: MeshAxis, part: torch.Tensor) -> None:
-        """`axis`: the neighbours; `part`: memory for one of as many equal parts of the full weights."""
+        """`axis`: the neighbours; `part`: memory for this rank's part, one of `axis.size` equal parts of the full weights."""
         self.axis = axis
         self._part = part
         self.holds = False
-        """Whether it is a copy of the current weights: at the same moments on all ranks."""
+        """Whether the part is a copy of the current weights. It changes at the same moments on all ranks."""
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class SecondCopy:
 
     @torch.no_grad()
     def keep(self, full: torch.Tensor) -> None:
-        """Take this rank's part of the current weights. Local."""
+        """Copy this rank's part of the current weights. Local."""
         if not self.holds:
             self._part.copy_(self._own(full))
             self.holds = True

@@ -1,4 +1,4 @@
-"""Parameters that ranks hold slices of, whole for a moment; and what of a model such ranks have in common."""
+"""Temporarily joins parameters that are cut into slices across ranks; and the state that a cut model's groups share."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["SlicedShare", "enter_whole", "joined", "leave_whole"]
 
 @dataclass
 class SlicedShare:
-    """What a rank holds of a model whose matrices are cut along `tp`, so that all of it is whole inside `gathered`."""
+    """One rank's share of a model whose matrices are cut along `tp`; `gathered` uses it to join the slices."""
 
     copies: Mapping[str, Sequence[Combination]]
-    """Parameters that other ranks along the axis hold, too, and how their gradients are combined."""
+    """Parameters that other ranks along the axis also hold, and how their gradients are combined."""
     use_whole: Callable[[bool], None]
-    """Told whether the model computes with whole parameters from now on."""
+    """Called with True when the model starts to compute with whole parameters, with False when it stops."""
     groups: set[int] = field(default_factory=set)
     """Ids of the groups with slices."""
     whole: set[int] = field(default_factory=set)
-    """Of those, the ones that are whole now."""
+    """Ids of those groups whose parameters are whole now."""
 
 
 def joined(group: FlatGroup, index: int, part: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor like parameter `index` of the group, of which `part` is what this rank keeps.
+    """Join the ranks' slices of a tensor that is cut like parameter `index` of the group; `part` is this rank's slice.
 
-    Collective over the group's parts, where it is cut.
+    Collective over the group's `parts` axis; local if the group is not cut.
     """
     axis, held = group.axes.parts, group.layout.slots[index].held
     if axis is None or axis.size == 1:
@@ -59,7 +59,7 @@ def _slices_of(group: FlatGroup, axis: MeshAxis) -> list[list[TensorSlice]]:
 
 @torch.no_grad()
 def enter_whole(group: FlatGroup) -> bool:
-    """Make the gathered parameters of `group` whole; False for a group without slices, or inside another such block.
+    """Make the gathered parameters of `group` whole; False for a group without slices or one that is already whole.
 
     Collective over `tp`.
     """
@@ -77,9 +77,9 @@ def enter_whole(group: FlatGroup) -> bool:
 
 @torch.no_grad()
 def leave_whole(group: FlatGroup, source: int | None) -> None:
-    """Parameters of `group` are slices again, of what this rank has written; of what rank `source` of the axis has, if named.
+    """Cut the parameters of `group` again, from the values of rank `source` along `tp`, or from this rank's own if None.
 
-    Collective over `tp` then, else local.
+    Collective over `tp` with `source`; local without.
     """
     share = group.share
     assert share is not None

@@ -1,10 +1,10 @@
-"""What a model is given for its loss keeps its dtype: targets of a regression do not fit into 8 bits of mantissa.
+"""Targets of the loss keep their dtype: regression targets do not fit into 8 bits of mantissa.
 
 [Note: dtypes of inputs] A half-precision run has no autocast. Floating inputs (images, embeddings) are cast at the model's
-door, or the first layer would refuse them. Targets are known by their names, in the signature, the keywords and in nested
-dicts, and arrive as given; as under autocast the loss is then computed in their dtype. Most functions of torch promote by
-themselves. `MixedDtypes` lends autocast's rules to those that refuse two dtypes, for this one forward, since code that runs
-with both in half precision must go on to run.
+entry, or the first layer would reject them. Targets are recognised by name (in the signature, the keywords and nested dicts)
+and passed unchanged, so the loss is computed in their dtype, as under autocast. Most torch functions promote mixed dtypes
+themselves. For those that reject them, `MixedDtypes` applies autocast's rules during this forward: code that runs with
+half-precision targets must also run with fp32 targets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["MixedDtypes", "cast_but_targets", "is_target"]
 
 _WORDS = frozenset({"label", "labels", "target", "targets", "truth", "gt", "y"})
 _NAMES = frozenset({"past_values", "future_values"})
-"""Time series: the network normalises both by itself, and the loss compares them."""
+"""Time series: the network itself normalises both, and the loss compares them."""
 
 _TO_HALF = frozenset(
     {
@@ -45,14 +45,14 @@ _TO_FLOAT = frozenset({F.huber_loss, F.binary_cross_entropy, F.grid_sample, F.la
 
 
 def is_target(name: str) -> bool:
-    """Whether an argument of that name is for the loss: `labels`, `mask_labels`, `target`, `y`, `future_values`, ..."""
+    """Whether an argument of this name is a target of the loss: `labels`, `mask_labels`, `target`, `y`, `future_values`, ..."""
     return name in _NAMES or not _WORDS.isdisjoint(name.lower().split("_"))
 
 
 def cast_but_targets(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[Any, bool]:
-    """((args, kwargs) of `module` with fp32 tensors in `dtype` but for targets, whether there was such a target)."""
+    """((args, kwargs) of `module` with all fp32 tensors except targets cast to `dtype`, whether there was an fp32 target)."""
     kept = False
 
     def cast(value: Any, as_given: bool) -> Any:
@@ -71,7 +71,7 @@ def cast_but_targets(
 
 
 def _names(module: nn.Module, count: int) -> list[str]:
-    """Names of the first `count` positional arguments of its forward, empty where it has none."""
+    """Names of the first `count` positional arguments of the module's forward; "" for an argument without a name."""
     try:
         found = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # built in C
@@ -81,7 +81,7 @@ def _names(module: nn.Module, count: int) -> list[str]:
 
 
 class MixedDtypes(TorchFunctionMode):
-    """Inside, functions that refuse fp32 beside `half` tensors get what autocast would give them."""
+    """Casts as autocast would for functions that reject a mix of fp32 and `half` tensors."""
 
     def __init__(self, half: torch.dtype) -> None:
         super().__init__()

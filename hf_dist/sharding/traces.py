@@ -1,7 +1,7 @@
-"""What preparing a model has left on its modules and parameters, so that it can be taken off again.
+"""Records what preparing a model changes on its modules and parameters, so that the changes can be undone.
 
-Hooks and stand-ins of ours are known by the module that defines them. What ours has set on modules that had it before (a class,
-a flag of HF's, a compiled call) is found by comparison: the model before and after it was prepared.
+Our hooks and replaced methods are recognised by the Python module that defines them. Changes to existing attributes (a class,
+an HF flag, a compiled call) are found by comparing the model before and after it is prepared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARTS = {"_parameters", "_buffers", "_modules", "training"}
 
 @dataclass
 class Traces:
-    """Of one model, by the names of its modules and parameters: it holds neither."""
+    """The changes on one model, keyed by module and parameter names; holds no reference to either."""
 
     _attributes: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
     _classes: dict[str, tuple[type, type]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Traces:
 
     @classmethod
     def between(cls, before: Mapping[str, Any], model: nn.Module) -> Traces:
-        """`before`: what `look` returned. Local."""
+        """The changes on `model` since `before`, an earlier result of `look`. Local."""
         after, traces = look(model), cls()
         for name in before["classes"].keys() & after["classes"].keys():
             if (pair := (before["classes"][name], after["classes"][name]))[0] is not pair[1]:
@@ -39,7 +39,7 @@ class Traces:
             for key in old.keys() | new.keys():
                 one, other = old.get(key, _ABSENT), new.get(key, _ABSENT)
                 new_and_ours = one is _ABSENT and (_is_ours(other) or _is_ours(type(other)))
-                if one is not other and not new_and_ours:  # those are known without it; the keeper of this is one
+                if one is not other and not new_and_ours:  # new ones of ours are recognised without a record
                     traces._attributes[name, key] = one, other
         for name in before["trains"].keys() & after["trains"].keys():
             if before["trains"][name] != after["trains"][name]:
@@ -47,7 +47,7 @@ class Traces:
         return traces
 
     def undo(self, model: nn.Module) -> None:
-        """Put back what nobody has changed since. Local."""
+        """Undo the changes, except on attributes that somebody else has changed since. Local."""
         modules = dict(model.named_modules())
         for name, (cls, ours) in self._classes.items():
             if name in modules and type(modules[name]) is ours:
@@ -66,13 +66,13 @@ class Traces:
         for module in modules.values():
             remove_hooks(module)
             if _is_ours(type(module.__dict__.get("generate"))):
-                module.__dict__.pop("_is_fsdp_managed_module", None)  # set with it, after the comparison
+                module.__dict__.pop("_is_fsdp_managed_module", None)  # set together with it, after the comparison
             for key in [key for key, value in module.__dict__.items() if _is_ours(value) or _is_ours(type(value))]:
                 del module.__dict__[key]
 
 
 def look(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What `Traces.between` compares. Local, without a look at an element."""
+    """A snapshot for `Traces.between` to compare. Local; reads no tensor elements."""
     modules = dict(model.named_modules())
     return {
         "classes": {name: type(module) for name, module in modules.items()},
@@ -86,7 +86,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def remove_hooks(owner: nn.Module | torch.Tensor) -> None:
-    """Take the hooks of ours off a module or a parameter. Local."""
+    """Remove our hooks from a module or a parameter. Local."""
     names = owner.__dict__ if isinstance(owner, nn.Module) else ("_backward_hooks", "_post_accumulate_grad_hooks")
     found = [(name, getattr(owner, name, None)) for name in names if "_hooks" in name]
     kept: list[dict[int, Any]] = [hooks for _, hooks in found if isinstance(hooks, dict)]
@@ -99,6 +99,6 @@ def remove_hooks(owner: nn.Module | torch.Tensor) -> None:
 def _is_ours(value: Any) -> bool:
     while isinstance(value, functools.partial):
         value = value.func
-    # torch wraps hooks that load state dicts.
+    # torch wraps load_state_dict hooks.
     value = getattr(value, "hook", value)
     return str(getattr(value, "__module__", "")).startswith("hf_dist.")

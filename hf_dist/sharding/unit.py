@@ -1,4 +1,4 @@
-"""What is gathered together: a decoder block, an embedding, or the rest of the model (the root unit)."""
+"""The unit: parameters gathered together, such as a decoder block, an embedding, or the rest of the model (the root unit)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Call:
     """One forward of a unit that autograd recorded."""
 
     has_inputs: bool
-    """Whether a gradient flows to its inputs; then their arrival says that the call's backward is over."""
+    """Whether gradients flow to its inputs. If so, their arrival marks the end of the call's backward."""
     started_in: int = 0
-    """The backward, counted from 1, that has begun with it; 0 for none."""
+    """Number of the last backward (counted from 1) that reached this call; 0 for none."""
 
 
 @dataclass(eq=False)
 class ShardUnit:
-    """Groups of one unit, and where it stands in the current backward."""
+    """The groups of one unit, and its state in the current backward."""
 
     index: int
     name: str
@@ -35,15 +35,15 @@ class ShardUnit:
     groups: list[FlatGroup]
     is_root: bool = False
     stay: Stay = Stay.USE
-    """How long its gathered weights are kept; the same on every rank of `dp`, and changed between two passes only."""
+    """How long its gathered weights are kept. Equal on every rank of `dp`; changed only between passes."""
     open_calls: int = 0
-    """Calls whose backward has started and has not reached their inputs."""
+    """Number of calls whose backward has started but not yet reached their inputs."""
     waiting: set[tuple[int, int]] = field(default_factory=set)
-    """(group, index) of trainable parameters without a gradient in this backward."""
+    """(group, index) of trainable parameters whose gradient has not arrived in this backward."""
     complete: bool = False
-    """All gradients of this backward are there."""
+    """Whether all gradients of this backward have arrived."""
     idle: bool = False
-    """Nothing follows from this backward's gradients: they wait in `.grad` for the window's end, and the weights stay."""
+    """Whether this backward's gradients need no action: they accumulate in `.grad` until a later backward; weights stay."""
 
     def __post_init__(self) -> None:
         self.numel = sum(g.layout.numel for g in self.groups)
@@ -52,15 +52,15 @@ class ShardUnit:
             (g, i) for g, group in enumerate(self.groups) if group.trainable for i in range(len(group.params))
         }
         self.needed_in_backward = self.is_root or reads_weights_in_backward(self.modules)
-        # Backward nodes of a closed unit lead to its inputs or to its parameters, so both being there means that its
-        # weights are done with. The root's lead into other units: a frozen norm is needed after the head's gradient.
+        # Backward nodes of a block lead to its inputs or its parameters. When both have their gradients, its weights are no
+        # longer needed. The root's nodes lead into other units: a frozen norm is needed after the head's gradient.
         self.frees_early = not self.is_root or all(g.trainable for g in self.groups)
         self.begin_backward()
 
     def begin_backward(self, *, reduces: bool = True, stays: bool = False) -> None:
-        """Expect a gradient from every trainable parameter.
+        """Expect a gradient from every trainable parameter. Local.
 
-        `reduces`: they are reduced after this backward; `stays`: weights are kept after it, unless it ends the window.
+        `reduces`: gradients are reduced after this backward; `stays`: weights are kept after it, unless it ends the window.
         """
         in_place = [group.begin_backward(reduces) for group in self.trainable]
         self.idle = not reduces and stays and all(in_place)
@@ -70,32 +70,32 @@ class ShardUnit:
 
     @property
     def fresh(self) -> bool:
-        """Whether the current weights are here or on their way."""
+        """Whether the current full weights are in memory or in flight."""
         return all(g.fresh for g in self.groups)
 
     def fetch(self) -> None:
-        """Begin to bring resting weights into memory ahead of `unshard`. Local."""
+        """Start to load resting weights into memory ahead of `unshard`. Local."""
         for group in self.groups:
             group.fetch()
 
     def unshard(self) -> None:
-        """Start gathering; idempotent. Collective over the shard axes."""
+        """Start to all-gather the weights; idempotent. Collective over the shard axes."""
         for group in self.groups:
             group.unshard()
 
     def wait_unshard(self) -> None:
-        """Parameters can be read after this."""
+        """Wait for the gather. Afterwards the parameters can be read. Local."""
         for group in self.groups:
             group.wait_unshard()
 
     def reshard(self) -> None:
-        """Free what rests sharded."""
+        """Free full weights that rest sharded. Local."""
         for group in self.groups:
             group.reshard()
 
 
 def reads_weights_in_backward(modules: Sequence[nn.Module]) -> bool:
-    """Whether the weights of a unit are gathered for its backward: an embedding's only scatters gradients by index."""
+    """Whether a unit's backward reads its weights: that of an embedding only scatters gradients by index."""
     return not all(isinstance(m, nn.Embedding) for m in modules)
 
 
@@ -105,13 +105,13 @@ class _PostBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, notify: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pass `inputs` through."""
-        ctx.set_materialize_grads(False)  # nothing, not zeros, for an input that the loss does not depend on: no decay
+        ctx.set_materialize_grads(False)  # None for inputs that the loss ignores: zeros would trigger weight decay
         ctx.notify = notify
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Tell, and pass the gradients through."""
+        """Call `notify` and pass the gradients through."""
         ctx.notify()
         return (None, *grads)
 

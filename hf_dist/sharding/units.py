@@ -1,4 +1,4 @@
-"""Which modules become units: found from the structure of the model, never from class names that a user must list."""
+"""Finds the modules that become units from the structure of the model, so that users need not list class names."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LeafModules = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def find_unit_modules(model: nn.Module, leaf: LeafModules = ((), (), ())) -> dict[str, nn.Module]:
-    """Modules to gather one at a time, by path, in order of registration; what is left belongs to the root unit.
+    """Modules to gather one at a time, by path, in order of registration. All other parameters belong to the root unit.
 
-    First the classes that the model's author marked as blocks (`_no_split_modules`, read from any submodule), then repeated
-    siblings: two or more children of the same class in an `nn.ModuleList` or `nn.Sequential`. Outermost matches only, so
-    the experts inside a decoder block stay with the block. A marked class around the input embeddings is no block: other
-    modules call `get_input_embeddings()` past its forward (ModernVBert). `leaf` names further units.
+    A unit is a class that the model's author marked as a block (`_no_split_modules`, read from any submodule), or a repeated
+    sibling: one of several children of the same class in an `nn.ModuleList` or `nn.Sequential`. Only outermost matches count,
+    so the experts inside a decoder block stay with the block. A marked class that contains the input embeddings is no block,
+    because other modules use `get_input_embeddings()` without its forward (ModernVBert). `leaf` names further units.
     """
     classes, names, suffixes = leaf
     hinted: set[str] = set()
@@ -41,7 +41,7 @@ def find_unit_modules(model: nn.Module, leaf: LeafModules = ((), (), ())) -> dic
         hinted.update(getattr(module, "_no_split_modules", None) or ())
     tables = _input_embeddings(model)
     units: dict[str, nn.Module] = {}
-    # A list of what is left, not a recursive closure: that would be a cycle which holds the modules.
+    # An explicit stack: a recursive closure would be a reference cycle that keeps the modules alive.
     left: list[tuple[str, nn.Module, bool]] = [("", model, False)]
     while left:
         path, module, repeated = left.pop()
@@ -59,7 +59,7 @@ def find_unit_modules(model: nn.Module, leaf: LeafModules = ((), (), ())) -> dic
 
 
 def _input_embeddings(model: nn.Module) -> set[nn.Module]:
-    """What `get_input_embeddings` of the model and of the models inside it gives; some have none."""
+    """Results of `get_input_embeddings` for the model and its submodules, where defined."""
     found: set[nn.Module] = set()
     for module in model.modules():
         with contextlib.suppress(NotImplementedError, AttributeError):
@@ -68,12 +68,12 @@ def _input_embeddings(model: nn.Module) -> set[nn.Module]:
 
 
 def _repeated_classes(module: nn.Module, children: list[nn.Module]) -> set[type]:
-    """Classes of the blocks among `children`; hybrids alternate between several, a Sequential may begin with another."""
+    """Classes of the repeated blocks among `children`. Hybrids alternate between classes; a Sequential may mix others in."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return set()
     # Leaf layers in a row (Linear, Linear) are not blocks: gathering them one by one costs latency for nothing.
     counts = Counter(type(c) for c in children if any(True for _ in c.children()))
-    # A list in a list is not a block either, its elements may be.
+    # A nested list is not a block either, but its elements may be.
     return {cls for cls, count in counts.items() if count > 1 and not issubclass(cls, (nn.ModuleList, nn.ModuleDict))}
 
 
@@ -88,8 +88,8 @@ def build_units(
 ) -> list[ShardUnit]:
     """Flatten all parameters of `model` into units; unit 0 is the root. Rearranges memory, keeps the parameter objects.
 
-    `axes`: of each parameter by name (default: all dense). What several pipeline stages hold has axes of its own, so that
-    the layouts of these groups are equal.
+    Collective over the shard axes for lazy parameters that rest replicated, else local. `axes`: axes of each parameter by name
+    (default: all dense). Weights held by several pipeline stages have their own axes, so that their groups' layouts are equal.
     """
     _check_materialized(model)
     modules = find_unit_modules(model, leaf)
@@ -109,7 +109,7 @@ def build_units(
 
 
 def unit_members(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Parameters of each unit with their names, by path; first the root's, whose path is empty."""
+    """(name, parameter) pairs of each unit, by module path. The root comes first; its path is empty."""
     inside: dict[nn.Parameter, set[str]] = defaultdict(set)
     for path, module in modules.items():
         for p in module.parameters():
@@ -118,8 +118,8 @@ def unit_members(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str
     members: dict[str, list[tuple[str, nn.Parameter]]] = {"": []}
     members.update({path: [] for path in modules})
     for name, p in model.named_parameters():
-        # Shared between units, or between a unit and the rest (tied embedding and head): it must live as long as the
-        # longest user, which is the root.
+        # A parameter shared between units, or with modules outside of units (tied embedding and head), must stay gathered
+        # as long as its longest user, which is the root.
         paths = inside[p]
         outside = any(not _within(owner, paths) for owner in owners[p])
         members[next(iter(paths)) if len(paths) == 1 and not outside else ""].append((name, p))
@@ -127,7 +127,7 @@ def unit_members(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Paths of the modules that hold each parameter, aliases of tied ones included."""
+    """Paths of all modules that hold each parameter, including those of tied parameters."""
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         for p in module.parameters(recurse=False):
@@ -146,7 +146,7 @@ def _direct_owners(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Modul
 def travel_together(
     named: list[tuple[str, nn.Parameter]], precision: Precision, axes: Callable[[str], object]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of one unit, split into groups. `axes`: by name, one object for those that may share a group."""
+    """Split the parameters of one unit into groups. `axes`: returns the same object for parameters that may share a group."""
     groups: dict[tuple[torch.dtype, bool, int], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in named:
         groups[precision.compute_dtype(name, p.dtype), p.requires_grad, id(axes(name))].append((name, p))
@@ -173,9 +173,9 @@ def _check_materialized(model: nn.Module) -> None:
 
 
 def containers(model: nn.Module, units: list[ShardUnit]) -> list[nn.Module]:
-    """Modules whose forward covers the whole model: the root, and those below it that hold every block (`model.model`).
+    """Modules whose forward covers the whole model: the root, and submodules that contain every block (`model.model`).
 
-    `generate` of a PEFT model enters at the base model, and TRL calls the decoder itself; each is the start of a pass.
+    Each can start a pass: `generate` of a PEFT model enters at the base model, and TRL calls the decoder directly.
     """
     blocks = {id(m) for u in units if not u.is_root for m in u.modules if not isinstance(m, nn.Embedding)}
     found = [model]

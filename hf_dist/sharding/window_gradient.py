@@ -1,4 +1,4 @@
-"""This rank's gradient of a window before it is reduced: in `.grad` where autograd adds it up, else in a flat buffer."""
+"""This rank's gradient of a window before reduction: in `.grad` where autograd accumulates it, else in a flat buffer."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class WindowGradient:
         wire: torch.dtype,
         divisor: int = 1,
     ) -> None:
-        """`accumulated`: dtype in which microbatches are added up. `wire`: dtype of what `take` returns. `divisor`: of every
-        gradient on its way into the flat buffer."""
+        """`accumulated`: dtype in which microbatches are summed. `wire`: dtype of the result of `take`. `divisor`: divides
+        each gradient as it is moved into the flat buffer."""
         self.used = [False] * len(params)
-        """Which parameters had a gradient in this window; on this rank until the group asks the others."""
+        """Which parameters had a gradient in this window, on this rank until `FlatGroup.combine` merges the stages' lists."""
         self.values: torch.Tensor | None = None
-        """1-D, the whole layout; None before a gradient was moved into it."""
+        """The flat buffer, 1-D over the whole layout; None until a gradient is moved into it."""
         self._params, self._layout, self._device = params, layout, device
         self._accumulated, self._wire = accumulated, wire
         self._factor = 1.0 / divisor
         self._filled = [False] * len(params)  # slots of `values` that hold a gradient
         self._in_place = False
-        """Gradients may wait in `.grad`: of earlier microbatches, in the dtype of accumulation, or for room."""
+        """Whether gradients may wait in `.grad`: those of earlier microbatches, or those without room for a buffer."""
         self._reduces_now = True
         self._gaps = self._gap_index()
-        self._end = max((slot.stop for slot in layout.slots if slot.numel), default=0)  # after it there is only padding
+        self._end = max((slot.stop for slot in layout.slots if slot.numel), default=0)  # only padding follows
 
     def _gap_index(self) -> torch.Tensor | None:
-        # Without the padding at the end: 64 elements per rank, and an index takes 8 bytes for each.
+        # Excludes the padding at the end: up to 64 elements per rank, each of which would take an 8-byte index.
         gaps = [torch.arange(a, b) for a, b in self._layout.gaps() if b < self._layout.numel]
         return torch.cat(gaps).to(self._device) if gaps else None
 
     def begin_backward(self, reduces: bool, dtype: torch.dtype) -> bool:
-        """Before a backward whose gradients have `dtype`; `reduces`: a reduction follows it (at stages 0 and 1 the last one).
+        """Call before a backward whose gradients have `dtype`; `reduces`: a reduction follows it.
 
-        Returns whether gradients stay in `.grad`, where autograd adds the next ones.
+        Returns whether gradients stay in `.grad`, where autograd accumulates them.
         """
         self._reduces_now = reduces
         in_place = not reduces and dtype == self._accumulated
@@ -57,9 +57,9 @@ class WindowGradient:
         return in_place
 
     def add(self, index: int, *, has_room: bool = True) -> None:
-        """Move `.grad` of parameter `index` into the flat buffer; called when autograd has accumulated it.
+        """Move `.grad` of parameter `index` into the flat buffer, after autograd has accumulated it.
 
-        Without room for a buffer it stays where it is, in the dtype of the weights, until `take`.
+        Without room for a buffer, the gradient stays in `.grad`, in the dtype of the weights, until `take`.
         """
         p = self._params[index]
         grad = raw_grad(p)
@@ -86,29 +86,29 @@ class WindowGradient:
     def _put(self, into: torch.Tensor, grad: torch.Tensor) -> None:
         if self._factor == 1.0:
             into.copy_(grad)
-        else:  # the product costs nothing beside the copy
+        else:  # one kernel scales and copies
             torch.mul(grad, self._factor, out=into)
 
     @property
     def has_some(self) -> bool:
-        """Whether gradients wait here for `take`."""
+        """Whether gradients are waiting for `take`."""
         return self.values is not None or self._in_place
 
     def of(self, index: int) -> torch.Tensor | None:
-        """What has been moved into the flat buffer for parameter `index`, in its shape; None if there is nothing. Local."""
+        """The gradient of parameter `index` in the flat buffer, in the parameter's shape; None if there is none. Local."""
         if self.values is None or not self._filled[index]:
             return None
         slot = self._layout.slots[index]
         return self.values[slot.offset : slot.stop].view(slot.shape)
 
     def forget(self, index: int) -> None:
-        """Parameter `index` has no gradient so far. Local."""
+        """Discard the gradient of parameter `index`. Local."""
         set_raw_grad(self._params[index], None)
         self.used[index] = False
         self._filled[index] = False
 
     def multiply(self, factor: float) -> None:
-        """What is here times `factor`. Local."""
+        """Multiply the gradients by `factor`. Local."""
         for i, p in enumerate(self._params):
             waiting = raw_grad(p) if self._in_place else None
             for values in (waiting, self.of(i)):
@@ -116,9 +116,9 @@ class WindowGradient:
                     values.mul_(factor)
 
     def _buffer(self) -> torch.Tensor:
-        """`values`, begun anew if it is None: zero between the slots, not initialised in them."""
+        """`values`, allocated if None: zero between the slots, uninitialised in them."""
         if self.values is None:
-            # What is reduced right away has the dtype of the wire; what is accumulated first has its own.
+            # The wire dtype if it is reduced right away, else the accumulation dtype.
             dtype = self._wire if self._reduces_now else self._accumulated
             self.values = in_huge_pages(torch.empty(self._layout.numel, dtype=dtype, device=self._device))
             if self._gaps is not None:
@@ -129,14 +129,14 @@ class WindowGradient:
         return self.values
 
     def take(self) -> torch.Tensor:
-        """The whole gradient of this rank, 1-D in the dtype of the wire, zero where there is none; it is the caller's now."""
+        """Hand over the whole gradient of this rank: 1-D, wire dtype, zero where a parameter has no gradient."""
         values = self._buffer()
         for i, (slot, p) in enumerate(zip(self._layout.slots, self._params, strict=True)):
             if self._filled[i]:
                 continue
             into = values[slot.offset : slot.stop].view(slot.shape)
             waiting = raw_grad(p) if self._in_place else None
-            if waiting is not None:  # of earlier microbatches, which this one did not use, or there was no room for it
+            if waiting is not None:  # from an earlier microbatch that used the parameter, or for lack of room
                 self._put(into, waiting.to_dense() if waiting.is_sparse else waiting)
                 set_raw_grad(p, None)
                 self.used[i] = True
@@ -147,7 +147,7 @@ class WindowGradient:
         return values.to(self._wire)
 
     def drop(self) -> None:
-        """The window is over: forget what was not reduced, and who had a gradient."""
+        """End the window: forget unreduced gradients and `used`."""
         self.values = None
         self._in_place = False
         for p in self._params:
