@@ -184,6 +184,9 @@ def test_the_place_is_that_of_the_thread_that_trains(monkeypatch: pytest.MonkeyP
         engines: set[object] = set()
         thread = threading.main_thread().ident
 
+        def introduce(self) -> None:
+            """Nobody listens."""
+
     class Engine:
         """One that is made in the loop."""
 
@@ -325,8 +328,9 @@ def test_whole_logits_that_one_rank_reads_alone_are_named(tmp_path: Path) -> Non
     )
 
 
-def test_a_killed_rank_is_named_by_those_that_lost_it(tmp_path: Path) -> None:
-    codes, output, _ = launch("killed", tmp_path, worker=WORKER)
+@pytest.mark.parametrize("case", ["killed", "killed_after_a_failed_look"])
+def test_a_killed_rank_is_named_by_those_that_lost_it(case: str, tmp_path: Path) -> None:
+    codes, output, _ = launch(case, tmp_path, worker=WORKER)
     assert codes[1] == -9, output
     assert codes[0] not in (0, None), output
     assert re.search(r"\[rank 0\] lost the connection .* rank 1 \(pid \d+ on \S+\) ended: .* it was killed", output), (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import socket
@@ -48,6 +47,7 @@ def watch(engine: Any) -> None:
     if _watchdog is not None:
         _watchdog.engines.add(engine)
         _watchdog.thread = threading.get_ident()
+        _watchdog.introduce()
 
 
 class Watchdog(threading.Thread):
@@ -92,21 +92,29 @@ class Watchdog(threading.Thread):
         return min(5.0, max(0.2, self.limit / 12))
 
     def run(self) -> None:
-        """Until the process ends. An error of ours must not disturb training: the watchdog then falls silent."""
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            while not self._stop.is_set():
-                status = self._status()
-                self._tell({"status": status.as_dict})
-                self._hear()
-                if self.limit > 0 and self._departure.is_due(status, self.limit):
-                    failure.leave_waiting(self._departure.reason)
-                pause = min(self.tick, 1.0) if self._departure.reason else self.tick
-                if self._collector is None:
-                    self._stop.wait(pause)
-                    continue
-                self._collector.poll(pause)
-                if self.limit > 0:
-                    self._judge()
+        """Until the process ends. An error of ours must not disturb training: that look is left out, and the next one comes.
+
+        Such as a dictionary of modules that the training thread changes while this one walks it.
+        """
+        while not self._stop.is_set():
+            try:
+                self._look()
+            except (OSError, ValueError, RuntimeError):
+                self._stop.wait(self.tick)
+
+    def _look(self) -> None:
+        status = self._status()
+        self._tell({"status": status.as_dict})
+        self._hear()
+        if self.limit > 0 and self._departure.is_due(status, self.limit):
+            failure.leave_waiting(self._departure.reason)
+        pause = min(self.tick, 1.0) if self._departure.reason else self.tick
+        if self._collector is None:
+            self._stop.wait(pause)
+            return
+        self._collector.poll(pause)
+        if self.limit > 0:
+            self._judge()
 
     # ------------------------------------------------------------------ speaking
 
@@ -146,12 +154,19 @@ class Watchdog(threading.Thread):
         before = self._seen[2] if self._seen else None
         return time.monotonic() - self._since if before is not None and before.stack == location.stack else 0.0
 
+    def introduce(self) -> None:
+        """Say that this rank is there, before it trains: one that dies in its first step is known by name and process.
+
+        The thread may have looked before the listeners had said where they are. They have by now: engines are built together.
+        """
+        self._tell({"status": Status(self.rank, socket.gethostname(), os.getpid()).as_dict})
+
     def _tell(self, message: dict[str, Any]) -> None:
-        for rank in self._listeners:
-            if rank not in self._senders and self._store.check([self._key(rank)]):
-                address, port, token = json.loads(self._store.get(self._key(rank)))
-                self._senders[rank] = Sender((address, port), token, self.rank)
         with self._sending:
+            for rank in self._listeners:
+                if rank not in self._senders and self._store.check([self._key(rank)]):
+                    address, port, token = json.loads(self._store.get(self._key(rank)))
+                    self._senders[rank] = Sender((address, port), token, self.rank)
             for sender in list(self._senders.values()):
                 if not self._stop.is_set():
                     sender.send(message)

@@ -133,6 +133,21 @@ def _killed_on_gpus(number: int, folder: str) -> None:
             time.sleep(1.0)
 
 
+def _killed_after_a_failed_look(folder: str) -> None:
+    """The watchdog's thread meets errors while the job is set up, as from a dictionary that changes while it is read."""
+    from hf_dist.watchdog.thread import Watchdog
+
+    look = Watchdog._location
+
+    def fail_at_first(self: Watchdog) -> Any:
+        if not self.engines:
+            raise RuntimeError("dictionary changed size during iteration")
+        return look(self)
+
+    Watchdog._location = fail_at_first  # type: ignore[method-assign]
+    train(folder, hook=_forward(_only(1, lambda: os.kill(os.getpid(), signal.SIGKILL))))
+
+
 def _split(folder: str) -> None:
     """Rank 1 of a split is late in a block; the other one is at a sum of it."""
     cut = {"tensor_parallel": {"autotp_size": 2}, "hf_dist": {"stall_report_seconds": LIMIT}}
@@ -151,6 +166,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "stops_rank_1": lambda folder: train(folder, hook=_forward(_stop(1)), ddp_timeout=8),
     "stops_rank_0": lambda folder: train(folder, hook=_forward(_stop(0)), ddp_timeout=8),
     "killed": lambda folder: train(folder, hook=_forward(_only(1, lambda: os.kill(os.getpid(), signal.SIGKILL)))),
+    "killed_after_a_failed_look": _killed_after_a_failed_look,
     "killed_listener_on_gpus": lambda folder: _killed_on_gpus(2, folder),
     "killed_first_on_gpus": lambda folder: _killed_on_gpus(0, folder),
     "one_rank_reads": lambda folder: train(folder, read=_look, cp=2, ddp_timeout=8),
