@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 SEQ = LENGTH + 1
-AXES = ("shard", "edp", "dp_replicate", "tp", "cp", "model")
+AXES = ("shard", "edp", "dp_replicate", "tp", "cp")
 
 
 def config_of(case: str) -> dict[str, Any]:
@@ -126,10 +126,7 @@ def test_bytes_sent_along_an_axis_equal_the_plan(case: str, axis: str) -> None:
     most: dict[str, int] = {}  # the plan is of the fullest rank: a vocabulary need not divide
     for found in measured():
         by_axis = found[case][1]
-        sent = by_axis.get(axis) or (
-            by_axis.get("world", {}) if axis == "model" else {}
-        )  # one group where they are the same
-        most |= {op: max(nbytes, most.get(op, 0)) for op, nbytes in sent.items()}
+        most |= {op: max(nbytes, most.get(op, 0)) for op, nbytes in by_axis.get(axis, {}).items()}
     if axis == "cp":
         assert most.pop("all_reduce", 0) <= 64 * MICROBATCHES  # the loss itself
     assert most == planned(case)[1].get(axis, {})

@@ -109,7 +109,7 @@ def step_time(
         "tp": seconds.get("tp", 0.0),
         "cp": seconds.get("cp", 0.0),
         "ep": seconds.get("ep", 0.0),
-        "weights": max(0.0, weights - beside) + ends + seconds.get("dp", 0.0) + seconds.get("model", 0.0),
+        "weights": max(0.0, weights - beside) + ends + seconds.get("dp", 0.0),
         "bubble": 0.0,
         "optimizer": 2 * states / hardware.memory,
     }

@@ -8,9 +8,9 @@ of every group of every unit, in a step of k microbatches, and one all-reduce fo
 reduce-scatter among n ranks send (n - 1) / n of the group, padding included, an all-reduce twice that. Groups of parameters
 that are not trained are gathered only, at stage 3. With a second copy of the weights (`zero_hpz_partition_size`) all gathers
 of a group but the first are among the ranks that share it; of what is not trained, all. A pipeline gathers and reduces once
-per step. What ranks of `tp` hold alike is combined over it at the end, all of one kind at once. Every unit is taken to be
-used and reached by backward. Replicas that train alone (`local_sgd`) send each other, once in so many steps, what they moved:
-the mean of a step is given. What activations send: `layer_traffic.py`.
+per step. What ranks of `tp` hold alike is combined over it at the end, all of one kind at once, and the norm goes over it,
+too. Every unit is taken to be used and reached by backward. Replicas that train alone (`local_sgd`) send each other, once in
+so many steps, what they moved: the mean of a step is given. What activations send: `layer_traffic.py`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
     for (_, among, _), nbytes in alike.items():
         send("tp", "all_reduce", among or axes.size("tp"), nbytes)
     norm = "shard" if alone else "dp"
-    send(norm, "all_reduce", axes.size(norm), 4 * (1 + num_trained))
-    send("model", "all_reduce", axes.size("model"), 4)
+    for axis, numbers in ((norm, 1 + num_trained), ("tp", 1 + num_trained), ("pp", 1)):
+        send(axis, "all_reduce", axes.size(axis), 4 * numbers)
     if alone and "dp_replicate" in found:
         every = states.config.local_sgd.every
         found["dp_replicate"] = {op: (n // every, b // every) for op, (n, b) in found["dp_replicate"].items()}

@@ -33,10 +33,11 @@ def summarize_gradients(
 ) -> GradientSummary:
     """Norm of `scale` times the reduced gradients, and which parameters had a gradient anywhere.
 
-    Collective over dp: one all-reduce of 1 + (number of trainable parameters) floats; then over `model`, of one float. Every
-    rank counts the interval it owns, so shared and replicated elements count once. The flags are read on the host only by a
-    rank that has a parameter without a gradient; on the others the host waits for nothing. `stepped`: id of a group whose
-    gradient is gone already -> its `owned_norm`.
+    Collective over dp and then over tp: an all-reduce of 1 + (number of trainable parameters) floats; then over pp, of one.
+    Every rank counts the interval it owns, so shared and replicated elements count once. A parameter that one rank of a split
+    has used is stepped by all of them: copies stay equal, and slices are stepped as the whole would be. The flags are read on
+    the host only by a rank that has a parameter without a gradient; on the others the host waits for nothing. `stepped`: id
+    of a group whose gradient is gone already -> its `owned_norm`.
     """
     sharded.finish_gradients()
     mesh = sharded.mesh
@@ -48,9 +49,10 @@ def summarize_gradients(
         vector[0] = torch.stack(norms).square().sum()
     if flags:
         vector[1:] = _on_device(sharded, flags)
-    collectives.all_reduce(mesh.dp, vector, op="sum").wait()
+    for axis in (mesh.dp, mesh.tp):
+        collectives.all_reduce(axis, vector, op="sum").wait()
     squared = vector[:1].clone()
-    collectives.all_reduce(mesh.model, squared, op="sum").wait()
+    collectives.all_reduce(mesh.pp, squared, op="sum").wait()
     norm = squared[0].sqrt() * scale
     places = [(id(g), i) for g in groups for i in range(len(g.window.used))]
     missing = [k for k, used in enumerate(flags) if not used]

@@ -39,6 +39,7 @@ __all__ = [
     "whole_sequence",
     "whole_sequence_early",
     "whole_sequence_replicated",
+    "zeros_of",
 ]
 
 Step = Callable[[Peers, torch.Tensor, torch.Size, int], torch.Tensor]
@@ -55,6 +56,22 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.back(ctx.peers, grad, ctx.shape, ctx.extra), None, None, None, None
+
+
+class _Zeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(grad)
+
+
+def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros in its place, with a gradient of zeros: what another rank of the split adds, once for all. Local."""
+    zeros: torch.Tensor = _Zeros.apply(tensor)
+    return zeros
 
 
 def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:

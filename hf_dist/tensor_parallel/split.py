@@ -364,14 +364,19 @@ class SplitModel:
         return kept.held.whole[dim], kept.held.ranges[dim][0][0]
 
     def _sum_then_bias(self, module: nn.Module, *, add: bool = True) -> None:
-        """P -> I, and the bias after the sum, once. Without `add` the output stays P, and has no bias."""
+        """P -> I, and the bias after the sum, once. Without `add` the output stays P, and the bias counts as zeros.
+
+        It has a gradient all the same, of zeros: the host would be asked in each step whether another rank had one.
+        """
         biases: list[Any] = []
 
         def hide(row: nn.Module, args: Any) -> None:
             base: Any = getattr(row, "base_layer", row)
             bias = None if self.is_whole else base._parameters.get("bias")
             biases.append(bias)
-            if bias is not None:
+            if bias is not None and not add:
+                base._parameters["bias"] = crossings.zeros_of(bias)
+            elif bias is not None:
                 # GPT-2's Conv1D adds whatever is there.
                 base._parameters["bias"] = torch.zeros_like(bias) if type(base).__name__ == "Conv1D" else None
 

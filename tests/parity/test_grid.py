@@ -102,7 +102,7 @@ def run_row(*cases: Case) -> list[list[Any]] | str:
 
 
 def check(cases: list[Case], index: int) -> None:
-    """Case `index` of a row equals one process on every rank."""
+    """Case `index` of a row equals one process on every rank, and all ranks have the same bits."""
     row = run_row(*cases)
     assert not isinstance(row, str), row
     ranks = [rank[index] for rank in row]
@@ -117,6 +117,8 @@ def check(cases: list[Case], index: int) -> None:
     assert weights.keys() == expected["weights"].keys()
     worst = max(weights, key=lambda n: relative(weights[n], expected["weights"][n]))
     assert relative(weights[worst], expected["weights"][worst]) < TOLERANCE, worst
+    for outcome in ranks[1:]:
+        assert outcome["bits"] == ranks[0]["bits"]
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,10 @@ def reference(case: Case) -> dict[str, Any]:
 
 
 def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dict[str, Any]:
-    """The same through `hf_dist.initialize`; weights come back on rank 0."""
+    """The same through `hf_dist.initialize`; weights come back on rank 0, checksums of them on every rank."""
     import hf_dist
     from hf_dist import collectives
+    from hf_dist.checksum import checksum
     from hf_dist.hf.state_dict import full_state_dict
     from hf_dist.sharding.held import held_slice
 
@@ -127,12 +128,13 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
     assert shapes == now, "object, name or shape changed"
     if case.ep > 1:
         whole = full_state_dict(engine.sharded, keep=rank == 0)
-        return {"losses": losses, "norms": norms, "weights": {n: whole[n] for n in shapes if n in whole}}
+        return {"losses": losses, "norms": norms, "weights": {n: whole[n] for n in shapes if n in whole}, "bits": {}}
     with hf_dist.gathered(model):
         now = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
         assert shapes == now, "object, name or shape changed"
+        bits = {n: int(checksum(p.detach())) for n, p in model.named_parameters()}
         weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if rank == 0 else {}
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return {"losses": losses, "norms": norms, "weights": weights, "bits": bits}
 
 
 def run_cases(rank: int, world: int, cases: list[Case], device: str = "cpu") -> list[Any]:
