@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from typer.testing import CliRunner
 
 from hf_dist.axes import Axes
 from hf_dist.cli import app
+from hf_dist.errors import ConfigError
 from hf_dist.estimate.draw_mesh import draw_mesh, mesh_lines
 from tests.parity.families import make_model
 
@@ -30,12 +32,26 @@ def test_every_axis_says_what_its_ranks_hold_and_how_they_are_joined() -> None:
 
 
 def test_the_picture_has_every_rank_on_its_machine() -> None:
-    svg = ElementTree.fromstring(draw_mesh(AXES, MACHINES, SENT))
-    boxes = [node for node in svg if node.tag.endswith("rect")]
+    svg = ElementTree.fromstring(draw_mesh(AXES, MACHINES, SENT).svg())
+    boxes = [node for node in svg if node.tag.endswith("rect") and node.get("stroke")]
     texts = [node.text for node in svg if node.tag.endswith("text")]
     assert len(boxes) == 16 and len({box.get("y") for box in boxes}) == 2
     assert [text for text in texts if text and text.isdigit()] == [str(rank) for rank in range(16)]
     assert texts.count("tp 1") == 8 and "machine 1" in texts
+
+
+def test_a_picture_is_svg_or_png(tmp_path: Path) -> None:
+    picture = draw_mesh(AXES, MACHINES, SENT)
+    picture.save(tmp_path / "mesh.svg")
+    assert (tmp_path / "mesh.svg").read_text() == picture.svg()
+    with pytest.raises(ConfigError, match=r"mesh.pdf is neither .svg nor .png"):
+        picture.save(tmp_path / "mesh.pdf")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    picture.save(tmp_path / "mesh.png")
+    pixels = pyplot.imread(tmp_path / "mesh.png")
+    assert pixels.shape[:2] == pytest.approx((picture.height, picture.width), abs=1)
+    assert len({tuple(pixel) for pixel in pixels[20, :, :3].round(2)}) > 1, "ranks of a machine in this row"
+    assert (pixels[int(picture.height) - 26, :, :3] < 0.5).any(), "words"
 
 
 def test_the_command_says_the_bytes_of_a_model(tmp_path: Path) -> None:

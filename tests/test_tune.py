@@ -84,6 +84,61 @@ def test_other_mistakes_of_the_file_are_named_first(tmp_path: Path, monkeypatch:
         run(tmp_path, monkeypatch, {}, lambda *_: 1.0, micro_batch="1;2")
 
 
+SUGGESTED: dict[str, dict[str, Any]] = {
+    "a": {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "tensor_parallel": {"autotp_size": 2}},
+    "b": {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1},
+    "c": {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2},
+}
+
+
+def suggested(folder: Path, **files: dict[str, Any]) -> Path:
+    """What `plan --suggest` leaves."""
+    (folder / "out").mkdir()
+    for name, data in files.items():
+        (folder / "out" / f"{name}.json").write_text(json.dumps(data))
+    return folder / "out"
+
+
+def test_files_of_a_plan_run_as_they_are_on_as_many_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, int, list[str]]] = []
+
+    def measured(model: str, files: list[Path], *, micro_batch: int, window: int, **rest: Any) -> list[Row]:
+        asked.append((micro_batch, window, [file.stem for file in files]))
+        speeds = {"a": 5.0, "b": 9.0, "c": 7.0}
+        return [Row("x", "y", speed=(0, speeds[file.stem], 0), agrees=file.stem != "c") for file in files]
+
+    monkeypatch.setattr(command, "_measured", measured)
+    command.tune("model", suggested(tmp_path, **SUGGESTED), ranks=2, output=tmp_path / "best.json")
+    assert asked == [(1, 4, ["a", "c"]), (2, 2, ["b"])]
+    assert json.loads((tmp_path / "best.json").read_text()) == SUGGESTED["b"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("  a (tp 2, ZeRO 0), microbatch 1 ")
+    assert lines[2].startswith("  c (dp_shard 2, ZeRO 0), microbatch 1 ") and "losses DIFFER" in lines[2]
+    assert lines[3].endswith("<- best")
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "words"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+            {},
+            "needs files that step on as many rows",
+        ),
+        ({"train_micro_batch_size_per_gpu": "auto"}, {}, "are not both numbers"),
+        (SUGGESTED["a"], {"micro_batch": "2"}, "does not go with a folder"),
+    ],
+    ids=["rows", "auto", "sizes"],
+)
+def test_files_that_cannot_be_compared_are_refused(
+    tmp_path: Path, more: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        command.tune("model", suggested(tmp_path, **SUGGESTED, d=more), ranks=2, **options)
+
+
 def test_it_runs_as_a_command(tmp_path: Path) -> None:
     source = tmp_path / "ds.json"
     source.write_text(json.dumps({**AUTOTUNED, "zero_optimization": {"stage": [0]}}))

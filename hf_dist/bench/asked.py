@@ -23,6 +23,7 @@ class Asked:
     seq: int = 512
     micro_batch: int = 1
     accumulation: int = 1
+    """Microbatches of a step and rank, where every rank reads rows of its own."""
     num_layers: int | None = None
     dtype: str = "bf16"
     data: str = "synthetic"

@@ -24,7 +24,8 @@ from hf_dist.bench.work import WARMUP, Work
 
 __all__ = ["PHASES", "Meter"]
 
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("data", "forward", "backward", "optimizer", "pipeline")
+"""The last: a whole step of a pipeline, whose phases overlap."""
 _STATUS = Path("/proc/self/status")
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 

@@ -8,26 +8,23 @@ from typing import Any
 
 from hf_dist.bench.rounds import Row
 from hf_dist.bench.work import Work
-from hf_dist.errors import HfDistError
+from hf_dist.picture import headless_pyplot
 
-__all__ = ["NoMatplotlibError", "draw"]
+__all__ = ["draw"]
 
-_COLORS = {"data": "#bbbbbb", "forward": "#4477aa", "backward": "#66ccee", "optimizer": "#228833", "other": "#ccbb44"}
-
-
-class NoMatplotlibError(HfDistError):
-    """The plot needs a package that is not installed."""
+_COLORS = {
+    "data": "#bbbbbb",
+    "forward": "#4477aa",
+    "backward": "#66ccee",
+    "optimizer": "#228833",
+    "pipeline": "#aa3377",
+    "other": "#ccbb44",
+}
 
 
 def draw(rows: Sequence[Row], work: Work, title: str, folder: Path) -> list[Path]:
     """Write `bench.png` and `bench.svg`; their paths. Raises `NoMatplotlibError`."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise NoMatplotlibError('the plot needs matplotlib: pip install "hf-dist[bench]"') from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = headless_pyplot()
     good = [row for row in rows if not row.error][::-1]  # drawn from below
     names = [row.name if row.agrees else f"{row.name} (losses differ)" for row in good]
     figure, panels = pyplot.subplots(2, 2, figsize=(13, 2.5 + 0.9 * len(good)), layout="constrained")
@@ -70,4 +67,4 @@ def _split(panel: Any, names: Sequence[str], rows: Sequence[Row]) -> None:
     places = [index - 0.34 for index in range(len(rows))]
     panel.barh(places, waits, color="#ee6677", label="of it waiting", height=0.14)
     panel.set_title("seconds of a step")
-    panel.legend(fontsize="small", ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
+    panel.legend(fontsize="small", ncols=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)

@@ -16,14 +16,14 @@ import torch
 from hf_dist.bench.asked import Asked
 from hf_dist.bench.engines import ENGINES
 from hf_dist.bench.work import LEARNING_RATE, Batch, Contender, Work
-from hf_dist.config import DistConfig, load_config, read_config
+from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ConfigError, ModelError, Problem, TopologyError
 from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
 from hf_dist.hf.proof.data import microbatches
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "device_and_ranks", "prepare"]
 
 _IGNORED = -100
 _DROPPED = ("train_batch_size", "scheduler", "$schema", "tensorboard", "wandb", "csv_monitor", "fp16", "bf16")
@@ -40,8 +40,11 @@ class Prepared:
     """A line for each engine that is not installed."""
 
 
-def prepare(asked: Asked, folder: Path) -> Prepared:
-    """Write the model's config and the batches into `folder`. Raises `ConfigError`, `ModelError` or `TopologyError`."""
+def prepare(asked: Asked, folder: Path, window: int | None = None) -> Prepared:
+    """Write the model's config and the batches into `folder`. Raises `ConfigError`, `ModelError` or `TopologyError`.
+
+    `window`: microbatches of a step, of all ranks, for engines that need not share them out among all.
+    """
     names = _engine_names(asked.engines)
     if asked.dtype not in ("fp32", "bf16"):
         raise ConfigError(
@@ -49,12 +52,7 @@ def prepare(asked: Asked, folder: Path) -> Prepared:
         )
     files = [*asked.config, *asked.more]
     configs = {file: load_config(file) for file in files}
-    for file, config in configs.items():
-        if config.pipeline.stages > 1:
-            reason = "is not one of the layouts that are compared: the peers have none"
-            found = str(config.pipeline.stages)
-            raise ConfigError(Problem("pipeline.stages", found, reason, "Remove the section.", str(file)))
-    device, ranks = _device_and_ranks(asked.ranks)
+    device, ranks = device_and_ranks(asked.ranks)
     weights, class_name = _model(asked, folder)
     first = next(iter(configs.values()))
     reduce = first.communication_data_type or "fp32"
@@ -67,7 +65,7 @@ def prepare(asked: Asked, folder: Path) -> Prepared:
         "ranks": ranks,
         "steps": asked.steps,
         "micro_batch": asked.micro_batch,
-        "accumulation": asked.accumulation,
+        "window": window or asked.accumulation * ranks,
         "clip": _clip(first),
         "device": device,
     }
@@ -81,10 +79,12 @@ def prepare(asked: Asked, folder: Path) -> Prepared:
             skipped.append(f"{name} is skipped: {' and '.join(missing)} not installed")
         elif ENGINES[name].takes_config:
             labels = _labels(files)
-            contenders += [
-                Contender(name, f"{name} {labels[file]}".strip(), _plain(file, config, work, name), python)
-                for file, config in configs.items()
-            ]
+            for file, config in configs.items():
+                if reason := _not_for(name, config):
+                    skipped.append(f"{name} {labels[file]} is skipped: {reason}")
+                else:
+                    plain = _plain(file, config, work, name)
+                    contenders.append(Contender(name, f"{name} {labels[file]}".strip(), plain, python))
         else:
             contenders.append(Contender(name, name, None, python))
     return Prepared(work, contenders, skipped)
@@ -103,7 +103,7 @@ def _engine_names(text: str) -> list[str]:
     return names
 
 
-def _device_and_ranks(asked: int | None) -> tuple[str, int]:
+def device_and_ranks(asked: int | None) -> tuple[str, int]:
     """Device type and ranks: every GPU of the machine, or two processes of the CPU."""
     if not torch.cuda.is_available():
         return "cpu", asked or 2
@@ -141,7 +141,7 @@ def _with_batches(work: Work, asked: Asked) -> Work:
             model = new_model(work.class_name, config)
     except Exception as error:  # whatever a model's own code does
         raise ModelError(f"--model {asked.model}: {work.class_name} cannot be made: {error}") from error
-    count = work.total_steps * work.accumulation * work.ranks
+    count = work.total_steps * work.window
     path = None if asked.data == "synthetic" else Path(asked.data)
     if path is None and "ForCausalLM" in type(model).__name__:
         batches = _text(config.get_text_config().vocab_size, count, work.micro_batch, asked.seq)
@@ -186,7 +186,7 @@ def _plain(file: Path, config: DistConfig, work: Work, engine: str) -> dict[str,
     for key in (*_DROPPED, *(("hf_dist", "pipeline") if engine == "deepspeed" else ())):
         plain.pop(key, None)
     plain["train_micro_batch_size_per_gpu"] = work.micro_batch
-    plain["gradient_accumulation_steps"] = work.accumulation
+    plain["gradient_accumulation_steps"] = work.window // _readers(file, config, work)
     plain["gradient_clipping"] = work.clip
     plain["bf16"] = {"enabled": work.bf16}
     if work.bf16:
@@ -198,6 +198,30 @@ def _plain(file: Path, config: DistConfig, work: Work, engine: str) -> dict[str,
     if engine != "deepspeed":
         plain["hf_dist"] = {**plain.get("hf_dist", {}), "save_on_signal": False}
     return plain
+
+
+def _readers(file: Path, config: DistConfig, work: Work) -> int:
+    """Ranks that read different rows: the others read the same, and have more microbatches for it."""
+    readers = axes_of(config, work.ranks).size("data") if _shares_rows(config) else work.ranks
+    if work.window % readers:
+        what = f"shares {work.window} microbatches of a step out among {readers} data ranks"
+        raise ConfigError(Problem("--accumulation", "", what, f"Make them a multiple of {readers}.", str(file)))
+    return readers
+
+
+def _shares_rows(config: DistConfig) -> bool:
+    """Whether several ranks read the same rows."""
+    slices, parts = config.tensor_parallel.autotp_size, config.sequence_parallel_size
+    return config.pipeline.stages * slices * parts > 1
+
+
+def _not_for(engine: str, config: DistConfig) -> str:
+    """Why an engine cannot run a config; empty if it can."""
+    if engine == "deepspeed" and _shares_rows(config):
+        return "it reads other rows on every rank"
+    if engine == "hf_dist_trainer" and config.pipeline.stages > 1:
+        return "a step of a pipeline has no phases that a Trainer's hooks see"
+    return ""
 
 
 def _is_installed(package: str, python: str) -> bool:

@@ -50,7 +50,8 @@ class Work:
     steps: int
     """Timed ones."""
     micro_batch: int
-    accumulation: int
+    window: int
+    """Microbatches of a step, of all ranks together."""
     clip: float
     tokens_per_step: int
     """Without padding, over all ranks; rows where the model reads no tokens."""
@@ -58,6 +59,11 @@ class Work:
     """tokens or samples"""
     device: str
     """cuda or cpu"""
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches of a step where every rank reads rows of its own."""
+        return self.window // self.ranks
 
     @property
     def bf16(self) -> bool:
@@ -92,15 +98,17 @@ class Work:
         return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def batches(self) -> list[Batch]:
-        """Microbatches of all ranks: number `(step * accumulation + i) * ranks + rank` is the i-th of a rank's step."""
+        """Microbatches of all steps: of `readers` that read different rows number `step * window + i * readers + reader` is
+        the i-th of a reader's step.
+        """
         loaded: list[Batch] = torch.load(f"{self.folder}/batches.pt", weights_only=True)
         return loaded
 
-    def windows(self, rank: int) -> Iterator[list[Batch]]:
-        """The microbatches of each step of one rank."""
-        own = self.batches()[rank :: self.ranks]
+    def windows(self, reader: int, readers: int) -> Iterator[list[Batch]]:
+        """The microbatches of each step of one of `readers`: every rank, or fewer, each of which has more of them."""
+        own, count = self.batches()[reader::readers], self.window // readers
         for step in range(self.total_steps):
-            yield own[step * self.accumulation : (step + 1) * self.accumulation]
+            yield own[step * count : (step + 1) * count]
 
 
 def write_work(work: Work, contender: Contender, path: Path) -> None:

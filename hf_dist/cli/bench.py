@@ -46,11 +46,12 @@ def bench(**options: Any) -> None:
 
     Engines that are not installed are skipped; one that fails is a row with its error. Exit code 1 if no engine could be run.
     """
-    from hf_dist.bench.plot import NoMatplotlibError, draw
+    from hf_dist.bench.plot import draw
     from hf_dist.bench.prepare import prepare
     from hf_dist.bench.rounds import run_rounds, summarize
     from hf_dist.bench.table import as_json, print_tables
     from hf_dist.hf.proof import quiet
+    from hf_dist.picture import NoMatplotlibError
 
     asked = Asked(**{**options, "more": options["more"] or []})
     console = Console(width=max(140, Console().width), highlight=False)

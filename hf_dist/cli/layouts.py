@@ -82,7 +82,7 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
     found = search.best(_SHOWN)
     files = _write(data, asked, suggest, found) if suggest is not None and found else []
     if output is not None and found:
-        output.write_text(draw_layouts(found), encoding="utf-8")
+        draw_layouts(found).save(output)
     if as_json:
         rows = [layout_dict(each, found[0]) for each in found]
         print(json.dumps({"layouts": rows, "suggestions": [str(file) for file in files]}, indent=2))

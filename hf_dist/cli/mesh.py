@@ -18,7 +18,7 @@ Ranks = Annotated[int, typer.Option(help="Of the job, one per device.", min=1)]
 PerNode = Annotated[int, typer.Option("--gpus-per-node", help="Ranks of a machine.", min=1)]
 Model = Annotated[str | None, typer.Option(help="A model folder or ID: then bytes are said, too.", show_default=False)]
 Seq = Annotated[int, typer.Option(help="Tokens per row, for the bytes.", min=2)]
-Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as SVG.", show_default=False)]
+Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as .svg or .png.", show_default=False)]
 
 
 def mesh(
@@ -46,5 +46,5 @@ def mesh(
         traffic = Planner(meta, ranks, Workload(micro if isinstance(micro, int) else 1, seq)).traffic(resolved)
     print("\n".join([axes.describe(), *(f"  {line}" for line in mesh_lines(axes, machines, traffic))]))
     if output is not None:
-        output.write_text(draw_mesh(axes, machines, traffic), encoding="utf-8")
+        draw_mesh(axes, machines, traffic).save(output)
         print(f"wrote {output}")

@@ -39,7 +39,7 @@ _OPTIONS: dict[str, Any] = {
     "gpus": typer.Option(help="Look for the fastest layouts on so many GPUs.", min=1, show_default=False),
     "gpus_per_node": typer.Option(help="Of them on one machine.", min=1),
     "global_batch": typer.Option(help="With --gpus: 512 rows, or 4M-tokens, of a step.", show_default=False),
-    "output": typer.Option(help="With --gpus: also draw the layouts here, as SVG.", show_default=False),
+    "output": typer.Option(help="With --gpus: also draw the layouts here, as .svg or .png.", show_default=False),
 }
 
 

@@ -13,14 +13,14 @@ Name = Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b, interleaved_
 Stages = Annotated[int, typer.Option("--stages", help="Pipeline ranks.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", help="Microbatches of one optimizer step.")]
 Virtual = Annotated[int, typer.Option("--virtual-stages", help="Stages per rank, for interleaved_1f1b.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Also write the picture here, as SVG.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Also write the picture here, as .svg or .png.")]
 
 
 def schedule(
     name: Name = "1f1b", stages: Stages = 4, microbatches: Microbatches = 8, virtual: Virtual = 1, output: Output = None
 ) -> None:
     """Draw a pipeline schedule, with its bubble and the microbatches each stage keeps."""
-    from hf_dist.pipeline.draw import draw_svg, draw_text
+    from hf_dist.pipeline.draw import draw_schedule, draw_text
     from hf_dist.pipeline.schedule import make_schedule
     from hf_dist.pipeline.simulate import validate
 
@@ -28,5 +28,5 @@ def schedule(
     validate(plan)
     print(draw_text(plan))
     if output is not None:
-        output.write_text(draw_svg(plan), encoding="utf-8")
+        draw_schedule(plan).save(output)
         print(f"wrote {output}")

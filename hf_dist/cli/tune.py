@@ -1,4 +1,7 @@
-"""`hf-dist tune`: which stage and microbatch are fastest on this machine? Candidates of a config, each run for a few steps."""
+"""`hf-dist tune`: which layout is fastest on this machine? Candidates, each run for a few steps.
+
+They are the stages and microbatches of a config, or the files that `hf-dist plan --gpus N --suggest DIR` has written.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_dist.config import read_config
+from hf_dist.axes import AXES
+from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.load import examine
 from hf_dist.config.unknown import at
 from hf_dist.errors import ConfigError, HfDistError, Problem
@@ -30,7 +34,12 @@ MAX_MICRO_BATCHES = 3
 """Sizes that are tried where neither the command nor the file says how many."""
 
 Model = Annotated[str, typer.Option(help="A model folder, or an ID of the hub.")]
-Config = Annotated[Path, typer.Option(help="A DeepSpeed-style JSON file; stages may be a list, micro batches too.")]
+Config = Annotated[
+    Path,
+    typer.Option(
+        help="A DeepSpeed-style JSON file, stages and micro batches may be lists; or what `plan --suggest` has written."
+    ),
+]
 Micro = Annotated[str, typer.Option("--micro-batch", help="Sizes to try, by commas; else from the file.")]
 Seq = Annotated[int, typer.Option(help="Tokens per row.", min=2)]
 Ranks = Annotated[
@@ -56,8 +65,12 @@ def tune(
     """Run the candidates of a config on this machine and write the one with most tokens per second.
 
     Stages: those that the file lists, else all that go with its other settings. What does not fit is left out. Of memory on
-    paper, and of other settings, `hf-dist plan` tells.
+    paper, and of other settings, `hf-dist plan` tells. A folder: its files as they are, on as many rows of a step each.
     """
+    options: dict[str, Any] = {"seq": seq, "ranks": ranks, "steps": steps, "rounds": rounds, "dtype": dtype}
+    if config.is_dir():
+        _tune_files(model, config, micro_batch, output, options)
+        return
     data = read_config(config).data
     asked = data.get(_TUNING) if isinstance(data.get(_TUNING), Mapping) else {}
     sizes = _sizes(micro_batch, data, asked or {})
@@ -67,7 +80,6 @@ def tune(
         if not files:
             raise ConfigError(Problem(_STAGE, str(at(data, _STAGE)), "names no stage that the file can have", ""))
         for size in sizes:
-            options = {"seq": seq, "ranks": ranks, "steps": steps, "rounds": rounds, "dtype": dtype}
             rows = _measured(model, files, micro_batch=size, **options)
             speeds |= {(size, file): row for file, row in zip(files, rows, strict=True)}
             if all(row.error for row in rows):
@@ -76,6 +88,51 @@ def tune(
         written = json.loads(best[1].read_text(encoding="utf-8"))
     print(_table(speeds, best))
     _write(written, best[0], data, output)
+
+
+def _tune_files(model: str, folder: Path, micro_batch: str, output: Path, options: Mapping[str, Any]) -> None:
+    """Every file as it is; microbatches of one size take turns, larger ones come last."""
+    if micro_batch:
+        fix = "Leave it out, or name one of the files."
+        raise ConfigError(
+            Problem("--micro-batch", micro_batch, "does not go with a folder: its files have their own", fix)
+        )
+    found = {file: load_config(file) for file in sorted(folder.glob("*.json"))}
+    batches = {file: _batch_of(file, config, options["ranks"]) for file, config in found.items()}
+    if len({micro * window for micro, window in batches.values()}) != 1:
+        rows = ", ".join(f"{file.name} {micro * window}" for file, (micro, window) in batches.items())
+        what = f"needs files that step on as many rows each; it has {rows or 'no file'}"
+        raise ConfigError(
+            Problem("--config", str(folder), what, "Take what `hf-dist plan --gpus N --suggest DIR` writes.")
+        )
+    speeds: dict[tuple[int, Path], Row] = {}
+    for micro, window in sorted(set(batches.values())):
+        files = [file for file, batch in batches.items() if batch == (micro, window)]
+        rows_of = _measured(model, files, micro_batch=micro, window=window, **options)
+        speeds |= {(micro, file): row for file, row in zip(files, rows_of, strict=True)}
+    best = _best(speeds)
+    print(_table(speeds, best, {file: _layout_text(file, config, options["ranks"]) for file, config in found.items()}))
+    output.write_text(best[1].read_text(encoding="utf-8"), encoding="utf-8")
+    print(f"wrote {output}; pass --per_device_train_batch_size {best[0]} to the script")
+
+
+def _batch_of(file: Path, config: DistConfig, asked: int | None) -> tuple[int, int]:
+    """(rows of a microbatch, microbatches of a step of all ranks) of a file that names both."""
+    from hf_dist.bench.prepare import device_and_ranks
+
+    micro, count = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if not isinstance(micro, int) or not isinstance(count, int):
+        fix = "Take what `hf-dist plan --gpus N --suggest DIR` writes."
+        raise ConfigError(Problem(_MICRO, "", "and gradient_accumulation_steps are not both numbers", fix, str(file)))
+    return micro, count * axes_of(config, device_and_ranks(asked)[1]).size("data")
+
+
+def _layout_text(file: Path, config: DistConfig, asked: int | None) -> str:
+    from hf_dist.bench.prepare import device_and_ranks
+
+    axes = axes_of(config, device_and_ranks(asked)[1])
+    sizes = [f"{axis} {axes.size(axis)}" for axis in (*AXES, "ep") if axes.size(axis) > 1]
+    return f"{file.stem} ({', '.join([*sizes, f'ZeRO {config.zero_optimization.stage}'])})"
 
 
 def _sizes(given: str, data: Mapping[str, Any], asked: Mapping[str, Any]) -> list[int]:
@@ -113,7 +170,7 @@ def _candidates(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _measured(model: str, files: list[Path], **options: Any) -> list[Row]:
+def _measured(model: str, files: list[Path], *, window: int | None = None, **options: Any) -> list[Row]:
     """A row for each file, run in turns."""
     from hf_dist.bench.asked import Asked
     from hf_dist.bench.prepare import prepare
@@ -124,7 +181,7 @@ def _measured(model: str, files: list[Path], **options: Any) -> list[Row]:
     asked = Asked(model=model, config=files, engines="hf_dist", **options)
     with tempfile.TemporaryDirectory(prefix="hf_dist_bench_") as folder:
         with quiet():
-            prepared = prepare(asked, Path(folder))
+            prepared = prepare(asked, Path(folder), window)
         runs = run_rounds(prepared, rounds, lambda line: print(line, file=sys.stderr, flush=True))
         return summarize(prepared.work, prepared.contenders, runs)
 
@@ -137,17 +194,24 @@ def _best(speeds: Mapping[tuple[int, Path], Row]) -> tuple[int, Path]:
     return max(good, key=lambda key: good[key])
 
 
-def _table(speeds: Mapping[tuple[int, Path], Row], best: tuple[int, Path]) -> str:
+def _table(
+    speeds: Mapping[tuple[int, Path], Row], best: tuple[int, Path], names: Mapping[Path, str] | None = None
+) -> str:
     from hf_dist.sizes import size_text
 
+    names = names or {}
+    rows = [
+        (f"{names.get(file, file.stem)}, microbatch {size}", (size, file), row) for (size, file), row in speeds.items()
+    ]
+    width = max(len(what) for what, *_ in rows)
     lines = []
-    for (size, file), row in speeds.items():
-        what = f"{file.stem}, microbatch {size}"
+    for what, key, row in rows:
         if row.error:
-            lines.append(f"  {what:<28}  failed: {row.error.splitlines()[-1]}")
+            lines.append(f"  {what:<{width}}  failed: {row.error.splitlines()[-1]}")
         else:
-            mark = "  <- best" if (size, file) == best else ""
-            lines.append(f"  {what:<28}  {row.speed[1]:>12,.0f} /s  {size_text(row.peak_nbytes):>9}{mark}")
+            mark = "  <- best" if key == best else ""
+            mark += "" if row.agrees else "  losses DIFFER from the first's of this microbatch"
+            lines.append(f"  {what:<{width}}  {row.speed[1]:>12,.0f} /s  {size_text(row.peak_nbytes):>9}{mark}")
     return "\n".join(["per second of all ranks, and peak memory of a rank:", *lines])
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
 
 from hf_dist.estimate.search import Found
 from hf_dist.estimate.step_time import PARTS
+from hf_dist.picture import Picture
 from hf_dist.sizes import size_text
 
 __all__ = ["draw_layouts", "layout_dict", "layout_table"]
@@ -82,28 +82,23 @@ def layout_dict(found: Found, first: Found) -> dict[str, object]:
     }
 
 
-def draw_layouts(found: Sequence[Found]) -> str:
-    """An SVG: one bar per layout, as long as its step, in the colours of its parts."""
+def draw_layouts(found: Sequence[Found]) -> Picture:
+    """One bar per layout, as long as its step, in the colours of its parts."""
     left, width, height, top = 330, 620, 26, 34
     longest = max(each.time.seconds for each in found)
-    out = []
+    picture = Picture(12, left + width + 200, top + len(found) * (height + 8) + 8)
     for i, part in enumerate(PARTS):
         at = left + i * 98
-        out.append(f'<rect x="{at}" y="8" width="10" height="10" fill="{_COLOURS[part]}"/>')
-        out.append(f'<text x="{at + 14}" y="17">{part}</text>')
+        picture.box(at, 8, 10, 10, _COLOURS[part])
+        picture.words(at + 14, 17, part)
     for i, each in enumerate(found):
         y, x = top + i * (height + 8), float(left)
-        out.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{escape(each.layout.text)}</text>')
+        picture.words(left - 8, y + 17, each.layout.text, anchor="end")
         for part in PARTS:
-            length = width * each.time.parts[part] / longest
+            seconds = each.time.parts[part]
+            length = width * seconds / longest
             if length > 0.2:
-                out.append(
-                    f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="{height}" fill="{_COLOURS[part]}">'
-                    f"<title>{part} {each.time.parts[part]:.2f} s</title></rect>"
-                )
+                picture.box(x, y, length, height, _COLOURS[part], title=f"{part} {seconds:.2f} s")
             x += length
-        note = f"{each.time.seconds:.2f} s, {size_text(each.plan.device_need)}"
-        out.append(f'<text x="{x + 6:.1f}" y="{y + 17}">{note}</text>')
-    size = f'width="{left + width + 200}" height="{top + len(found) * (height + 8) + 8}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(out) + "\n</svg>\n"
+        picture.words(x + 6, y + 17, f"{each.time.seconds:.2f} s, {size_text(each.plan.device_need)}")
+    return picture

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from hf_dist.axes import AXES, Axes
 from hf_dist.estimate.hardware import Link
 from hf_dist.estimate.wire import Traffic
+from hf_dist.picture import Picture
 from hf_dist.sizes import size_text
 
 __all__ = ["draw_mesh", "link_on", "mesh_lines"]
@@ -68,36 +69,29 @@ def _bytes(axes: Axes, axis: str, nbytes: int, machines: Sequence[int]) -> str:
     return f"sent along {axis}: {size_text(inside)} inside a machine, {size_text(between)} between, per rank and step"
 
 
-def draw_mesh(axes: Axes, machines: Sequence[int], traffic: Traffic | None = None) -> str:
-    """An SVG: a row of ranks for each machine, their places on every axis, and the bytes of a rank below."""
+def draw_mesh(axes: Axes, machines: Sequence[int], traffic: Traffic | None = None) -> Picture:
+    """A row of ranks for each machine, their places on every axis, and the bytes of a rank below."""
     shown = [axis for axis in AXES if axes.size(axis) > 1] + [axis for axis in ("ep",) if axes.size(axis) > 1]
-    cell, left, line = 64, 90, 14
+    left, line = 90, 14
+    cell = max(64, 8 + 7 * max((len(f"{axis} {axes.size(axis)}") for axis in shown), default=0))
     height = line * (len(shown) + 1) + 8
-    out, column = [], dict.fromkeys(machines, 0)
+    picture, column = Picture(), dict.fromkeys(machines, 0)
     order = {machine: row for row, machine in enumerate(dict.fromkeys(machines))}
     for rank in range(axes.world):
         machine = machines[rank]
         x, y = left + column[machine] * (cell + 4), 10 + order[machine] * (height + 14)
         column[machine] += 1
         colour = _COLOURS[axes.coordinate("pp", rank) % len(_COLOURS)]
-        out.append(
-            f'<rect x="{x}" y="{y}" width="{cell}" height="{height}" fill="{colour}" fill-opacity="0.25" stroke="{colour}"/>'
-        )
-        out.append(f'<text x="{x + 4}" y="{y + 13}" font-weight="bold">{rank}</text>')
+        picture.box(x, y, cell, height, colour, opacity=0.25, edge=colour)
+        picture.words(x + 4, y + 13, str(rank), bold=True)
         for i, axis in enumerate(shown, start=1):
-            out.append(f'<text x="{x + 4}" y="{y + 13 + i * line}">{axis} {axes.coordinate(axis, rank)}</text>')
+            picture.words(x + 4, y + 13 + i * line, f"{axis} {axes.coordinate(axis, rank)}")
     for machine, row in order.items():
-        out.append(f'<text x="6" y="{10 + row * (height + 14) + 13}">machine {machine}</text>')
+        picture.words(6, 10 + row * (height + 14) + 13, f"machine {machine}")
     top = 10 + len(order) * (height + 14) + 10
     lines = [axes.describe(), *mesh_lines(axes, machines, traffic)]
-    out += [
-        f'<text x="6" y="{top + i * 16}" xml:space="preserve" font-family="monospace">{text}</text>'
-        for i, text in enumerate(lines)
-    ]
-    width = max(left + max(column.values()) * (cell + 4) + 10, 8 * max(map(len, lines)))
-    size = f'width="{width}" height="{top + len(lines) * 16 + 6}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">\n'
-        + "\n".join(out)
-        + "\n</svg>\n"
-    )
+    for i, text in enumerate(lines):
+        picture.words(6, top + i * 16, text, mono=True)
+    picture.width = max(left + max(column.values()) * (cell + 4) + 10, 8 * max(map(len, lines)))
+    picture.height = top + len(lines) * 16 + 6
+    return picture

@@ -1,11 +1,12 @@
-"""A schedule as a picture: text for a terminal or an error message, SVG for a page. Time runs to the right."""
+"""A schedule as a picture: text for a terminal or an error message, a picture for a page. Time runs to the right."""
 
 from __future__ import annotations
 
+from hf_dist.picture import Picture
 from hf_dist.pipeline.actions import Kind, Schedule
 from hf_dist.pipeline.simulate import Costs, Simulation, Span, simulate
 
-__all__ = ["draw_svg", "draw_text"]
+__all__ = ["draw_schedule", "draw_text"]
 
 _COLOURS = {
     Kind.FORWARD: "#7fb2e5",
@@ -36,31 +37,22 @@ def draw_text(schedule: Schedule, costs: Costs | None = None) -> str:
     return "\n".join([*lines, "", _summary(schedule, result), _LEGEND])
 
 
-def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
-    """The same as an SVG document, drawn to scale."""
+def draw_schedule(schedule: Schedule, costs: Costs | None = None) -> Picture:
+    """The same as a picture, drawn to scale."""
     result = simulate(schedule, costs)
     many = schedule.num_stages > schedule.num_ranks
-    width = round(_LEFT + result.makespan * _UNIT + 10)
-    height = (schedule.num_ranks + 2) * _ROW
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    picture = Picture(11, round(_LEFT + result.makespan * _UNIT + 10), (schedule.num_ranks + 2) * _ROW)
     for rank, spans in enumerate(result.spans):
         top = rank * _ROW + 6
-        parts.append(f'<text x="6" y="{top + 16}">rank {rank}</text>')
+        picture.words(6, top + 16, f"rank {rank}")
         for span in spans:
             left, wide = _LEFT + span.start * _UNIT, (span.stop - span.start) * _UNIT
-            parts.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{_ROW - 4}" fill="{_COLOURS[span.action.kind]}" '
-                f'stroke="white"><title>{span.action}</title></rect>'
-            )
-            parts.append(
-                f'<text x="{left + wide / 2:.1f}" y="{top + 16}" text-anchor="middle">{_label(span, many)}</text>'
-            )
+            colour = _COLOURS[span.action.kind]
+            picture.box(left, top, wide, _ROW - 4, colour, edge="white", title=str(span.action))
+            picture.words(left + wide / 2, top + 16, _label(span, many), anchor="middle")
     for line, text in enumerate((_summary(schedule, result), _LEGEND)):
-        parts.append(f'<text x="6" y="{(schedule.num_ranks + line) * _ROW + 22}">{text}</text>')
-    return "\n".join([*parts, "</svg>"])
+        picture.words(6, (schedule.num_ranks + line) * _ROW + 22, text)
+    return picture
 
 
 def _label(span: Span, many: bool) -> str:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_dist.errors import TopologyError
 from hf_dist.pipeline.actions import Action, Kind, Schedule, ScheduleError
 from hf_dist.pipeline.communication import add_communication, channel_of, matching_send
-from hf_dist.pipeline.draw import draw_svg, draw_text
+from hf_dist.pipeline.draw import draw_schedule, draw_text
 from hf_dist.pipeline.schedule import SCHEDULES, forward_only, make_schedule
 from hf_dist.pipeline.simulate import Costs, simulate, validate
 
@@ -154,7 +154,7 @@ def test_the_text_grid_shows_idle_time_and_the_picture_is_well_formed() -> None:
     text = draw_text(make_schedule("1f1b", 2, 2))
     assert text.splitlines()[:2] == ["rank 0 | F0 F1 .. .. B0 B0 .. B1 B1", "rank 1 | .. F0 B0 B0 F1 B1 B1 .. .."]
     assert "Bubble 33.3%" in text and "in flight per stage: 2, 1" in text
-    svg = ElementTree.fromstring(draw_svg(make_schedule("interleaved_1f1b", 2, 4, 2)))
+    svg = ElementTree.fromstring(draw_schedule(make_schedule("interleaved_1f1b", 2, 4, 2)).svg())
     titles = [t.text for t in svg.iter("{http://www.w3.org/2000/svg}title")]
     assert Counter(titles) == Counter(f"{s}{k}{m}" for s in range(4) for k in "FB" for m in range(4))
 

@@ -75,10 +75,13 @@ JOBS = {
     "70b-64": Job("70b", 64, {"tp": 8}),
     "70b-512": Job("70b", 512, {"tp": 8, "pp": 4}, stage=1, microbatches=8),
     "70b-4096": Job("70b", 4096, {"tp": 8, "cp": 4, "dp_shard": 64}, seq=16384),
+    "405b-64": Job("405b", 64, {"tp": 8}),
     "405b-512": Job("405b", 512, {"tp": 8, "pp": 8}, stage=1, microbatches=16),
     "405b-4096": Job("405b", 4096, {"tp": 8, "cp": 4}, seq=16384),
     "qwen3-235b-64": Job("qwen3-235b", 64, {"ep": 8}, seq=4096),
     "qwen3-235b-512": Job("qwen3-235b", 512, {"ep": 32}, seq=4096),
+    "qwen3-235b-4096": Job("qwen3-235b", 4096, {"ep": 32, "cp": 2}, seq=8192),
+    "deepseek-v3-64": Job("deepseek-v3", 64, {"ep": 64}, seq=4096),
     "deepseek-v3-512": Job("deepseek-v3", 512, {"ep": 64}, seq=4096),
     "deepseek-v3-4096": Job("deepseek-v3", 4096, {"ep": 64, "pp": 8}, seq=4096, microbatches=16),
 }
@@ -247,7 +250,15 @@ def line(name: str) -> str:
     cells += [sent(axis) for axis in AXES]
     cells += [f"{got[key] / 1e9:.2f}" for key in ("resident", "peak")]
     cells += [f"{plan['peak'] / 1e9:.2f}", f"{got['set_up']:.1f}"]
+    cells += [f"{_fully_sharded(job) / 1e9:.0f}"]
     return f"| {' | '.join(cells)} |"
+
+
+def _fully_sharded(job: Job) -> int:
+    """Bytes that FSDP2 sends on as many ranks: bf16 gathered twice for a microbatch, fp32 reduced once."""
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in model_of(job.model).parameters())
+    return 8 * numel * job.microbatches * (job.ranks - 1) // job.ranks
 
 
 def main() -> None:
@@ -257,7 +268,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     head = ["model", "ranks", "layout", "rows", *AXES]
-    head += ["at rest GB", "peak GB", "planned", "set-up s"]
+    head += ["at rest GB", "peak GB", "planned", "set-up s", "FSDP2 GB"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * 4}{'--:|' * (len(head) - 4)}"]
     for name in arguments.only:
         lines.append(line(name))

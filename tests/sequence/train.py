@@ -203,6 +203,6 @@ def ranks_of(cases: tuple[Case, ...], world: int) -> Any:
     from tests.harness import run_ranks
 
     try:
-        return run_ranks(run_cases, world, args=(list(cases),), timeout=240)
+        return run_ranks(run_cases, world, args=(list(cases),), timeout=max(240, 15 * len(cases)))
     except RuntimeError as error:
         return str(error)

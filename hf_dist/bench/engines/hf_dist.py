@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 import hf_dist.hf  # noqa: F401  (how HF models are written: `hf_dist.initialize` imports it, so it counts)
 from hf_dist.bench.engines.loop import Engine, Loop
+from hf_dist.bench.meter import Meter
 from hf_dist.bench.work import Batch, Contender, Work
 from hf_dist.build import initialize
 
@@ -16,6 +20,8 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
     """Collective: every rank."""
     assert contender.config is not None
     engine = initialize(work.make_model(), config=contender.config)
+    if engine.mesh.axes.size("pp") > 1:
+        return _Pipelined(work, engine)
 
     def forward(batch: Batch, is_last: bool) -> torch.Tensor:
         loss: torch.Tensor = engine(**batch).loss
@@ -26,4 +32,22 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
         if not is_last:
             engine.step()  # counts the microbatch
 
-    return Loop(work, rank, forward, backward, engine.step)
+    data = engine.mesh.data
+    return Loop(work, data.rank, forward, backward, engine.step, data.size)
+
+
+@dataclass
+class _Pipelined:
+    """Microbatches of a step pass through the stages together: forward and backward are one phase."""
+
+    work: Work
+    engine: Any
+
+    def run(self, meter: Meter) -> None:
+        """All steps of the work."""
+        data = self.engine.mesh.data
+        for window in self.work.windows(data.rank, data.size):
+            meter.mark("data")
+            loss = self.engine.train_batch(iter(window))
+            meter.mark("pipeline")
+            meter.end_step(loss)

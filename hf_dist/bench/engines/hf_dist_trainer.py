@@ -15,5 +15,6 @@ __all__ = ["make"]
 
 def make(work: Work, contender: Contender, rank: int) -> Engine:
     """Collective: every rank."""
-    given: dict[str, Any] = {**arguments(work), "dist_config": contender.config}
+    config = contender.config or {}
+    given: dict[str, Any] = {**arguments(work, config["gradient_accumulation_steps"]), "dist_config": config}
     return TrainerRun(work, DistTrainer, DistTrainingArguments(**given))

@@ -35,11 +35,13 @@ class Loop:
     """Of that loss; divides by the microbatches of a step."""
     update: Callable[[], Any]
     """Clip, step, clear."""
+    readers: int = 0
+    """Ranks that read different rows; 0: all. `rank` counts among them."""
 
     def run(self, meter: Meter) -> None:
         """All steps of the work."""
         device = device_of(self.work)
-        for window in self.work.windows(self.rank):
+        for window in self.work.windows(self.rank, self.readers or self.work.ranks):
             losses = []
             for i, microbatch in enumerate(window):
                 batch = {key: value.to(device) for key, value in microbatch.items()}

@@ -13,12 +13,12 @@ from hf_dist.bench.work import LEARNING_RATE, Work
 __all__ = ["TrainerRun", "arguments"]
 
 
-def arguments(work: Work) -> dict[str, Any]:
-    """What the Trainer is told about the work; nothing is logged or saved."""
+def arguments(work: Work, accumulation: int | None = None) -> dict[str, Any]:
+    """What the Trainer is told about the work; nothing is logged or saved. `accumulation`: where not all ranks read rows."""
     return {
         "output_dir": f"{work.folder}/trainer",
         "per_device_train_batch_size": work.micro_batch,
-        "gradient_accumulation_steps": work.accumulation,
+        "gradient_accumulation_steps": accumulation or work.accumulation,
         "max_steps": work.total_steps,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",

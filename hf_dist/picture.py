@@ -1,0 +1,134 @@
+"""A picture of boxes and words: SVG by itself, PNG with matplotlib."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from hf_dist.errors import ConfigError, HfDistError, Problem
+
+__all__ = ["NoMatplotlibError", "Picture", "headless_pyplot"]
+
+_DPI = 96
+"""Pixels of a picture are those of a page."""
+
+
+class NoMatplotlibError(HfDistError):
+    """The plot needs a package that is not installed."""
+
+
+def headless_pyplot() -> Any:
+    """matplotlib without a screen. Raises `NoMatplotlibError`."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise NoMatplotlibError('the plot needs matplotlib: pip install "hf-dist[bench]"') from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+@dataclass(frozen=True)
+class _Box:
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    opacity: float
+    edge: str
+    title: str
+
+
+@dataclass(frozen=True)
+class _Words:
+    x: float
+    y: float
+    text: str
+    anchor: str
+    bold: bool
+    mono: bool
+
+
+@dataclass
+class Picture:
+    """In pixels, from the top left; what comes later lies above."""
+
+    size: float = 11
+    """Of letters."""
+    width: float = 0
+    height: float = 0
+    _boxes: list[_Box] = field(default_factory=list)
+    _words: list[_Words] = field(default_factory=list)
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        *,
+        opacity: float = 1,
+        edge: str = "",
+        title: str = "",
+    ) -> None:
+        """`title` is shown where a mouse points at it."""
+        self._boxes.append(_Box(x, y, width, height, fill, opacity, edge, title))
+
+    def words(
+        self, x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False, mono: bool = False
+    ) -> None:
+        """On a base line at `y`; `anchor`: start, middle or end."""
+        self._words.append(_Words(x, y, text, anchor, bold, mono))
+
+    def svg(self) -> str:
+        """As a document."""
+        style = f'font-family="sans-serif" font-size="{self.size:g}"'
+        out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" {style}>']
+        out.append(f'<rect width="{self.width:g}" height="{self.height:g}" fill="white"/>')
+        for box in self._boxes:
+            more = f' fill-opacity="{box.opacity:g}"' if box.opacity < 1 else ""
+            more += f' stroke="{box.edge}"' if box.edge else ""
+            place = f'x="{box.x:g}" y="{box.y:g}" width="{box.width:.1f}" height="{box.height:g}"'
+            inside = f"<title>{escape(box.title)}</title>" if box.title else ""
+            out.append(f'<rect {place} fill="{box.fill}"{more}>{inside}</rect>')
+        for words in self._words:
+            more = f' text-anchor="{words.anchor}"' if words.anchor != "start" else ""
+            more += ' font-weight="bold"' if words.bold else ""
+            more += ' font-family="monospace" xml:space="preserve"' if words.mono else ""
+            out.append(f'<text x="{words.x:g}" y="{words.y:g}"{more}>{escape(words.text)}</text>')
+        return "\n".join([*out, "</svg>"]) + "\n"
+
+    def save(self, path: Path) -> None:
+        """`.svg` or `.png`. Raises `ConfigError` for others, `NoMatplotlibError`."""
+        if path.suffix.lower() == ".svg":
+            path.write_text(self.svg(), encoding="utf-8")
+        elif path.suffix.lower() == ".png":
+            self._png(path)
+        else:
+            raise ConfigError(Problem("--output", str(path), "is neither .svg nor .png", "Name one of them."))
+
+    def _png(self, path: Path) -> None:
+        pyplot = headless_pyplot()
+        from matplotlib.patches import Rectangle
+
+        figure = pyplot.figure(figsize=(self.width / _DPI, self.height / _DPI), dpi=_DPI)
+        panel = figure.add_axes((0, 0, 1, 1))
+        panel.set(xlim=(0, self.width), ylim=(self.height, 0))
+        panel.axis("off")
+        for box in self._boxes:
+            options: dict[str, Any] = {"facecolor": (box.fill, box.opacity), "edgecolor": box.edge or "none"}
+            panel.add_patch(Rectangle((box.x, box.y), box.width, box.height, **options))
+        places = {"start": "left", "middle": "center", "end": "right"}
+        for words in self._words:
+            weight = "bold" if words.bold else "normal"
+            family = "monospace" if words.mono else "sans-serif"
+            look: dict[str, Any] = {"fontsize": self.size * 72 / _DPI, "weight": weight, "family": family}
+            text = words.text.replace("$", r"\$")
+            panel.text(words.x, words.y, text, ha=places[words.anchor], va="baseline", **look)
+        figure.savefig(path)
+        pyplot.close(figure)
