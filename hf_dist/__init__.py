@@ -1,4 +1,4 @@
-"""Shard stock Hugging Face models inside the Trainer, or in one's own loop, from a DeepSpeed-style JSON."""
+"""Shards stock Hugging Face models inside the Trainer or your own loop, configured by a DeepSpeed-style JSON."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = [
     "unprepare",
 ]
 
-# Imported on first use: a loop of one's own should not pay for the Trainer (1 s and 100 MB, most of it `datasets` and
-# pandas), nor `hf-dist config` for transformers.
+# Imported on first use: a custom loop should not pay for the Trainer (1 s and 100 MB, mostly `datasets` and pandas), nor
+# `hf-dist config` for transformers.
 _WHERE = {
     "DistAccelerator": "hf_dist.hf.accelerator",
     "DistArgsMixin": "hf_dist.hf.args",
@@ -54,7 +54,7 @@ _WHERE = {
 }
 
 
-# Knows how HF models are written; an engine made without the Trainer needs it as well.
+# This package knows how HF models are saved; an engine without the Trainer needs it too.
 _NEEDS = {"initialize": "hf_dist.hf"}
 
 

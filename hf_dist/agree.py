@@ -1,4 +1,4 @@
-"""One problem for all ranks: what fails on one is raised on every rank, so that nobody waits for a rank that has left."""
+"""Raises one rank's failure on every rank, so that no rank waits for one that has left."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["agree", "first_problem", "together"]
 
 
 def first_problem(axis: MeshAxis, problem: Any) -> tuple[int, Any, int] | None:
-    """(rank on the axis, its problem, how many more have one) of the first rank with one; None if there is none. Collective."""
+    """(rank on the axis, its problem, number of other ranks with a problem) of the first rank with one, or None. Collective."""
     found = [(rank, p) for rank, p in enumerate(collectives.all_gather_object(axis, problem)) if p]
     return (*found[0], len(found) - 1) if found else None
 
 
 def agree(axis: MeshAxis, problem: Any, error: Callable[[Any], Exception], *, names_rank: bool = False) -> None:
-    """Raise `error(problem)` of the first rank that has one, on all of them. Collective.
+    """Raise `error(problem)` on all ranks, with the problem of the first rank that has one. Collective over `axis`.
 
-    `names_rank`: the problem is a text, and is told as `rank 3: ...`.
+    `names_rank`: the problem is a text; prefix it as in `rank 3: ...`.
     """
     first = first_problem(axis, problem)
     if first is None:
@@ -33,10 +33,10 @@ def agree(axis: MeshAxis, problem: Any, error: Callable[[Any], Exception], *, na
 
 
 class together:
-    """A block after which all ranks of `axis` know whether one of them failed; then all raise. Collective at its end.
+    """A block after which all ranks of `axis` raise if one of them failed inside. Collective at its end.
 
-    `explain`: an exception of this rank in words. `error`: made of the first rank's. An interrupt is told to the others, too,
-    before it goes on here.
+    `explain`: turns this rank's exception into text. `error`: makes the exception from the first failed rank's text. An
+    interrupt is also reported to the other ranks, then propagates here.
     """
 
     def __init__(self, axis: MeshAxis, explain: Callable[[Exception], str], error: Callable[[str], Exception]) -> None:

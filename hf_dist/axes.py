@@ -1,10 +1,10 @@
-"""Which rank stands where: the axes of a job, their sizes, and the lines of ranks along every axis and view.
+"""Positions of ranks: the axes of a job, their sizes, and the lines of ranks along every axis and view.
 
     world = pp x dp_replicate x dp_shard x cp x tp        ranks are counted with tp innermost (neighbours), pp outermost
     shard = dp_shard x cp = edp x ep                      experts fold into the ranks that ZeRO shards over
 
-Pure arithmetic: no process group, no torch. `groups.py` makes the groups; whoever needs to know who reads which rows, who
-holds which layers, or how many there are of them, asks an `Axes`.
+Pure arithmetic: no process group, no torch. `groups.py` makes the groups. `Axes` answers which ranks read which rows, which
+ranks hold which layers, and how many ranks an axis has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     replica ranks that hold one copy of all states between them
 """
 EXPERTS: tuple[str, ...] = ("edp", "ep")
-"""What the axes of `shard` are to the experts of a layer: `ep` neighbours hold different ones, `edp` ranks share each."""
+"""How the ranks of `shard` divide the experts of a layer: `ep` neighbours hold different experts, `edp` ranks shard each."""
 PATHS: Mapping[str, str] = {
     "pp": "pipeline.stages",
     "shard": "zero_optimization.mics_shard_size",
@@ -41,18 +41,18 @@ PATHS: Mapping[str, str] = {
     "tp": "tensor_parallel.autotp_size",
     "ep": "expert_parallel.autoep_size",
 }
-"""The key (or its name elsewhere) that sets a size, for messages."""
+"""Axis -> the config key (or argument) that sets its size, for messages."""
 
 RANKS_PER_MACHINE = 8
-"""At most, for plans of jobs of which nobody says more."""
+"""Assumed upper bound in plans for jobs whose machines are not described."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of the axes; a coordinate and a line for every rank. `axis` below is the name of an axis or of a view."""
+    """Sizes of the axes, and each rank's coordinates and lines. `axis` below is the name of an axis or a view."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Ranks along each of `AXES` and along `ep`; 1 for what is not named."""
+    """Ranks along each of `AXES` and along `ep`; an axis that is not named has 1."""
 
     @classmethod
     def of(
@@ -66,9 +66,9 @@ class Axes:
         ep: int = 1,
         paths: Mapping[str, str] = PATHS,
     ) -> Axes:
-        """The axes of `world` ranks; `shard`: ranks among which states are sharded (None: all that hold the same layers).
+        """The axes of `world` ranks; `shard`: ranks that states are sharded over (None: all that hold the same layers).
 
-        What is left becomes `dp_replicate`. Raises `ConfigError`, the same on every rank, for sizes that do not divide.
+        The remaining factor becomes `dp_replicate`. Raises the same `ConfigError` on every rank for sizes that do not divide.
         """
         wrong = [(name, size) for name, size in (("pp", pp), ("cp", cp), ("tp", tp), ("ep", ep)) if size < 1]
         if wrong:
@@ -94,7 +94,7 @@ class Axes:
         return cls({"pp": pp, "dp_replicate": ranks // shard, "dp_shard": shard // cp, "cp": cp, "tp": tp, "ep": ep})
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis, or in a view."""
+        """Number of ranks along an axis or in a view."""
         if axis == "edp":
             return self.size("shard") // self.size("ep")
         if axis in AXES or axis == "ep":
@@ -103,15 +103,15 @@ class Axes:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.size("world")
 
     def shards_here(self, here: int) -> int:
-        """How many neighbours on `shard` a machine of `here` ranks has: the ranks of `tp` lie between them."""
+        """How many coordinates of `shard` a machine of `here` ranks covers: each takes `tp` ranks."""
         return max(1, here // self.size("tp"))
 
     def coordinate(self, axis: str, rank: int) -> int:
-        """Where a rank stands on an axis or in a view, 0 .. size - 1."""
+        """The coordinate of a rank on an axis or in a view, 0 .. size - 1."""
         found = 0
         parts = self._parts(axis)
         for part, at in self._position(axis, rank):
@@ -120,16 +120,16 @@ class Axes:
         return found
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank with these coordinates on `AXES`; 0 for what is not named."""
+        """The rank with these coordinates on `AXES`; an axis that is not named counts as 0."""
         found = 0
         for part in AXES:
             found = found * self.size(part) + coordinates.get(part, 0)
         return found
 
     def lines(self, axis: str) -> list[list[int]]:
-        """All lines along an axis or view, in the order of their first ranks: each rank is in exactly one.
+        """All lines along an axis or view, in the order of their first ranks. Each rank is in exactly one.
 
-        A line holds its ranks by coordinate; the ranks of one line differ in nothing but the axis.
+        A line lists its ranks by coordinate. Ranks of one line differ only in their coordinate on `axis`.
         """
         lines: dict[Sequence[int], list[int]] = {}
         parts = self._parts(axis)
@@ -139,7 +139,7 @@ class Axes:
         return list(lines.values())
 
     def line(self, axis: str, rank: int) -> list[int]:
-        """The line that a rank is in; without a walk through the world."""
+        """The line that contains a rank, computed without visiting all ranks."""
         parts, found = self._parts(axis), [0]
         for part, at in self._position(axis, rank):
             size = self.size(part)
@@ -148,7 +148,7 @@ class Axes:
         return found
 
     def describe(self) -> str:
-        """Such as `8 ranks = pp 2 x dp_replicate 1 x dp_shard 4`; what has one rank is left out, but for the data ranks."""
+        """Text such as `8 ranks = pp 2 x dp_replicate 1 x dp_shard 4`. Axes of one rank are left out, except the data axes."""
         shown = [axis for axis, views in AXES.items() if self.size(axis) > 1 or "data" in views]
         sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
         experts = f" (edp {self.size('edp')} x ep {self.size('ep')})" if self.size("ep") > 1 else ""
@@ -163,7 +163,7 @@ class Axes:
         return parts or [name]
 
     def _position(self, name: str, rank: int) -> list[tuple[str, int]]:
-        """(axis, coordinate) of a rank, outermost first, in the factors that know `name`."""
+        """(axis, coordinate) pairs of a rank, outermost first, in the factorisation that contains `name`."""
         factors = list(AXES)
         if name in EXPERTS:
             inside = self._parts("shard")

@@ -1,4 +1,4 @@
-"""Parts of a row-major tensor: the slice of a stored parameter that a rank keeps, and intervals of it as axis-aligned boxes.
+"""Parts of a row-major tensor: the slice of a stored parameter that a rank keeps, and its intervals as axis-aligned boxes.
 
 elements [5, 21) of a (6, 4) tensor: the end of row 1, rows 2 to 4, the beginning of row 5
 . . . .
@@ -8,7 +8,7 @@ B B B B
 B B B B
 C . . .
 
-Files speak of whole parameters, memory of what is kept of them; `TensorSlice` is the one place that translates.
+Files use indices of whole parameters, memory those of the kept slice. Only `TensorSlice` translates between them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a whole tensor, and where its elements lie in the flattened slice of it that is kept."""
+    """A block of a whole tensor, and the position of its elements in the flattened slice that is kept."""
 
     offsets: Shape
     """First index along each dimension of the whole tensor."""
     sizes: Shape
     start: int
-    """First element, counted in the flattened slice."""
+    """Index of its first element in the flattened slice."""
     strides: Shape
-    """Distances in the flattened slice: with `sizes` and `start` the arguments of `as_strided`."""
+    """Strides in the flattened slice; with `sizes` and `start`, the arguments of `as_strided`."""
 
     @property
     def numel(self) -> int:
@@ -45,7 +45,7 @@ class Box:
 
     @property
     def span(self) -> int:
-        """Elements of the flattened slice from the first one to the last one, both included."""
+        """Elements of the flattened slice from the block's first to its last, both included."""
         steps = ((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return sum(steps) + 1 if self.numel else 0
 
@@ -57,17 +57,17 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Ranges of each dimension of a tensor, one after another: rows, columns, both halves of a fused weight, some experts.
+    """Concatenated ranges of each dimension of a tensor: rows, columns, both halves of a fused weight, some experts.
 
         whole (4, 6), ranges ((0, 4),), ((0, 1), (3, 4)): columns 0 and 3, kept as a tensor of shape (4, 2)
 
-    What has no slice of its own is kept whole (`all`).
+    An uncut parameter has the slice `all`.
     """
 
     whole: Shape
     """Shape of the tensor as files have it."""
     ranges: tuple[tuple[tuple[int, int], ...], ...]
-    """For each dimension the [first, last) that are kept, in the order in which they are kept."""
+    """For each dimension, the kept intervals [first, last) in their order in memory."""
 
     def __post_init__(self) -> None:
         assert len(self.ranges) == len(self.whole), self
@@ -85,45 +85,45 @@ class TensorSlice:
 
     @classmethod
     def along(cls, shape: Sequence[int], dim: int, *ranges: tuple[int, int]) -> TensorSlice:
-        """Ranges of one dimension, all of the others."""
+        """The given ranges of dimension `dim` and all of the other dimensions."""
         dim %= len(shape)
         return cls(tuple(shape), tuple(ranges if d == dim else ((0, size),) for d, size in enumerate(shape)))
 
     @cached_property
     def shape(self) -> Shape:
-        """Of what is kept."""
+        """Shape of the kept slice."""
         return tuple(sum(last - first for first, last in some) for some in self.ranges)
 
     @cached_property
     def everything(self) -> bool:
-        """Whether nothing is left out and all is in its order."""
+        """Whether the slice is the whole tensor in its original order."""
         return all(some == ((0, size),) for some, size in zip(self.ranges, self.whole, strict=True))
 
     @property
     def numel(self) -> int:
-        """Elements that are kept."""
+        """Number of kept elements."""
         return math.prod(self.shape)
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.whole)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This slice of a whole tensor: a tensor of `shape`, with memory of its own unless it is everything."""
+        """This slice of a whole tensor: a tensor of `shape`, with its own memory unless `everything`."""
         for dim, some in enumerate(self.ranges):
             if some != ((0, tensor.shape[dim]),):
                 tensor = torch.cat([tensor.narrow(dim, first, last - first) for first, last in some], dim)
         return tensor
 
     def put(self, part: torch.Tensor, into: torch.Tensor) -> None:
-        """Write a tensor of `shape` to its places in a whole tensor: `take`, the other way round."""
+        """Write a tensor of `shape` to its places in a whole tensor: the inverse of `take`."""
         flat = part.reshape(-1)
         for box in self.boxes(0, self.numel):
             into[box.index] = flat.as_strided(box.sizes, box.strides, flat.storage_offset() + box.start)
 
     def in_whole(self, index: int) -> int:
-        """The flattened index in the whole tensor of a flattened index in the slice."""
+        """The flattened index in the whole tensor for a flattened index in the slice."""
         if self.everything:
             return index
         found = 0
@@ -139,7 +139,7 @@ class TensorSlice:
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
         """Elements [start, stop) of the flattened slice as boxes of the whole tensor.
 
-        Of a whole tensor at most 2 * dimensions - 1, in the order of their elements, each contiguous; else so many for each
+        For a whole tensor at most 2 * dimensions - 1 boxes, in element order, each contiguous; else that many for each
         combination of ranges.
         """
         strides = strides_of(self.shape)
@@ -151,13 +151,13 @@ class TensorSlice:
 
 
 def strides_of(shape: Shape) -> Shape:
-    """Of a contiguous tensor; 1 at least."""
+    """Strides of a contiguous tensor of `shape`; at least 1 each."""
     steps = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)
     return tuple(steps)[::-1] if shape else ()
 
 
 def _cut(first: int, size: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(index in the slice, index in the whole, length) of what [first, first + size) of one dimension consists of."""
+    """Pieces (index in the slice, index in the whole, length) of the interval [first, first + size) of one dimension."""
     begin = 0
     for low, high in ranges:
         a, b = max(first, begin), min(first + size, begin + high - low)
@@ -167,7 +167,7 @@ def _cut(first: int, size: int, ranges: Sequence[tuple[int, int]]) -> Iterator[t
 
 
 def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
-    """(offsets, sizes) of the at most 2 * len(shape) - 1 boxes that elements [start, stop) of a tensor are, in order."""
+    """(offsets, sizes) of the boxes, at most 2 * len(shape) - 1, that elements [start, stop) of a tensor form, in order."""
     if start >= stop:
         return
     if not shape:
@@ -187,7 +187,7 @@ def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]
 
 
 def _inside(index: int, start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
-    """Boxes of a part of the row with `index` along the first dimension."""
+    """Boxes of elements [start, stop), all in the row `index` of the first dimension."""
     base = index * math.prod(shape[1:])
     for offsets, sizes in _boxes(start - base, stop - base, shape[1:]):
         yield (index, *offsets), (1, *sizes)

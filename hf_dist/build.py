@@ -1,4 +1,4 @@
-"""Assemble an engine from a model and a config. The order matters and is explained at each line."""
+"""Assembles an engine from a model and a config. The order of the steps matters; comments say why."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def initialize(
     timeout: timedelta = DEFAULT_TIMEOUT,
     example_batch: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """An `Engine` for one's own training loop; counterpart of `deepspeed.initialize`.
+    """Make an `Engine` for a custom training loop; counterpart of `deepspeed.initialize`.
 
-    Every rank of the job calls it with the same model and config, whatever launcher started it (torchrun, accelerate,
-    mpirun, srun) or none. The model is sharded in place and stays the same object. `optimizer`: any element-wise torch
-    optimizer over its parameters, or None to make the one in the config. `device`: where to train (default: the local
-    GPU, else CPU). `timeout`: for every process group. `example_batch`: arguments of the model like those of training, for
-    `pipeline.stages` above 1 (a row or two are enough; most HF models need none).
+    Every rank of the job calls it with the same model and config, under any launcher (torchrun, accelerate, mpirun, srun) or
+    none. The model is sharded in place and stays the same object. `optimizer`: any element-wise torch optimizer over its
+    parameters, or None to make the one in the config. `device`: where to train (default: the local GPU, else CPU).
+    `timeout`: for every process group. `example_batch`: the model's keyword arguments as in training, for `pipeline.stages`
+    above 1 (one or two rows suffice; most HF models need none).
     Raises `ConfigError`, `TopologyError` or `ModelError`.
     """
     failure.install()
@@ -107,9 +107,10 @@ def mesh_for(
     timeout: timedelta = DEFAULT_TIMEOUT,
     model: nn.Module | None = None,
 ) -> ParallelMesh:
-    """The mesh that `config` asks for, for `model` where it is known. Every rank calls it; ranks whose configs differ are told
-    so."""
-    refuse(config)  # what arguments have made of the file
+    """Make the mesh that `config` asks for; `model`, if known, settles the expert axis. Collective: every rank calls it.
+
+    Raises `TopologyError` on every rank if their configs differ."""
+    refuse(config)  # here, because arguments may have overridden the file
     mesh = build_mesh(
         axes=functools.partial(axes_of, config, here=ranks_here(), experts=expert_counts(model) if model else ()),
         device=device,
@@ -135,7 +136,7 @@ def _facts(config: DistConfig) -> dict[str, str]:
 
 
 def in_flight_limits(config: DistConfig) -> InFlightLimits:
-    """How much may be on its way at once."""
+    """The limits on elements in flight that `config` sets."""
     zero = config.zero_optimization
     return InFlightLimits(
         prefetch=settled(zero.stage3_prefetch_bucket_size),
@@ -157,11 +158,11 @@ def build_engine(
     make_optimizer: bool = True,
     example: Example | None = None,
 ) -> Engine:
-    """Shard `model` and put the engine together. Collective: every rank, same model, resolved config.
+    """Shard `model` and assemble the engine. Collective: every rank calls it with the same model and resolved config.
 
     `trainable=False`: a frozen model (reference, reward, evaluation only), without gradient or optimizer memory.
-    `make_optimizer=False`: whoever calls makes and attaches optimizer and schedule, also those that the config asks for.
-    `example`: for a pipeline.
+    `make_optimizer=False`: the caller makes and attaches the optimizer and schedule, including those in the config.
+    `example`: a sample call of the model, for a pipeline.
     """
     if not isinstance(config.expert_parallel.autoep_size, int):
         source = "auto <- the experts and the ranks of a machine"
@@ -169,8 +170,8 @@ def build_engine(
     if not trainable:
         model.requires_grad_(False)
     else:
-        refuse(config)  # before weights are read; now nothing is "auto"
-        # Before sharding: its hooks stay outside of what is recomputed, and a split model asks who recomputes.
+        refuse(config)  # before weights are read; by now no value is "auto"
+        # Before sharding, so that sharding's hooks stay outside the recomputed part. A split model asks which blocks recompute.
         set_up_checkpointing(model, config)
     check_experts(model, mesh)
     prepare_quantised(model)
@@ -180,21 +181,21 @@ def build_engine(
     tell_full_build(model, mesh)
     precision = precision_for(config, model)
     cut = None
-    # Of the whole model, before stages are cut from it.
+    # Planned on the whole model, before it is cut into stages.
     plan = plan_tensors(model, config, mesh) if mesh.tp.size > 1 else None
-    if mesh.pp.size > 1:  # while nothing has been read: each rank then loads the weights of its own stages only
+    if mesh.pp.size > 1:  # before any weights are read: each rank then loads only its own stages
         example = example or Example(lambda: example_of(model))
         if mesh.cp.size > 1:
             example = replace(example, batch=functools.partial(as_split, model, example.batch))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
     _spread(model, mesh, cut)
     keep_adapters_low_rank(model)
-    tensors = split_tensors(model, plan, mesh, config) if plan is not None else None  # of a stage what it keeps
-    compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # of whole rows
+    tensors = split_tensors(model, plan, mesh, config) if plan is not None else None  # cuts only this rank's stages
+    compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # before sequences are split
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
-    # After sharding: the optimizer's state is made for fragments, never for whole parameters.
+    # After sharding: optimizer state is made for fragments, never for whole parameters.
     if optimizer is None and trainable and make_optimizer:
         optimizer = _optimizer_of(model, config)
     pipeline = Pipeline(cut, sharded, config.pipeline) if cut else None
@@ -210,7 +211,7 @@ def build_engine(
         kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else model.modules()
         engine.tiled_loss = tiled_loss_for(model, set(kept), config, tensors.model.vocabulary if tensors else None)
         engine.router_loss = router_loss_for(model, sharded.mesh, batch.accumulation, config.hf_dist.router_loss)
-    # After both, which see the arguments of whole rows, and before whose outputs are whole.
+    # After the tiled loss and the router loss: both must see arguments and outputs of whole rows.
     split = engine.split_sequence = split_sequence(model, mesh, config.hf_dist.sequence_parallel)
     if split is not None:
         from hf_dist.sequence.verify import verify  # imports transformers
@@ -218,7 +219,7 @@ def build_engine(
         if engine.router_loss is not None:
             engine.router_loss.split_over = split.axis_under_way
         verify(split, model, engine.evaluate)
-    # Last: a schedule reads and writes the param groups of the optimizer as it will be stepped.
+    # Last: a schedule reads and writes the param groups that the optimizer will step.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     watchdog.watch(engine)
     if trainable:
@@ -228,7 +229,7 @@ def build_engine(
 
 
 def _spread(model: nn.Module, mesh: ParallelMesh, cut: CutModel | None) -> None:
-    """Experts to their ranks. The stages were planned with the stock forward; nothing has been read yet."""
+    """Distribute experts over ranks, after stages are planned with the stock forward and before weights are read."""
     slices = spread_experts(model, mesh, cut.share.whole if cut else None)
     if cut:
         cut.visits.keep_slices(slices)
@@ -242,10 +243,10 @@ def _shard(
     parts: tuple[CutModel | None, TensorSplit | None],
     storage: Storage,
 ) -> ShardedModel:
-    """The units and hooks of `model`, its blocks compiled if the config says so."""
+    """Shard `model` into units and install their hooks; compile its blocks if the config says so."""
     leaf = config.zero_optimization.leaf_module
     cut, tensors = parts
-    if config.local_sgd.enabled:  # what trains from here on asks no other replica
+    if config.local_sgd.enabled:  # from here on, training communicates only within the replica
         mesh = mesh.one_replica()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
@@ -260,16 +261,16 @@ def _shard(
         sliced=tensors.share if tensors else None,
         storage=storage,
     )
-    if mesh.device.type == "cuda":  # shards were cut out of blocks that had held full weights
+    if mesh.device.type == "cuda":  # the allocator still caches the blocks that held full weights
         torch.cuda.empty_cache()
-    # After sharding, whose hooks stay outside; before the tiled loss, which calls the blocks as anybody does.
+    # After sharding, so that its hooks stay outside the compiled code; before the tiled loss, which calls the blocks.
     if config.compile.enabled:
         say(f"{compile_blocks(sharded.units, config.compile.backend)} blocks are compiled ({config.compile.backend})")
     return sharded
 
 
 def _optimizer_of(model: nn.Module, config: DistConfig) -> torch.optim.Optimizer | None:
-    """What `optimizer` of the config asks for, over the parameters that train; None if it asks for none."""
+    """The config's `optimizer` over the trainable parameters; None if the config has none."""
     if config.optimizer is None:
         return None
     return optimizer_for(model, config.optimizer.type, config.optimizer.params)
@@ -278,7 +279,7 @@ def _optimizer_of(model: nn.Module, config: DistConfig) -> torch.optim.Optimizer
 def _storage_for(
     model: nn.Module, config: DistConfig, mesh: ParallelMesh, optimizer: torch.optim.Optimizer | None
 ) -> Storage:
-    """Where states rest, with room for what the optimizer will keep, as far as somebody has named one."""
+    """The storage of all states, sized for the optimizer's states if the optimizer is known by now."""
     states = OptimizerStates(())
     if optimizer is not None:
         states = OptimizerStates.of(optimizer)

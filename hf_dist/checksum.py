@@ -1,4 +1,4 @@
-"""A number that depends on every bit of a tensor and on its place; equal bits give equal numbers, wherever they lie."""
+"""A checksum that depends on every bit of a tensor and its position, but not on strides or alignment."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["batch_digest", "checksum"]
 
 _WORDS = 1 << 16
-"""Words of 8 bytes at a time: what is computed on the way stays in the cache."""
+"""8-byte words processed at a time, so that intermediate results stay in the cache."""
 _MIX, _NEXT = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D  # odd; products wrap around at 2^64
 _AFTER = 1_000_003
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """0-D int64 on the tensor's device, which the host does not wait for. Exact: nothing is rounded.
+    """A 0-D int64 on the tensor's device; the host does not wait for it. Exact: nothing is rounded.
 
-    Every word is multiplied by a weight of its place: exchanged values do not cancel out, as they do in a sum. Strides and
-    alignment play no part.
+    Each word is multiplied by a weight that depends on its position, so swapped values change the result, unlike in a sum.
+    Strides and alignment have no effect.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
@@ -33,18 +33,18 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
             part = part.clone()
         words = part.view(torch.int64)
         own = weights[: words.numel()]
-        # The upper half once more by itself: round floats differ in so high bits that a product may lose them.
+        # Count the upper halves again: round floats differ only in high bits, which the product can lose.
         total = total * _NEXT + _dot(words, own) + _dot(words >> 32, own) * _MIX
     return total
 
 
 def batch_digest(batch: Any) -> torch.Tensor:
-    """A whole number in float64 that differs when any element of the tensors in `batch` does; where the tensors are."""
+    """A 0-D float64 integer, on the tensors' device, that differs when any element of the tensors in `batch` differs."""
     total = torch.zeros((), dtype=torch.int64)
     for tensor in (t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)):
         own = checksum(tensor)
         total = total.to(own.device) * _AFTER + own
-    return (total & (1 << 52) - 1).double()  # as many bits as travel unrounded
+    return (total & (1 << 52) - 1).double()  # as many bits as float64 holds exactly
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) odd numbers that look random, the same everywhere. Not kept: made faster than used."""
+    """(count,) pseudo-random odd numbers, the same on every machine. Not cached: making them costs less than using them."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         mixed = (mixed ^ (mixed >> shift)) * factor

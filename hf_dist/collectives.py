@@ -1,13 +1,13 @@
 """Collectives on 1-D tensors, and the recorder of the bytes they send.
 
-With `mesh.py` (groups) and `pipeline/p2p.py` (from stage to stage) all that calls `torch.distributed`. Every function
-takes a `MeshAxis`; an axis with one process costs nothing. Handles complete on `wait()`; on GPUs that makes the
-current stream wait, on CPUs it blocks.
+Only this module, `mesh.py`, `groups.py` and `rendezvous.py` (groups), and `pipeline/p2p.py` (stage to stage) call
+`torch.distributed`. Every function takes a `MeshAxis`; an axis with one process costs nothing. Handles complete on `wait()`:
+on GPUs the current stream waits, on CPUs the call blocks.
 
-On gloo a reduce-scatter is an exchange of parts plus a local sum, and an all-gather is pairwise transfers: gloo's own
-`reduce_scatter_tensor` puts twice the needed bytes on the wire, its all-gather takes about three times as long.
+On gloo, a reduce-scatter is an exchange of parts plus a local sum, and an all-gather is pairwise transfers. gloo's own
+`reduce_scatter_tensor` sends twice the needed bytes; its all-gather takes about three times as long.
 
-On NCCL a mean of half precision is a sum and a division of ours (`_mean_of`).
+On NCCL, a half-precision mean is a sum followed by our own division (`_mean_of`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch.distributed as dist
 from hf_dist.mesh import GroupLease, MeshAxis
 from hf_dist.pages import in_huge_pages
 
-# Their names since torch 2.13; the old ones warn.
+# Names since torch 2.13; the old ones warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank put on the wire for one collective."""
+    """What one rank sent in one collective."""
 
     op: str
     axis: str
@@ -42,12 +42,12 @@ class Sent:
 
 @dataclass
 class CommLog:
-    """Collectives recorded while a `record()` block was open."""
+    """The collectives recorded inside a `record()` block."""
 
     entries: list[Sent] = field(default_factory=list)
 
     def nbytes(self, op: str | None = None) -> int:
-        """Bytes sent by this rank, of one operation or of all."""
+        """Bytes sent by this rank, in operation `op` or in all operations."""
         return sum(e.nbytes for e in self.entries if op in (None, e.op))
 
     def count(self, op: str) -> int:
@@ -60,7 +60,7 @@ _logs: list[CommLog] = []
 
 @contextmanager
 def record() -> Iterator[CommLog]:
-    """Count every collective that this process starts inside the block."""
+    """Record every collective that this process starts inside the block. Local."""
     log = CommLog()
     _logs.append(log)
     try:
@@ -73,12 +73,12 @@ _num_started = 0
 
 
 def num_started() -> int:
-    """Transfers that this process has begun. Whoever looks twice sees whether anything moves."""
+    """Number of transfers that this process has started. Two readings show whether the process makes progress."""
     return _num_started
 
 
 def count_start() -> None:
-    """One more of them."""
+    """Count one more started transfer."""
     global _num_started
     _num_started += 1
 
@@ -90,17 +90,17 @@ def _count(op: str, axis: MeshAxis, nbytes: int) -> None:
 
 
 class Handle:
-    """A collective under way. `wait()` may be called more than once; only the first does something."""
+    """A collective in flight. `wait()` may be called more than once; only the first call has an effect."""
 
     __slots__ = ("_finish", "_under_way", "_works")
 
     def __init__(
         self, works: list[Any], finish: Callable[[], None] | None = None, lease: GroupLease | None = None
     ) -> None:
-        """`lease`: of the group that the works use; it does not end before they are complete."""
+        """`lease`: of the group that the works use; the group does not end before they are complete."""
         self._works = works
         self._finish = finish
-        # Not the lease itself, which would then live as long as a handle that nobody waits for.
+        # Not the lease itself: an abandoned handle would keep it alive.
         self._under_way = lease.under_way if lease is not None and lease.is_gloo else None
         if self._under_way is not None:
             self._under_way.add(self)
@@ -112,7 +112,7 @@ class Handle:
             work.wait(timeout)
 
     def wait(self) -> None:
-        """Block (CPU) or order the current stream (GPU) until the result is there."""
+        """Block (CPU) or make the current stream wait (GPU) until the result is complete."""
         if self._under_way is not None:
             self._under_way.discard(self)
             self._under_way = None
@@ -127,7 +127,7 @@ _wait_seconds = 0.0
 
 
 def wait_seconds() -> float:
-    """Seconds that this process has been blocked in waits. Says little on GPUs, where a wait blocks a stream."""
+    """Seconds that this process has been blocked in waits. Of little use on GPUs, where a wait blocks a stream."""
     return _wait_seconds
 
 
@@ -143,7 +143,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
-    """Fill `full` (1-D, `axis.size` equal parts) in place from every rank's own part, already in its place.
+    """Fill `full` (1-D, `axis.size` equal parts) in place; each rank's own part must already be in its position.
 
     Collective over `axis`. Sends (size - 1) parts per rank.
     """
@@ -170,11 +170,11 @@ def _exchange_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
 
 
 def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str = "mean") -> Handle:
-    """Mean (`op`: or sum) over `axis` of every rank's `full`; each rank gets its own part in `out`, valid after `wait()`.
+    """Average (or sum, by `op`) every rank's `full` over `axis`; each rank gets its own part in `out`, valid after `wait()`.
 
-    Collective over `axis`. `full`: 1-D, `axis.size` equal parts, in the dtype that travels; it must stay untouched until
-    `wait()`, and is not the caller's after that: fp16 is divided in place before NCCL sums it. `out`: 1-D, one part; its
-    dtype may be wider, on gloo the sum is then made in it, elsewhere it is divided there. Sends (size - 1) parts.
+    Collective over `axis`. `full`: 1-D, `axis.size` equal parts, in the wire dtype. Leave it untouched until `wait()` and do
+    not use it afterwards: fp16 is divided in place before NCCL sums it. `out`: 1-D, one part. If its dtype is wider, gloo
+    sums in that dtype; NCCL sums in the wire dtype and divides in the wider one. Sends (size - 1) parts.
     """
     if axis.reduce_group is None:
         out.copy_(full)
@@ -204,11 +204,11 @@ def _scatter_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str)
 
 
 def _mean_of(dtype: torch.dtype, size: int) -> tuple[Any, int, float]:
-    """(operation, divisor before it, divisor after it) that make the mean over `size` ranks on NCCL.
+    """(operation, divisor before it, divisor after it) that compute the mean over `size` ranks on NCCL.
 
-    NCCL's own multiplies by 1 / size rounded to the dtype that travels: bf16 comes out 0.2% too large for 3, 6 or 12 ranks,
-    and fp16 loses log2(size) bits of small values. bf16 has room for the sum. fp16 has not: it is divided by a power of two
-    near the root of `size` first, which rounds nothing but the smallest values, and by the rest after the sum.
+    NCCL's own mean multiplies by 1 / size rounded to the wire dtype: bf16 comes out 0.2% too large for 3, 6 or 12 ranks, and
+    fp16 loses log2(size) bits of small values. bf16 has the range for the sum; fp16 does not. So fp16 is first divided by a
+    power of two near the square root of `size`, which rounds only the smallest values, and by the rest after the sum.
     """
     if dtype is torch.bfloat16:
         return dist.ReduceOp.SUM, 1, float(size)
@@ -219,7 +219,7 @@ def _mean_of(dtype: torch.dtype, size: int) -> tuple[Any, int, float]:
 
 
 def _divide(out: torch.Tensor, values: torch.Tensor, divisor: float) -> None:
-    """`out` = `values` / `divisor`, computed in the dtype of `out`, which may be wider."""
+    """Set `out` to `values` / `divisor`, computed in the dtype of `out`, which may be wider."""
     if out is not values:
         out.copy_(values)
     if divisor != 1:
@@ -271,10 +271,10 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
 
 
 def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list[int], received: list[int]) -> Handle:
-    """Rows (first dimension) to the ranks of `axis`: `sent[r]` of `rows` to rank r, `received[r]` from it into `out`.
+    """Exchange rows (first dimension): `sent[r]` rows of `rows` go to rank r, `received[r]` rows from it arrive in `out`.
 
-    Both contiguous, in the order of the ranks; numbers may differ and be zero. Collective over `axis`. Sends what leaves
-    this rank. `rows` must stay untouched until `wait()`.
+    Both tensors are contiguous, in rank order; counts may differ and be zero. Collective over `axis`. Sends the rows for
+    other ranks. Leave `rows` untouched until `wait()`.
     """
     group = axis.group
     if group is None:
@@ -290,9 +290,9 @@ def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list
 
 
 def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
-    """`sent` goes to the next coordinate of `axis`, round about; `received` comes from the one before, valid after `wait()`.
+    """Send `sent` to the next coordinate of `axis`, in a ring; `received`, from the previous one, is valid after `wait()`.
 
-    Collective over `axis`. Nobody may write into `sent` until then. Sends the tensor.
+    Collective over `axis`. Leave `sent` untouched until then. Sends the tensor.
     """
     if axis.group is None or axis.size == 1:
         received.copy_(sent)
@@ -318,7 +318,7 @@ def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
 
 
 def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
-    """Give every rank of `axis` the `tensor` of the rank with coordinate `source`, in place. Collective, blocking."""
+    """Copy the `tensor` of coordinate `source` to every rank of `axis`, in place. Collective, blocking. The source sends it."""
     group = axis.group
     if group is None:
         return
@@ -330,9 +330,9 @@ def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
 
 
 def transfer(axis: MeshAxis, tensor: torch.Tensor, source: int, target: int) -> None:
-    """Send `tensor` (1-D, on the CPU) from coordinate `source` to `target`, where it is filled in place. Blocking.
+    """Send `tensor` (1-D, on the CPU) from coordinate `source` to `target`, which fills its own in place. Blocking.
 
-    Only these two ranks need to call it; for others, and from a rank to itself, it does nothing.
+    Only these two ranks need to call it. It does nothing on other ranks, or if both are the same.
     """
     if source == target or axis.rank not in (source, target) or axis.group is None:
         return
@@ -358,9 +358,9 @@ def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
 
 
 def begin_gather(axis: MeshAxis, row: bytes) -> tuple[list[torch.Tensor], Any]:
-    """Every rank's `row`, of one length, in host memory, and the work under way: the caller looks whether it is complete.
+    """Start to gather every rank's `row` (equal lengths) in host memory; returns the rows and the work to poll.
 
-    Collective over `axis`, which has a group over gloo.
+    Collective over `axis`, whose group must use gloo.
     """
     count_start()
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
@@ -379,14 +379,14 @@ def broadcast_object(axis: MeshAxis, item: Any, source: int = 0) -> Any:
 
 
 def barrier(axis: MeshAxis) -> None:
-    """Wait until every rank of `axis` is here."""
+    """Wait until every rank of `axis` has called it. Collective, blocking."""
     if axis.group is not None:
         count_start()
         dist.barrier(group=axis.group)
 
 
 def _through_host(tensor: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Handle:
-    """gloo with GPU tensors (several test ranks on one GPU): the bytes take the way over host memory, blocking."""
+    """gloo with GPU tensors (several test ranks on one GPU): copies through host memory, blocking."""
     host = tensor.cpu()
     run(host)
     tensor.copy_(host)

@@ -1,4 +1,4 @@
-"""One training step, composed: forward and backward of a sharded model, norm, clipping, loss scale, optimizer, schedule."""
+"""Composes one training step: forward and backward of a sharded model, norm, clipping, loss scale, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _NUMBERS = itertools.count()
 
 
 class Engine:
-    """The loop API, with DeepSpeed's habits. Made by `hf_dist.initialize`; the Trainer uses the same object.
+    """The training-loop API, with DeepSpeed's conventions. Made by `hf_dist.initialize`; the Trainer uses the same object.
 
     loss = engine(**batch).loss
     engine.backward(loss)
-    engine.step()           # after every microbatch; acts at the accumulation boundary
+    engine.step()           # after every microbatch; steps the optimizer at the accumulation boundary
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Engine:
         self.config = config
         self.batch = batch
         self.pipeline = pipeline
-        """The stages of this rank, None where the model is whole."""
+        """The pipeline stages of this rank; None without a pipeline."""
         self.window = Window(sharded, batch.accumulation)
         """The gradients of the microbatches since the last step."""
         self.runner: Runner = pipeline or Whole(sharded.model, self.window)
         """Runs the model, whole or in stages."""
         self.outer: OuterOptimizer | None = None
-        """Lets replicas meet that train alone; None where all train together."""
+        """Synchronises replicas that train alone (`local_sgd`); None without such replicas."""
         if sharded.mesh.replicas is not None and sharded.trainable_groups:
             self.outer = OuterOptimizer(sharded, config.local_sgd)
             self.window.on_backward = self.outer.before_backward
@@ -91,13 +91,13 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.scaler = scaler
         self.tiled_loss: TiledLoss | None = None
-        """Head and loss without the full logits; None where the model has no such head, or the config says no."""
+        """Computes head and loss without the full logits; None if the model has no such head or the config disables it."""
         self.router_loss: RouterLoss | None = None
-        """The auxiliary loss of a mixture's routers; None where the model has none."""
+        """The auxiliary loss of mixture-of-experts routers; None for a model without it."""
         self.split_sequence: SplitSequence | None = None
-        """Hooks of a model whose sequences are split over ranks."""
+        """Hooks that split sequences over ranks; None if sequences are whole."""
         self.number = next(_NUMBERS)
-        """Among the engines of this process; the same on every rank, as all ranks make the same."""
+        """Index among the engines of this process; equal on all ranks, which make engines in the same order."""
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.skips = SkippedSteps()
@@ -130,17 +130,17 @@ class Engine:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was; see `optim/skipped.py` for GPUs, where it is the one before."""
+        """Whether the last step was skipped. On GPUs it may refer to the step before that; see `optim/skipped.py`."""
         return self.skips.last
 
     @property
     def schedule_waits(self) -> bool:
-        """Whether the schedule leaves out the last step. Replicas that train alone skip different ones: theirs never does."""
+        """Whether the schedule must not advance after the last step. Replicas that train alone skip different steps: False."""
         return self.step_was_skipped and self.outer is None
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped so far."""
+        """Number of steps skipped so far."""
         return self.skips.count
 
     def train(self, mode: bool = True) -> Engine:
@@ -153,11 +153,11 @@ class Engine:
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Call the model's forward."""
         return self.model(*args, **kwargs)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer`, made over the model's parameters, step this rank's fragments of them. Collective."""
+        """Make `optimizer`, built over the model's parameters, step this rank's fragments of them. Collective over world."""
         stepping = stepping_of(optimizer)
         check_whole(stepping, optimizer, self.config)
         rounding = rounding_of(self.config, self.mesh.world.rank)
@@ -174,12 +174,12 @@ class Engine:
         self.sharded.reducer.when_final = self.window.early.gradient_final if self.window.early else None
 
     def add_param_group(self, options: dict[str, Any]) -> None:
-        """`optimizer.add_param_group` was called: its parameters are trained from now on. Local; every rank does the same."""
+        """Called by `optimizer.add_param_group`: train the new group's parameters. Local; every rank adds the same group."""
         assert self.fragments is not None
         self.fragments.add_group()
 
     def switch_optimizer(self, mode: str) -> None:
-        """Call `train` or `eval` of the optimizer, which may write weights. Collective at stages 1 and 2."""
+        """Call the optimizer's `train` or `eval` method, which may write weights. Collective at stages 1 and 2."""
         assert self.fragments is not None
         self.sharded.take_writes()
         self.fragments.switch(mode)
@@ -189,7 +189,7 @@ class Engine:
 
     @property
     def micro_steps(self) -> int:
-        """Microbatches of the window under way whose `step()` was called."""
+        """Microbatches of the current window for which `step()` was called."""
         return self.window.microbatches
 
     @micro_steps.setter
@@ -197,19 +197,19 @@ class Engine:
         self.window.microbatches = value
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the microbatch under way is the last of its window."""
+        """Whether the current microbatch is the last of its window."""
         return self.window.is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say it oneself (a short last window); None returns to counting."""
+        """Override the count of microbatches (for a short last window); None returns to counting."""
         self.window.announced = is_boundary
 
     def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False) -> torch.Tensor:
         """Backward of one microbatch; gradients are averaged over the data ranks. Every rank calls it.
 
-        `scale_wrt_gas`: divide by the number of microbatches of the window, right for a loss that is a mean over its
-        microbatch; pass False if the loss is already normalised over the window. Returns the loss as it was. A backward that
-        raises takes the window with it.
+        `scale_wrt_gas`: divide by the number of microbatches in the window, as needed for a loss that is a mean over its
+        microbatch. Pass False if the loss is already normalised over the window. Returns `loss` unchanged. A backward that
+        raises abandons the window.
         """
         check_owner(self.model, self.sharded)
         scale = self.loss_scale / (self.batch.accumulation if scale_wrt_gas else 1)
@@ -218,11 +218,11 @@ class Engine:
         return loss
 
     def run_window(self, microbatches: Sequence[Any], step: Step) -> torch.Tensor:
-        """Forward and backward of one accumulation window; the sum of what `step` returns, 0D, equal on a pipeline's ranks.
+        """Run forward and backward of one accumulation window; returns the sum of `step`'s results, 0D, equal along `pp`.
 
-        `step(model, microbatch)` runs the model once, calls `backward` with the loss, and returns what is to be reported.
-        Every rank calls it. Under a pipeline only the rank of the last stage gets beyond the call of the model. Whatever
-        raises inside takes the window with it.
+        `step(model, microbatch)` runs the model once, calls `backward` with the loss, and returns the value to report. Every
+        rank calls `run_window`. Under a pipeline, `step` continues past the model call only on the rank of the last stage.
+        Any exception inside abandons the window.
         """
         with self.window.abandoned_on_error():
             return self.runner.run_window(microbatches, step, loss_scale=self.loss_scale, number=self.global_steps)
@@ -230,10 +230,10 @@ class Engine:
     def train_batch(
         self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """One optimizer step on the next `gradient_accumulation_steps` microbatches; their mean loss, over all data ranks.
+        """One optimizer step on the next `gradient_accumulation_steps` microbatches; their mean loss over all data ranks.
 
-        `loss(model, microbatch)`: by default `model(**microbatch).loss`. Every rank calls it; the ranks of a pipeline with
-        equal iterators. Counterpart of DeepSpeed's `PipelineEngine.train_batch`, at every layout.
+        `loss(model, microbatch)`: by default `model(**microbatch).loss`. Every rank calls it; ranks of one pipeline pass equal
+        iterators. Counterpart of DeepSpeed's `PipelineEngine.train_batch`, for every layout.
         """
         if not self.model.training:
             self.train()
@@ -251,7 +251,7 @@ class Engine:
     def eval_batch(
         self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Mean loss of the next `gradient_accumulation_steps` microbatches over all data ranks, without gradient."""
+        """Mean loss of the next `gradient_accumulation_steps` microbatches over all data ranks, no gradient. Collective."""
         was_training = self.model.training
         self.eval()
         window = [_to_device(next(data_iter), self.device) for _ in range(self.batch.accumulation)]
@@ -260,7 +260,7 @@ class Engine:
         return self._mean(total, len(window))
 
     def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
-        """`function(model, batch)` without gradient, on every rank; it runs the model once. Every rank calls it."""
+        """The result of `function(model, batch)`, which runs the model once, without gradient. Every rank calls it."""
         return self.runner.evaluate(batch, function)
 
     def _mean(self, total: torch.Tensor, count: int) -> torch.Tensor:
@@ -270,12 +270,12 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accepted at every stage: the microbatches inside are not the last of their window. The result is the same."""
+        """Announce that the microbatches inside are not the last of their window. Works at every ZeRO stage; same result."""
         with self.window.announce(False):
             yield
 
     def step(self) -> None:
-        """After every microbatch; clips, steps the optimizer and the schedule when the window is complete."""
+        """Call after every microbatch, on every rank. At the window's end, clips and steps the optimizer and the schedule."""
         if self.is_gradient_accumulation_boundary():
             self._end_window()
         else:
@@ -288,7 +288,7 @@ class Engine:
             self.lr_scheduler.step()
 
     def stepped_by_hand(self, closure: Callable[[], Any] | None) -> Any:
-        """`step` of the torch optimizer was called by user code: the window ends, the schedule stays the caller's."""
+        """Called by the torch optimizer's `step`: ends the window. Stepping the schedule stays with the caller."""
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -298,21 +298,21 @@ class Engine:
         return value
 
     def clip_grad_norm(self, max_norm: float = 0.0) -> torch.Tensor:
-        """Global L2 norm of the window's gradient; clips it at once if `max_norm` is positive and finite.
+        """Return the global L2 norm of the window's gradient, then clip it if `max_norm` is positive and finite.
 
-        Collective over dp the first time after a backward; after that it only returns the norm, of what is clipped by then.
+        Collective over dp at the first call after a backward. Later calls are local and see the clipped gradient.
         """
         return self.window.clip(max_norm)
 
     def clip_grad_value(self, max_value: float) -> None:
-        """Clamp every element of the window's mean gradient to +-max_value. Collective like `clip_grad_norm`."""
+        """Clamp every element of the window's mean gradient to +-`max_value`. Collective like `clip_grad_norm`."""
         self.window.clamp(max_value)
 
     def apply_gradients(self) -> None:
-        """Step the optimizer with the window's gradient and start the gathers of replicated weights.
+        """Step the optimizer with the window's gradient and start to all-gather replicated weights.
 
-        Every rank calls it. A step with a gradient that is not finite is skipped (fp16 always; bf16 unless
-        `bf16.check_grad_overflow` is false, or the optimizer steps in backward): the optimizer and the schedule do not see it.
+        Every rank calls it. A step with a non-finite gradient is skipped: neither the optimizer nor the schedule moves. fp16
+        always checks; bf16 checks unless `bf16.check_grad_overflow` is false or the optimizer steps in backward.
         """
         self.writer.raise_failure()
         self.sharded.take_writes()
@@ -332,14 +332,14 @@ class Engine:
         self.window.close()
 
     def meet(self) -> None:
-        """Let replicas that train alone meet now, unless they just have. Every rank calls it, between two windows."""
+        """Synchronise replicas that train alone, unless they just were. Every rank calls it, between two windows."""
         if self.outer is not None and not self.outer.met:
             self.sharded.take_writes()
             self.outer.meet(self.scaler)
             self.sharded.weights_changed()
 
     def _is_skipped(self, norm: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        """(whether the host leaves the step out, what tells the step itself whether to); moves the loss scale."""
+        """(whether the host skips the step, flag that makes the step skip itself or None); updates the loss scale."""
         checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
         if checks and self._skips_on_device(norm):
             flag = (~torch.isfinite(norm)).float()
@@ -356,7 +356,7 @@ class Engine:
         return norm.is_cuda and self.fragments.on_device and self.window.puts_off()
 
     def _look_at_unused(self, used: dict[tuple[int, int], bool]) -> None:
-        """The first step that is not skipped tells which trainable parameters got no gradient; or none may be without."""
+        """Report at the first step that is not skipped which trainable parameters got no gradient; raise if not allowed."""
         if not self._told_unused:
             self._told_unused = True
             text = describe_unused(self.sharded, unused_parameters(self.sharded, used))
@@ -373,15 +373,15 @@ class Engine:
 
     @property
     def has_own_options(self) -> bool:
-        """Whether the optimizer's options are its own still, after a load too (it was another optimizer's)."""
+        """Whether the optimizer still has its own options, also after loading a checkpoint of another optimizer."""
         return self.fragments is not None and self.fragments.has_own_options
 
     def zero_grad(self) -> None:
-        """Abandon the window: its gradients are dropped and the next backward begins another one. `step()` needs none."""
+        """Abandon the window: drop its gradients; the next backward begins a new one. Not needed after `step()`."""
         self.window.zero_grad()
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradient before clipping; None before the first."""
+        """Norm of the last step's gradient before clipping; None before the first step."""
         return None if self.window.norm is None else float(self.window.norm)
 
     def get_lr(self) -> list[float]:
@@ -389,9 +389,9 @@ class Engine:
         return [g["lr"] for g in self.optimizer.param_groups] if self.optimizer else []
 
     def resident_nbytes(self) -> dict[str, int]:
-        """Bytes of weights, masters and optimizer state that this rank holds between steps: device, host, disk.
+        """Bytes of weights, masters and optimizer state that this rank holds between steps, by tier: device, host, disk.
 
-        `host` counts the places of offloaded gradients and the buffers of transfers, `device` no gradients.
+        `host` includes the space of offloaded gradients and transfer buffers; `device` includes no gradients.
         """
         parts = [self.sharded.resident_nbytes()]
         if self.fragments is not None:
@@ -404,7 +404,7 @@ class Engine:
 
     @cached_property
     def writer(self) -> CheckpointWriter:
-        """Writes this engine's checkpoints, in the background if `checkpoint.async_save` says so."""
+        """Writes this engine's checkpoints, in the background with `checkpoint.async_save`."""
         in_background = self.config.checkpoint.async_save
         if in_background and self.sharded.storage.uses_disk:
             warn_once(
@@ -414,10 +414,10 @@ class Engine:
         return CheckpointWriter(self.mesh, in_background=in_background)
 
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
-        """Make `directory` a checkpoint: the model as a folder that `from_pretrained` loads, and the training state.
+        """Write a checkpoint to `directory`: the model as a folder that `from_pretrained` loads, and the training state.
 
         Every rank calls it. Raises `CheckpointError`; an older checkpoint of that name stays until the new one is complete.
-        Replicas that train alone meet first. With `checkpoint.async_save` the writing goes on in the background;
+        Replicas that train alone are synchronised first. With `checkpoint.async_save`, writing continues in the background;
         `engine.writer.wait()` waits for it.
         """
         self.meet()
@@ -433,12 +433,12 @@ class Engine:
         )
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, weights_only: bool = False) -> None:
-        """Restore what `save_checkpoint` wrote on any number of ranks, ZeRO stage and precision; random states, too.
+        """Restore a checkpoint of `save_checkpoint`, written with any number of ranks, ZeRO stage or precision.
 
-        It takes the place of what was there: the optimizer's state, schedule, loss scale, counters, and a window that was
-        under way is abandoned. Another optimizer than the saved one starts empty, with its own options.
+        Replaces weights, optimizer state, schedule, loss scale, counters and random states, and abandons the current window.
+        An optimizer of another kind than the saved one starts with empty state and its own options.
 
-        Every rank calls it. Raises `CheckpointError` on every rank when a file is missing, damaged, or of another model.
+        Every rank calls it. Raises `CheckpointError` on every rank if a file is missing, damaged, or of another model.
         """
         resume.load_whole_checkpoint(self, Path(directory), weights_only=weights_only)
         self.micro_steps = 0
@@ -446,11 +446,11 @@ class Engine:
             resume.restore_random_state(self.mesh, Path(directory), seed=torch.initial_seed(), step=self.global_steps)
 
     def model_files(self) -> ModelFiles:
-        """How this model is written to disk."""
+        """Describes how this model is written to disk."""
         return model_files(self.sharded, self.config.checkpoint.max_shard_size)
 
     def layout_facts(self) -> dict[str, Any]:
-        """What a reader may want to know about the run that saved; a resume needs none of it."""
+        """Facts about the saving run, for human readers; a resume does not use them."""
         return {
             "world_size": self.mesh.world.size,
             "pipeline_stages": self.mesh.pp.size,
@@ -462,7 +462,7 @@ class Engine:
         }
 
     def plain_state(self) -> dict[str, Any]:
-        """Numbers and strings of the training state, equal on every rank. Local."""
+        """The numbers and strings of the training state, equal on every rank. Local."""
         optimizer = None
         if self.optimizer is not None and self.fragments is not None:
             optimizer = saved_options(self.optimizer, self.fragments.param_names)
@@ -474,7 +474,7 @@ class Engine:
         }
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
-        """Restore `plain_state()` but for the optimizer's options, which come first (`take_options`). Local."""
+        """Restore `plain_state()`, except for the optimizer's options, restored earlier by `take_options`. Local."""
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"] or self.scaler.initial_state)
         if self.lr_scheduler is not None and state["lr_scheduler"]:

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Every message says what was found, what was expected and what to do."""
+"""The errors a user can see. Every message says what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ConfigError(HfDistError, ValueError):
 
 
 class TopologyError(HfDistError, ValueError):
-    """The processes, devices or axes of the mesh do not fit together."""
+    """The processes, devices or axes of the mesh are inconsistent."""
 
 
 class ModelError(HfDistError, ValueError):
-    """The model cannot be sharded as it stands."""
+    """The model, or a call on it, is one that hf_dist cannot handle."""
 
 
 class FreedParameterError(HfDistError, RuntimeError):
@@ -34,11 +34,11 @@ class FreedParameterError(HfDistError, RuntimeError):
 
 
 class CheckpointError(HfDistError, ValueError):
-    """A checkpoint is missing, incomplete, or was made by a layout that cannot be read here."""
+    """A checkpoint is missing, incomplete, or has a layout that cannot be read."""
 
 
 class OneRankError(HfDistError, RuntimeError):
-    """One rank alone has made a call that needs all of them."""
+    """Only one rank made a call that all ranks must make."""
 
 
 class OverflowAtMinimumScaleError(HfDistError, RuntimeError):
@@ -47,18 +47,18 @@ class OverflowAtMinimumScaleError(HfDistError, RuntimeError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong setting: where it stands, what was found, what was expected, how to mend it."""
+    """One wrong setting: its location, what was found, what was expected, and the fix."""
 
     path: str
     """JSON path (`zero_optimization.stage`) or the name of the argument."""
     found: str
     """The value as the user wrote it (its repr), empty when there is none."""
     expected: str
-    """What would have been right, as a clause."""
+    """What was expected, as a clause that follows `found`."""
     fix: str
     """What to do, as a sentence; empty when `expected` already says it."""
     file: str = ""
-    """File (and line, as `path:line`) the value came from; empty for a dict."""
+    """File (and line, as `path:line`) that the value came from; empty for a dict."""
 
     def __str__(self) -> str:
         where = f"{self.file}: " if self.file else ""

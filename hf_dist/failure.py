@@ -1,7 +1,7 @@
-"""One readable error per job: what every rank knows is said by rank 0, a rank that only lost its peers says just that.
+"""One readable error per job: rank 0 reports an error that all ranks share; a rank that only lost its peers says just that.
 
-Under torchrun or `accelerate launch` the message ends the launcher's own summary, so it is the last thing in the log.
-After an error a process leaves at once (`os._exit`): waiting for the others in interpreter shutdown is how jobs hang.
+Under torchrun or `accelerate launch`, the message ends the launcher's own summary, so it is the last text in the log.
+After an error, a process exits at once (`os._exit`): jobs hang when interpreter shutdown waits for other ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hf_dist.errors import (
 )
 from hf_dist.launch import detect_launch
 
-# Raised from facts that all ranks share, so that as a rule every rank raises the same.
+# Raised from facts that all ranks share, so usually every rank raises the same error.
 _SAME_EVERYWHERE = (ConfigError, TopologyError, ModelError, CheckpointError, OverflowAtMinimumScaleError)
-# How gloo, NCCL and the store report that the other side is gone, or does not come.
+# How gloo, NCCL and the store report that a peer is gone or has not arrived.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted", "Broken pipe")
 _TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
 _GRACE_SECONDS = 5.0
@@ -43,24 +43,24 @@ _explain: Callable[[], tuple[str, str]] | None = None
 
 
 def finish_first(wait: Callable[[float], None]) -> None:
-    """Have `wait(seconds)` called before a failing process leaves: a checkpoint that is being written is not thrown away."""
+    """Register `wait(seconds)` to be called before a failing process exits, so that a running checkpoint write can finish."""
     if wait not in _unfinished:
         _unfinished.append(wait)
 
 
 def on_leave(tell: Callable[[str], None]) -> None:
-    """Have `tell(message)` called when an error ends this process, with what it prints."""
+    """Register `tell(message)` to be called with the printed message when an error ends this process."""
     _listeners.append(tell)
 
 
 def explain_with(explain: Callable[[], tuple[str, str]]) -> None:
-    """Have a process that lost its peers ask `explain()` who was first and why, and for that rank's traceback or ""."""
+    """Register `explain()`, called if this process lost its peers: (first failed rank and cause, its traceback or "")."""
     global _explain
     _explain = explain
 
 
 def install() -> None:
-    """Make uncaught errors of a multi-process job readable; idempotent, and nothing changes in a single process."""
+    """Install the exception hook for a multi-process job. Idempotent; does nothing in a single process."""
     global _installed
     if _installed or detect_launch().world_size < 2:
         return
@@ -70,15 +70,15 @@ def install() -> None:
 
 def _report_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     rank = int(os.environ.get("RANK", "0"))
-    _flush_output()  # a log that is not a terminal would else get the last lines of training after what is said here
-    with contextlib.suppress(ValueError):  # only a main thread can
-        # The launcher sends it as soon as any rank has ended; what is to be said here is said first.
+    _flush_output()  # else a log file would get the last lines of training after the error
+    with contextlib.suppress(ValueError):  # works only in the main thread
+        # The launcher sends SIGTERM as soon as any rank ends. Print the error first.
         signal.signal(signal.SIGTERM, lambda *_: _told_to_end.set())
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif isinstance(error, _SAME_EVERYWHERE):
-        # Rank 0 speaks, after what other ranks may still be printing, and its end makes the launcher stop the others. One
-        # that is still alive later met the error alone (its own file is wrong, say) and must tell.
+        # Rank 0 prints, after a pause for other ranks' output; its exit makes the launcher stop the others. A rank that is
+        # still alive after the grace period met the error alone (its own file is wrong, say) and must print it.
         another_ended = _told_to_end.wait(_GRACE_SECONDS if rank else 0.3)
         message = f"hf_dist: {type(error).__name__}{f' on rank {rank}' if rank else ''}: {error}"
         _leave_word(message)
@@ -90,13 +90,13 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         _report_loss(rank, "waited for another rank until the timeout of a process group was over (ddp_timeout)")
     else:
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
-        _leave_word(print_traceback(error))  # at once: the launcher's summary may come half a minute later, or never
+        _leave_word(print_traceback(error))  # at once: the launcher's summary may appear half a minute later, or never
         _tell_launcher(f"of rank {rank}:\n{text}")
     _leave()
 
 
 def leave_waiting(reason: str) -> None:
-    """End this process from a thread: its main thread waits for a rank that has ended, in a call that does not return.
+    """Exit from a thread, because the main thread is blocked in a call that waits for a rank that has ended.
 
     `reason`: which rank, and why. Does not return.
     """
@@ -107,7 +107,7 @@ def leave_waiting(reason: str) -> None:
 
 
 def leave_alone(text: str) -> None:
-    """End this process from a thread: its main thread waits, in a call that does not return, for ranks that will not come."""
+    """Exit from a thread, because the main thread is blocked in a call that other ranks will not make. Does not return."""
     message = f"hf_dist: OneRankError on rank {os.environ.get('RANK', '0')}: {text}"
     _leave_word(message)
     if not _tell_launcher(message):
@@ -125,17 +125,17 @@ def _leave() -> None:
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+            with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
                 stream.flush()
 
 
 def _report_loss(rank: int, what: str) -> None:
-    """Of a process that is here still: one line, unless nobody else shows what the first one had to say."""
+    """Report in one line that this rank lost a peer, and print the first rank's traceback if no launcher will."""
     reason, first_traceback = _explain() if _explain is not None else ("", "")
     why = reason or "its own message says why (no message at all: look for an out-of-memory kill in the kernel's log)"
     print_error(f"[rank {rank}] {what}; {why}")
     _leave_word(f"it {what}")
-    _told_to_end.wait(_GRACE_SECONDS)  # the launcher reports the process that ends first as the cause
+    _told_to_end.wait(_GRACE_SECONDS)  # the launcher blames the process that exits first
     if first_traceback and not os.environ.get("TORCHELASTIC_ERROR_FILE"):
         print_error(first_traceback)
 
@@ -146,9 +146,9 @@ def _leave_word(message: str) -> None:
 
 
 def _tell_launcher(message: str) -> bool:
-    """Have torchrun and `accelerate launch` end their summary with `message`, the last thing in the log.
+    """Make torchrun and `accelerate launch` end their summary, the last text in the log, with `message`; False without them.
 
-    They read a file per rank, named in this variable; its format is that of torch's `ErrorHandler.record_exception`.
+    They read one file per rank, named in this variable, in the format of torch's `ErrorHandler.record_exception`.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -168,12 +168,12 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether `error` only says that another rank did not come within a process group's timeout."""
+    """Whether `error` only says that another rank did not arrive within a process group's timeout."""
     return not isinstance(error, HfDistError) and any(sign in str(error) for sign in _TIMED_OUT)
 
 
 def print_traceback(error: BaseException) -> str:
-    """On stderr, with the rank before each line; returns what it printed."""
+    """Print the traceback on stderr, each line prefixed with the rank; returns the printed text."""
     text = "".join(traceback.format_exception(error)).rstrip()
     prefixed = "\n".join(f"[rank {os.environ.get('RANK', '0')}] {line}" for line in text.splitlines())
     print_error(prefixed)
@@ -181,6 +181,6 @@ def print_traceback(error: BaseException) -> str:
 
 
 def print_error(text: str) -> None:
-    """On stderr, at once, also inside a hook."""
-    # Not sys.stderr: `init_process_group` wraps the hook and collects what it prints, to show it after the hook returns.
+    """Print on stderr at once, even inside an exception hook."""
+    # Not sys.stderr: `init_process_group` wraps the hook and holds back its output until the hook returns.
     print(text, file=sys.__stderr__, flush=True)

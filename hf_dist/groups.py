@@ -1,10 +1,10 @@
-"""Process groups and axes: who makes which group under which name, and when groups end.
+"""Process groups and axes: which rank makes which group, under which name, and when groups end.
 
-[Note: groups of own rows] A rank makes the groups that it is in and no others, in the one order that all ranks keep. 4096 ranks
-in rows of a few have thousands of rows; in torch's way every rank takes part in making every group, and each of them lets the
-whole job wait where NCCL splits the default group (it does if that was given a device: we give it none), or where
-TORCH_DIST_INIT_BARRIER is set. torch's names for groups that only their members make count the groups of the process, and
-that number differs between ranks: `_named` gives ours.
+[Note: groups of own rows] A rank makes only the groups that it belongs to, in the same order as all ranks. 4096 ranks in short
+rows form thousands of rows. By default in torch, every rank takes part in making every group. Each one then blocks the whole
+job if NCCL splits the default group (it does if the default group has a device: we pass none) or if TORCH_DIST_INIT_BARRIER
+is set. torch can let only the members make a group, but names it by the number of groups in the process, which differs between
+ranks; `_named` sets a name of ours.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from hf_dist.axes import AXES, EXPERTS, Axes
 __all__ = ["FAKE", "GroupLease", "GroupMaker", "Kind", "MeshAxis", "leave_in_order", "num_groups", "plan_groups"]
 
 _BLOCKING = ("dp", "world", "pp", "model", "data", "batch")
-"""Views for what every rank waits for at the same place of its program: those with the same lines share a group."""
+"""Views with blocking collectives at the same place of every rank's program. Views with the same lines share a group."""
 _TWO_GROUPS = ("shard", "edp")
-"""Views with a second group for gradients; they share their groups where they have the same lines."""
+"""Views with a second group for gradients. Views with the same lines share both groups."""
 FAKE = "fake"
-"""torch's backend without other processes: what one rank of a job of any size does and holds."""
+"""torch's backend without other processes: shows what one rank does and holds in a job of any size."""
 Kind = Literal["plain", "urgent", "channel"]
-"""Of a group: for weights and gradients, which others wait for; between two stages of a pipeline; or neither."""
+"""Kind of a group: "urgent" for weights and gradients, "channel" between two pipeline stages, "plain" for all else."""
 LATE_ABOVE = 64
-"""Ranks of a gloo group above which two of them connect when they first have something to tell each other. By itself each one
-connects to every other: at 4096 ranks that is as many sockets in each process, and some 100 MB that each reads from the store.
+"""gloo groups of more ranks connect two ranks lazily, at their first transfer. Otherwise each rank connects to every other: at
+4096 ranks, that is 4096 sockets per process and some 100 MB that each reads from the store.
 """
 _CHANNEL_CTAS = 4
-"""Blocks of a GPU that a transfer between pipeline stages takes at most, while it waits, too; NCCL's own limit is 16 to 32."""
+"""GPU thread blocks that a transfer between pipeline stages may occupy, even while it waits; NCCL's own limit is 16 to 32."""
 
 
 class GroupLease:
-    """Process groups of a mesh; they end when neither the mesh nor one of its axes is in use any more.
+    """The process groups of a mesh. They end when the mesh and all of its axes are no longer referenced.
 
-    Each has two threads, one of which wakes a hundred times a second: a process that builds many engines would drown in them.
+    Each group has two threads, one of which wakes a hundred times a second; a process that builds many engines would
+    accumulate them.
     """
 
     def __init__(self, backend: str, number: int = 0) -> None:
-        """`number`: of the mesh in this process, the same on every rank; names of groups begin with it."""
+        """`number`: of the mesh in this process, the same on every rank; part of the groups' names."""
         self.number = number
         self.names: Counter[str] = Counter()
-        """How many groups of these ranks were made for the same purpose."""
+        """Name -> number of groups made with these ranks and this label."""
         self.groups: list[dist.ProcessGroup] = []
         self.under_way: set[Any] = set()
-        """Collectives that were started and not waited for: the groups do not end before them, or a slower rank would miss
-        what this one sends."""
-        # NCCL's communicators are left to the end of the process: taking one down waits for all its ranks.
+        """Collectives that were started but not waited for. The groups end after them: a slower rank still needs this rank's
+        data."""
+        # NCCL communicators live until the process ends: destroying one waits for all its ranks.
         self.is_gloo = backend == "gloo"
         if self.is_gloo:
             _leases.add(self)
@@ -69,13 +70,13 @@ class GroupLease:
 
 _leases: weakref.WeakSet[GroupLease] = weakref.WeakSet()
 _FAREWELL = timedelta(seconds=10)
-"""For the slower ranks to take what is on its way when this one ends its groups."""
+"""How long ending groups waits for slower ranks to receive transfers in flight."""
 
 
 def _settle(under_way: set[Any]) -> None:
     until = time.monotonic() + _FAREWELL.total_seconds()
     while under_way and time.monotonic() < until:
-        with contextlib.suppress(RuntimeError):  # the other rank has failed, or left without reading
+        with contextlib.suppress(RuntimeError):  # the peer failed, or left without receiving
             under_way.pop().complete(_FAREWELL)
 
 
@@ -84,15 +85,15 @@ class MeshAxis:
     """One axis of the mesh, as this process sees it."""
 
     name: str
-    """Of an axis or a view (`axes.py`), control, background; of a tied parameter: holders."""
+    """Name of an axis or view (`axes.py`), or "control", "background", "holders" (of tied parameters), and the like."""
     size: int
     """Number of processes along the axis."""
     rank: int
     """This process's coordinate on the axis."""
     group: dist.ProcessGroup | None
-    """For weights and small things; None where nobody else is on the axis, then every collective is local."""
+    """Group for weights and small data; None if this is the only rank, which makes every collective local."""
     reduce_group: dist.ProcessGroup | None = None
-    """A second group of the same ranks for gradients, so that reductions do not queue behind gathers."""
+    """A second group of the same ranks for gradients, so that reductions do not queue behind all-gathers."""
     lease: GroupLease | None = field(default=None, repr=False)
     """Keeps the groups alive."""
 
@@ -100,16 +101,16 @@ class MeshAxis:
 def _give_back(groups: list[dist.ProcessGroup], under_way: set[Any]) -> None:
     _settle(under_way)
     while groups and dist.is_initialized():
-        with contextlib.suppress(ValueError, RuntimeError):  # ended already, by destroy_process_group()
+        with contextlib.suppress(ValueError, RuntimeError):  # already ended by destroy_process_group()
             dist.destroy_process_group(groups.pop())
 
 
 @functools.cache  # once per process
 def leave_in_order() -> None:
-    """Have gloo's threads joined before the interpreter ends.
+    """Join gloo's threads before the interpreter ends.
 
-    Otherwise one exit in several aborts ("terminate called without an active exception"), and a launcher takes the job
-    that was done for failed. Not on GPUs: there this could wait for a collective that a failed rank never joins.
+    Otherwise some exits abort ("terminate called without an active exception"), and the launcher reports a finished job as
+    failed. Not for GPUs: it could wait for a collective that a failed rank never joins.
     """
 
     def leave() -> None:
@@ -123,18 +124,18 @@ def leave_in_order() -> None:
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """The groups of one axis or view, before any is made."""
+    """The groups of one axis or view, before they are made."""
 
     name: str
     lines: list[list[int]]
     like: str | None
-    """The axis with the same lines whose groups it shares."""
+    """The axis with the same lines whose groups it shares; None if it gets its own."""
     two: bool
-    """Whether there is a second one for gradients."""
+    """Whether it has a second group for gradients."""
 
 
 def plan_groups(axes: Axes) -> Iterator[PlannedGroups]:
-    """In the order in which every rank makes them. Pure."""
+    """The groups of all axes and views, in the order in which every rank makes them. Pure arithmetic."""
     seen = set()
     for names, two in ((_BLOCKING, False), (_TWO_GROUPS, True)):
         made: list[tuple[list[list[int]], str]] = []
@@ -146,13 +147,13 @@ def plan_groups(axes: Axes) -> Iterator[PlannedGroups]:
             if like is None:
                 made.append((lines, name))
     for name in (*AXES, *EXPERTS):
-        # Every rank of `dp_shard` is one of `shard`, which is what is asked for.
+        # `dp_shard` needs no group: the package uses `shard`, which contains it.
         if name not in seen and name != "dp_shard" and axes.size(name) > 1:
             yield PlannedGroups(name, axes.lines(name), None, False)
 
 
 def num_groups(axes: Axes) -> int:
-    """Groups of more than one rank that a rank is in, with the default one; those of a pipeline's channels come on top."""
+    """Number of groups of several ranks that a rank belongs to, including the default group, excluding pipeline channels."""
     planned = [p for p in plan_groups(axes) if p.like is None and len(p.lines[0]) > 1]
     return sum(2 if p.two else 1 for p in planned) + 1 if planned else 0
 
@@ -168,7 +169,7 @@ class GroupMaker:
     device: torch.device
 
     def views(self, axes: Axes) -> dict[str, MeshAxis]:
-        """Every axis and view, in one order on all ranks. An axis of one rank needs no group."""
+        """Make every axis and view, by name. An axis of one rank needs no group. Collective over world."""
         found = {name: MeshAxis(name, 1, 0, None) for name in (*AXES, *EXPERTS) if axes.size(name) == 1}
         for planned in plan_groups(axes):
             shared = found[planned.like] if planned.like is not None else None
@@ -178,10 +179,12 @@ class GroupMaker:
         return found
 
     def axis(self, name: str, rows: list[list[int]], two: bool = False) -> MeshAxis:
-        """`rows`: the global ranks of every line along this axis. Collective over world, with the same rows."""
+        """Make one axis; `rows`: the global ranks of every line along it. Collective over world, with the same rows.
+
+        `two`: make a second group for gradients. A rank outside of all rows gets an axis of size 0."""
         size = len(rows[0])
         mine = next((row for row in rows if self.rank in row), [])
-        # A job of one process with a process group keeps it: NCCL with one rank then runs the very code of many ranks.
+        # A job of one process keeps its process group: NCCL with one rank then runs the same code as with many.
         if not dist.is_initialized() or (size == 1 and dist.get_world_size() > 1):
             return MeshAxis(name, size, mine.index(self.rank), None, None)
         group = self.one_of(rows, name, kind="urgent" if two else "plain")
@@ -193,8 +196,8 @@ class GroupMaker:
     def connect(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Use each NCCL group once. Collective over their ranks, in the order in which every rank made its groups.
 
-        What NCCL sets up at a group's first use would else come in the middle of the first backward. A rank whose batch skips a
-        unit has other kernels in flight there, and the set-up may wait for one of them whose partner waits for the set-up.
+        NCCL sets up a group at its first use, which would otherwise fall into the first backward. There, a rank whose batch
+        skips a unit has different kernels in flight, and the set-up could deadlock with one of them.
         """
         if self.backend != "nccl":
             return
@@ -205,16 +208,16 @@ class GroupMaker:
         torch.cuda.synchronize(self.device)
 
     def connected(self, name: str, rows: list[list[int]]) -> MeshAxis:
-        """`axis` for one that is made after the mesh, ready for use. Collective over world."""
+        """Like `axis`, for an axis made after the mesh; it is ready for use. Collective over world."""
         axis = self.axis(name, rows)
         self.connect([axis.group] if axis.group is not None else [])
         return axis
 
     def one_of(self, rows: list[list[int]], label: str, *, kind: Kind = "plain") -> dist.ProcessGroup | None:
-        """A group of that row which this rank is in; None if it is in none. Collective over world, with the same arguments.
+        """A group of the row that contains this rank; None if no row does. Collective over world, with the same arguments.
 
-        `label`: what it is for. Never one of another mesh: a model that is dropped may leave a gather in flight, which the
-        next user would get.
+        `label`: the purpose, part of the name. Groups are never shared between meshes: a dropped model may leave a gather in
+        flight, whose data the next user would receive.
         """
         mine = next((row for row in rows if self.rank in row), None)
         options = {"timeout": self.timeout, "backend": self.backend, **self._nccl_options(kind)}
@@ -233,15 +236,15 @@ class GroupMaker:
         return own
 
     def _name(self, label: str, ranks: Sequence[int]) -> str:
-        """The same on every rank of the group, and on none of them a second time."""
+        """A name that is equal on every rank of the group and never used twice."""
         members = hashlib.sha1(str(sorted(ranks)).encode(), usedforsecurity=False).hexdigest()
         name = f"hf_dist:{self.lease.number}:{label}:{members[:16]}"
         self.lease.names[name] += 1
         return f"{name}:{self.lease.names[name]}"
 
     def _nccl_options(self, kind: Kind) -> dict[str, Any]:
-        """With a device the communicator is made at once. Of an urgent group the kernels begin before those of a matrix
-        product that is under way have all begun, instead of after them."""
+        """Options for `new_group`. With a device, the communicator is made at once. An urgent group's kernels have priority:
+        they start before the remaining blocks of a running matrix product."""
         if self.backend != "nccl":
             return {}
         if kind == "plain":
@@ -250,14 +253,15 @@ class GroupMaker:
         options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=kind == "urgent")
         if kind == "channel":
             options.config.max_ctas = _CHANNEL_CTAS
-        options._timeout = self.timeout  # torch warns where it differs from the argument
+        options._timeout = self.timeout  # torch warns if it differs from the argument
         return {"device_id": self.device, "pg_options": options}
 
 
 def _splits_default_group() -> bool:
-    """Whether NCCL makes groups of the default one's communicator, in which then every rank of the job takes part.
+    """Whether every rank of the job must take part in making every group.
 
-    It does where whoever started torch.distributed gave it a device. Also where torch does not let us choose names.
+    True if NCCL splits the default group's communicator, which it does if torch.distributed was started with a device. Also
+    True if this torch does not let us choose names.
     """
     c10d: Any = dist.distributed_c10d
     bound = getattr(c10d._get_default_group(), "bound_device_id", None) is not None
@@ -266,7 +270,7 @@ def _splits_default_group() -> bool:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[str]:
-    """Groups that are made inside have this name; see [Note: groups of own rows]."""
+    """Give groups made inside the block this name; see [Note: groups of own rows]."""
     c10d: Any = dist.distributed_c10d
     theirs = c10d._process_group_name
     c10d._process_group_name = lambda ranks, use_hashed_name: name
@@ -278,7 +282,7 @@ def _named(name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _connects_late() -> Iterator[None]:
-    """gloo's groups that are made inside connect two ranks at their first transfer."""
+    """Make gloo groups created inside the block connect two ranks only at their first transfer."""
     variable = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(variable)
     os.environ[variable] = before or "1"

@@ -1,4 +1,4 @@
-"""Who am I among the processes: the variables of torchrun, accelerate, mpirun and srun, read in one place."""
+"""This process's place in the job, read from the variables of torchrun, accelerate, mpirun and srun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_dist.errors import TopologyError
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in the job, as the launcher told it."""
+    """This process's place in the job, according to the launcher."""
 
     rank: int
     """Global rank, 0 .. world_size - 1."""
@@ -26,7 +26,7 @@ class Launch:
 
 # (launcher, rank, world size, local rank). The first whose world-size variable is set wins. `accelerate launch` sets
 # torchrun's. SLURM_STEP_NUM_TASKS, not SLURM_NTASKS: the latter is also set in a plain shell of an allocation, where a
-# process that believed it would wait for ranks that nobody started.
+# process would wait for ranks that were never started.
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -40,19 +40,19 @@ _LOCAL_SIZES = {
     "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
     "mpich": "MPI_LOCALNRANKS",
 }
-"""Launcher -> its variable for the processes on this machine; srun has a list over machines."""
+"""Launcher -> its variable for the number of processes on this machine; srun has a list for all machines."""
 
 
 def detect_launch(env: MutableMapping[str, str] | None = None) -> Launch:
-    """This process's place from the launcher's variables; plain `python` is rank 0 of 1.
+    """Read this process's place from the launcher's variables; plain `python` is rank 0 of 1.
 
-    Also writes torchrun's names (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) where they are
-    missing and known, so that torch and accelerate see the same job whatever the launcher was. Raises `TopologyError` when
-    a rank variable is missing, or when the rendezvous address of a job of several machines cannot be known.
+    Also sets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if missing and
+    known, so that torch and accelerate see the same job under any launcher. Raises `TopologyError` if a rank variable is
+    missing, or if the rendezvous address of a job on several machines cannot be derived.
     """
     env = os.environ if env is None else env
     for launcher, rank_key, size_key, local_key in _LAUNCHERS:
-        # Slurm's own PMI plugin sets mpich's variables too, but only Slurm's say which machines there are.
+        # Slurm's own PMI plugin sets mpich's variables too, but only Slurm's variables list the machines.
         if size_key not in env or (launcher == "mpich" and local_key not in env and "SLURM_STEP_NUM_TASKS" in env):
             continue
         if rank_key not in env:
@@ -95,11 +95,11 @@ def _master_address(launch: Launch, env: MutableMapping[str, str]) -> str:
 
 
 def _local_size(launch: Launch, env: Mapping[str, str]) -> int | None:
-    """Processes of this job on this machine; None where the launcher does not say."""
+    """Number of processes of this job on this machine; None if the launcher does not say."""
     if launch.launcher in _LOCAL_SIZES:
         size = env.get(_LOCAL_SIZES[launch.launcher], "")
         return int(size) if size.isdigit() else None
-    # Per machine of the step: "2(x3),1" is 2, 2, 2, 1. The last one is a number for all, known where the user gave it.
+    # Counts per machine of the step: "2(x3),1" means 2, 2, 2, 1. The last variable holds one number for all machines, if given.
     for key in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         counts = [
             int(found[1])
@@ -108,7 +108,7 @@ def _local_size(launch: Launch, env: Mapping[str, str]) -> int | None:
             for _ in range(int(found[2] or 1))
         ]
         machine = int(env.get("SLURM_NODEID", "0"))
-        # Of the allocation rather than of this step: its counts are others, unless they add up.
+        # Counts may describe the whole allocation instead of this step: use them only if they add up.
         if key == "SLURM_NTASKS_PER_NODE" and counts:
             return min(counts[0], launch.world_size)
         if machine < len(counts) and sum(counts) == launch.world_size:

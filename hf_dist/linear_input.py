@@ -1,7 +1,7 @@
-"""An input of a linear layer that answers `linear` itself: how a product is computed another way in the stock module.
+"""An input that overrides `functional.linear`, so that a stock linear layer computes its product in another way.
 
-A forward pre-hook marks the input; the module's own forward calls `functional.linear` with it. Any other function sees a plain
-tensor, so nothing of the mark goes further.
+A forward pre-hook marks the input; the module's own forward calls `functional.linear` with it. Any other function receives a
+plain tensor, so the mark does not spread.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 
 
 class LinearInput(torch.Tensor):
-    """Activations on their way into a product."""
+    """Activations that enter a linear layer."""
 
     _answer: Answer
 
     @staticmethod
     def of(tensor: torch.Tensor, answer: Answer) -> LinearInput:
-        """`tensor`, of which `linear` is `answer(tensor, weight, bias)`."""
+        """`tensor`, marked so that `linear` of it returns `answer(tensor, weight, bias)`."""
         marked = tensor.as_subclass(LinearInput)
         marked._answer = answer
         return marked

@@ -1,6 +1,6 @@
-"""A function on several ranks of this machine (gloo, CPU): what `hf-dist check`, `hf-dist doctor` and the tests run on.
+"""Runs a function on several ranks of this machine (gloo, CPU), for `hf-dist check`, `hf-dist doctor` and the tests.
 
-Processes come from a fork server that has loaded the heavy modules once, so that a rank starts in a fraction of a second.
+A fork server that has loaded the heavy modules starts the processes, so that a rank starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["free_port", "run_ranks"]
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -36,10 +36,10 @@ def run_ranks(
     timeout: float = 300,
     preload: Iterable[str] = ("torch", "transformers", "torch.distributed"),
 ) -> list[Any]:
-    """What `fn(rank, world, *args)` returned, by rank. Raises RuntimeError with the traceback of the first failing rank.
+    """The results of `fn(rank, world, *args)`, by rank. Raises RuntimeError with the traceback of the first failing rank.
 
-    `fn` must live in an importable module; what it takes and returns is pickled. When a rank fails the others are stopped at
-    once. `preload`: modules that the fork server imports; those of the first call count.
+    `fn` must be in an importable module; its arguments and result are pickled. If a rank fails, the others are stopped at
+    once. `preload`: modules that the fork server imports; only the first call's value counts.
     """
     forks = "forkserver" in mp.get_all_start_methods()
     context: Any = mp.get_context("forkserver" if forks else "spawn")
@@ -85,7 +85,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
 
 
 def _end_with_parent() -> None:
-    """A killed parent asks for no result any more; the fork server would let its ranks run on, and stay for them."""
+    """Exit when the parent dies: otherwise the fork server would keep its ranks running."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -109,7 +109,7 @@ def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], pat
         fn: Any = importlib.import_module(module)
         for part in name.split("."):
             fn = getattr(fn, part)
-        # Plain pickle: multiprocessing would pass tensors as handles into this process, which is about to end.
+        # Plain pickle: multiprocessing would pass tensors as handles to this process, which is about to end.
         pipe.send_bytes(pickle.dumps(("result", fn(rank, world, *args))))
     except BaseException:
         lines = traceback.format_exc().rstrip().splitlines()
@@ -118,7 +118,7 @@ def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], pat
     # Spawned gloo children sometimes abort at interpreter exit; nothing is left to clean up here.
     from hf_dist.mesh import leave_job
 
-    with contextlib.suppress(RuntimeError):  # a peer has failed, and its traceback is the one to read
+    with contextlib.suppress(RuntimeError):  # a peer failed; its traceback is reported instead
         leave_job()
     sys.stdout.flush()
     os._exit(0)

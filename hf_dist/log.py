@@ -1,4 +1,4 @@
-"""One logger for the package: rank 0 speaks, the others only warn."""
+"""The package's logger. Only global rank 0 logs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _said: set[str] = set()
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what `sys.stderr` is now, like Python's own handler of last resort."""
+    """Writes to the current `sys.stderr`, like Python's own handler of last resort."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter("%(message)s"))
         self.level_before = logging.NOTSET
-        """That of the logger, when this was added to it."""
+        """The logger's level when this handler was added."""
 
     @property
     def stream(self) -> TextIO:
@@ -29,24 +29,24 @@ _own = _Stderr()
 
 
 def is_speaking_rank() -> bool:
-    """Whether this process prints what is said once per job (global rank 0, from the launcher's variable)."""
+    """Whether this process prints once-per-job messages: global rank 0, according to the launcher's variable."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def say(message: str) -> None:
-    """Log `message` at INFO on global rank 0 only; on stderr when the program set up no logging of its own."""
+    """Log `message` at INFO on global rank 0 only; to stderr if the program has not set up logging."""
     if is_speaking_rank():
         _settle_handler()
         logger.info(message)
 
 
 def _settle_handler() -> None:
-    """A handler of our own as long as the program has none; with both, every line would be there twice.
+    """Use our own handler only while the program has none: with both, every line would appear twice.
 
-    A level that the program gave this logger stays: `logging.getLogger("hf_dist").setLevel(logging.WARNING)` is silence.
+    A level that the program set on this logger stays: `logging.getLogger("hf_dist").setLevel(logging.WARNING)` silences it.
     """
     if logging.getLogger().handlers:
-        if _own in logger.handlers:  # the program has set up its logging since
+        if _own in logger.handlers:  # the program has set up logging in the meantime
             logger.removeHandler(_own)
             logger.setLevel(_own.level_before)
     elif not logger.handlers:
@@ -57,7 +57,7 @@ def _settle_handler() -> None:
 
 
 def say_once(message: str) -> None:
-    """Like `say`, but a text already said by this process is not repeated."""
+    """Like `say`, but each text only once per process."""
     if message not in _said:
         _said.add(message)
         say(message)

@@ -1,4 +1,4 @@
-"""What this machine has for this process: ranks that share it, memory that can still be had, what the kernel says of both."""
+"""This machine's resources for this process: ranks that share it, available memory, the kernel's reports on both."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = [
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
-_LIMITS = (  # (limit, usage, what of the usage is cache that the kernel gives back): cgroup v2, then v1
+_LIMITS = (  # (limit, usage, reclaimable cache within the usage): cgroup v2, then v1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def ranks_here(env: Mapping[str, str] | None = None) -> int:
-    """Ranks of this job on this machine, as `launch.py` was told; where nobody tells, all of the job: there cannot be more."""
+    """Ranks of this job on this machine, according to the launcher; if unknown, all ranks of the job, an upper bound."""
     env = os.environ if env is None else env
     return max(1, int(env.get("LOCAL_WORLD_SIZE") or env.get("WORLD_SIZE") or 1))
 
 
 def free_nbytes(device: torch.device) -> int | None:
-    """Bytes that this process can still allocate on `device`; None where nobody says. Of a host its share."""
+    """Bytes that this process can still allocate on `device` (of host memory, its share); None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -45,13 +45,13 @@ def free_nbytes(device: torch.device) -> int | None:
 
 
 def share_nbytes(root: Path = _CGROUP, proc: Path = _PROC) -> int | None:
-    """This rank's part of the host memory that can still be had; None where the kernel does not say."""
+    """This rank's share of the available host memory; None if the kernel does not say."""
     available = available_nbytes(root, proc)
     return None if available is None else available // ranks_here()
 
 
 def resident_nbytes() -> int:
-    """Host memory of this process; 0 where the kernel does not say (not Linux)."""
+    """Resident host memory of this process; 0 if the kernel does not say (not Linux)."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -59,9 +59,9 @@ def resident_nbytes() -> int:
 
 
 def available_nbytes(root: Path = _CGROUP, proc: Path = _PROC) -> int | None:
-    """Host memory that can still be had, within the limits of this container or job; None where the kernel does not say.
+    """Available host memory in bytes, within the limits of this container or job; None if the kernel does not say.
 
-    A limit of any cgroup around this process counts. Files that it has read are in its usage, but given back when needed.
+    The limits of all cgroups around this process count. Cached files are part of a cgroup's usage but reclaimable.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
     if found is None:
@@ -77,7 +77,7 @@ def available_nbytes(root: Path = _CGROUP, proc: Path = _PROC) -> int | None:
 
 
 def process_state(pid: int) -> str:
-    """One letter for a process of this machine (R, S, D, T, t, Z); empty if there is none, or none that can be seen."""
+    """State letter of a process on this machine (R, S, D, T, t, Z); empty if it does not exist or is not visible."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -85,7 +85,7 @@ def process_state(pid: int) -> str:
 
 
 def memory_kills(root: Path = _CGROUP) -> int:
-    """Processes of this container or job that were killed for host memory so far; 0 where the kernel does not say."""
+    """Number of processes of this container or job killed for host memory so far; 0 if the kernel does not say."""
     for folder in _folders(root, _PROC):
         for name in ("memory.events", "memory.oom_control"):
             found = re.search(r"^oom_kill (\d+)$", _text(folder / name), re.MULTILINE)
@@ -95,7 +95,7 @@ def memory_kills(root: Path = _CGROUP) -> int:
 
 
 def memory_report(kills_before: int, root: Path = _CGROUP) -> str:
-    """A sentence if a process was killed for memory since `kills_before`, with the limit where there is one; else empty."""
+    """A sentence, with any memory limit, if more than `kills_before` processes were killed for host memory; else empty."""
     kills = memory_kills(root) - kills_before
     if kills <= 0:
         return ""
@@ -106,9 +106,9 @@ def memory_report(kills_before: int, root: Path = _CGROUP) -> str:
 
 
 def _folders(root: Path, proc: Path) -> Iterator[Path]:
-    """The cgroups of this process as far as they can be seen, innermost first: v2, then the memory controller of v1.
+    """The visible cgroup folders of this process, innermost first: v2, then the memory controller of v1.
 
-    Inside a container the path that the kernel tells may be one of the host; the root of the view is the container's own.
+    Inside a container, the kernel may report a path on the host; the container's own cgroup is then the visible root.
     """
     paths = _text(proc / "self" / "cgroup")
     for pattern, base in ((r"^0::/?(.*)$", root), (r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/?(.*)$", root / "memory")):

@@ -1,4 +1,4 @@
-"""The mesh of processes: named axes, their process groups, one timeout for all of them."""
+"""The mesh of processes: named axes, their process groups, and one timeout for all groups."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ __all__ = [
 
 BACKGROUND_TIMEOUT = timedelta(days=1)
 _gpu: torch.device | None = None
-"""That of the mesh that was made last, for threads which have none."""
+"""The GPU of the latest mesh, for threads without a current GPU of their own."""
 _number = itertools.count(1)
-"""Of the meshes of this process."""
+"""Numbers the meshes of this process."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelMesh:
-    """The axes of the job (`axes.py`), as this process sees them, with their process groups."""
+    """The axes of the job (`axes.py`) as this process sees them, with their process groups."""
 
     launch: Launch
     device: torch.device
@@ -56,20 +56,20 @@ class ParallelMesh:
     axes: Axes
     """Sizes, coordinates and lines of all ranks."""
     views: Mapping[str, MeshAxis]
-    """What this rank takes part in, by the name of an axis or view."""
+    """Name of an axis or view -> this rank's line along it."""
     control: MeshAxis
-    """All ranks over gloo, for what the host asks of the others (has anyone been told to stop?) while GPUs compute."""
+    """All ranks over gloo, for questions between hosts (has any rank been told to stop?) while GPUs compute."""
     background: MeshAxis
-    """All ranks over gloo, for the thread that writes checkpoints; a slow disk is no reason to end the job."""
+    """All ranks over gloo, for the checkpoint-writing thread. Its timeout is long: a slow disk must not end the job."""
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
     lease: GroupLease = field(default_factory=lambda: GroupLease("none"), repr=False)
     """Process groups that end with the mesh."""
     hosts: tuple[str, ...] = field(default=(), repr=False)
-    """The machine of every rank."""
+    """The host name of every rank."""
     replicas: MeshAxis | None = None
-    """The ranks that hold the same in other replicas, of a mesh that is one replica (`one_replica`)."""
+    """On a mesh from `one_replica`: the ranks that hold the same states in other replicas; else None."""
     near: MeshAxis | None = None
-    """All ranks of the replica, of such a mesh."""
+    """On such a mesh: all ranks of the replica; else None."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         # Process groups cannot be copied, and a copied model belongs to the same processes.
@@ -81,7 +81,7 @@ class ParallelMesh:
 
     @property
     def world(self) -> MeshAxis:
-        """All ranks: what concerns the whole job, such as checkpoints and the agreement on the model."""
+        """All ranks, for operations of the whole job such as checkpoints and agreement on the model."""
         return self.views["world"]
 
     @property
@@ -101,12 +101,12 @@ class ParallelMesh:
 
     @property
     def tp(self) -> MeshAxis:
-        """Ranks between which the weights of a layer are cut."""
+        """Ranks that hold slices of the same layers' weights."""
         return self.views["tp"]
 
     @property
     def model(self) -> MeshAxis:
-        """Ranks that hold one copy of the model between them."""
+        """Ranks that together hold one copy of the model."""
         return self.views["model"]
 
     @property
@@ -120,7 +120,7 @@ class ParallelMesh:
         return self.views["cp"]
 
     def neighbours(self, size: int, along: str = "shard") -> MeshAxis | None:
-        """The `size` ranks beside each other `along` a view that this rank is one of; None where that is one, or all of them.
+        """This rank's block of `size` adjacent ranks `along` a view; None if a block is one rank or the whole line.
 
         Collective over world.
         """
@@ -132,17 +132,17 @@ class ParallelMesh:
         return self.groups.connected(name, rows)
 
     def holders(self, stages: Sequence[int]) -> MeshAxis:
-        """The ranks of some pipeline coordinates that have this rank's data; for weights that several stages hold.
+        """The ranks at pipeline coordinates `stages` on this rank's pipeline; for weights that several stages hold.
 
-        Collective over world: every rank calls it, also those that are not among them (they get an axis of size 0).
+        Collective over world: every rank calls it, even at other coordinates, where the axis has size 0.
         """
         return self.groups.connected("holders", [[line[stage] for stage in stages] for line in self.axes.lines("pp")])
 
     def one_replica(self) -> ParallelMesh:
-        """The mesh as what trains a replica alone sees it: `dp_replicate` has one rank, `dp` and `data` end at the replica.
+        """The mesh for a replica that trains alone: `dp_replicate` has one rank; `dp` and `data` cover only the replica.
 
-        `world` and `axes` stay those of the job, for what all replicas do together. The mesh itself where there is one
-        replica. Collective over world.
+        `world` and `axes` remain those of the job, for operations of all replicas. With one replica, returns this mesh.
+        Collective over world.
         """
         if self.axes.size("dp_replicate") == 1:
             return self
@@ -157,28 +157,28 @@ class ParallelMesh:
 
     @property
     def replica(self) -> int:
-        """Which replica this rank is of, on a mesh that is one; else 0."""
+        """This rank's replica number on a mesh from `one_replica`; else 0."""
         return 0 if self.replicas is None else self.replicas.rank
 
     @property
     def together(self) -> MeshAxis:
-        """Ranks that may be asked at every step: all, or those of the replica."""
+        """Ranks that step together and may communicate at every step: all, or those of the replica."""
         return self.near or self.world
 
     @property
     def groups(self) -> GroupMaker:
-        """Makes more groups, which end with the mesh."""
+        """Makes further groups, which end with the mesh."""
         return GroupMaker(self.world.rank, self.backend, self.timeout, self.lease, self.device)
 
     def ranks_by_host(self) -> dict[str, list[int]]:
-        """Machine -> its ranks, in the order of their first."""
+        """Machine -> its ranks, ordered by first rank."""
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             found.setdefault(host, []).append(rank)
         return found
 
     def hosts_along(self, axis: str) -> int:
-        """Machines that this rank's line along an axis or view reaches."""
+        """Number of machines on this rank's line along an axis or view."""
         return len({self.hosts[rank] for rank in self.axes.line(axis, self.world.rank)}) if self.hosts else 1
 
 
@@ -189,12 +189,12 @@ def build_mesh(
     timeout: timedelta = DEFAULT_TIMEOUT,
     facts: Mapping[str, str] | None = None,
 ) -> ParallelMesh:
-    """Make the mesh; every process of the job must call it, in the same order as other meshes.
+    """Make the mesh. Collective: every process of the job calls it, in the same order relative to other meshes.
 
-    `axes`: what the number of ranks is cut into; asked when that is known, must be the same on every rank.
-    `facts`: settings that must be equal on every rank (the configuration); compared before any group is made from them.
-    Starts `torch.distributed` if nobody did: NCCL on GPUs, gloo on CPUs; a process without a launcher stays alone.
-    Raises what `axes` raises, and `TopologyError` when `facts` differ.
+    `axes`: maps the number of ranks to the axes; must give the same result on every rank.
+    `facts`: settings that must be equal on every rank (the configuration); compared before any group is made.
+    Starts `torch.distributed` if needed: NCCL on GPUs, gloo on CPUs. A process without a launcher stays alone.
+    Raises any error of `axes`, and `TopologyError` if `facts` differ.
     """
     launch, chosen = join_job(device, timeout)
     ready = dist.is_initialized()
@@ -217,15 +217,15 @@ def build_mesh(
     background = replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone)
     groups.connect(groups.lease.groups)
     if ready:
-        # A rank that drops its mesh at once would close connections that others are still making.
+        # Without this, a rank that drops its mesh at once would close connections that others are still setting up.
         dist.barrier(device_ids=[chosen.index] if dist.get_backend() == "nccl" else None)
     return ParallelMesh(launch, chosen, backend, cut, views, control, background, timeout, groups.lease, hosts)
 
 
 def join_job(device: torch.device | str | None, timeout: timedelta) -> tuple[Launch, torch.device]:
-    """Start `torch.distributed` if nobody did and a launcher started several processes; who this one is, and its device.
+    """Start `torch.distributed` if a launcher started several processes; returns this process's place and its device.
 
-    Every process of the job calls it.
+    Collective: every process of the job calls it.
     """
     global _gpu
     launch = detect_launch()
@@ -235,15 +235,15 @@ def join_job(device: torch.device | str | None, timeout: timedelta) -> tuple[Lau
         torch.cuda.set_device(chosen)
     prepare_start()
     if launch.world_size > 1 and not dist.is_initialized():
-        # No device_id, as accelerate: with one torch makes every later group by a call that the whole job takes part in.
+        # No device_id, as in accelerate: with it, the whole job would have to take part in making every later group.
         dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
     return launch, chosen
 
 
 def leave_job() -> None:
-    """End torch.distributed in this process when every rank is here. Collective; nothing happens where it was not started.
+    """End torch.distributed in this process once every rank has called it. Collective; a no-op if it was not started.
 
-    NCCL's communicators, those of meshes that are gone too, end when the GPU is done with what was started on them.
+    NCCL communicators, even those of dropped meshes, end once the GPU has finished their work.
     """
     if dist.is_initialized():
         wait_for_job()
@@ -251,7 +251,7 @@ def leave_job() -> None:
 
 
 def wait_for_job() -> None:
-    """Wait until every rank is here and its GPU done with what was started: process groups may end then. Collective."""
+    """Wait until every rank has called it and its GPU is idle, so that process groups may end. Collective."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl" and _gpu is not None:
@@ -262,7 +262,7 @@ def wait_for_job() -> None:
 
 
 def sequence_number() -> int:
-    """Collectives of the default group so far, those of other libraries too. Local; any thread may ask."""
+    """Number of collectives on the default group so far, including other libraries'. Local; from any thread."""
     if not dist.is_initialized():
         return 0
     with contextlib.suppress(RuntimeError, ValueError):  # another thread may be ending it
@@ -272,19 +272,19 @@ def sequence_number() -> int:
 
 
 def use_in_thread(device: torch.device) -> None:
-    """What a thread of ours does first if it may touch CUDA. Local.
+    """Call first in each of our threads that may use CUDA. Local.
 
-    The current GPU is each thread's own, and GPU 0 in a new one: on other local ranks its first call would make a context
-    there, half a gigabyte for each of them.
+    The current GPU is a property of the thread and starts as GPU 0. On other local ranks, the thread's first call would create
+    a context there, half a gigabyte per rank.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def device_is_busy(ask: bool) -> bool:
-    """Whether this process's GPU has work that is not finished; False if not to `ask`, or without a mesh on a GPU.
+    """Whether this process's GPU has unfinished work; False if `ask` is False, or without a mesh on a GPU.
 
-    For a thread of its own. Not to be asked while a graph may be captured: that would end the capture.
+    Call it from a separate thread. Pass `ask=False` while a CUDA graph may be captured: the query would end the capture.
     """
     if not ask or _gpu is None or not torch.cuda.is_initialized():
         return False
@@ -293,14 +293,14 @@ def device_is_busy(ask: bool) -> bool:
 
 
 def _backend(device: torch.device) -> str:
-    """Named for every group: a default group made elsewhere may have one backend per device, or call it undefined."""
+    """The backend to name for every group. A default group made elsewhere may have one per device, or report "undefined"."""
     if dist.get_backend() == FAKE:
         return FAKE
     return "gloo" if device.type == "cpu" or dist.get_backend() == "gloo" else "nccl"
 
 
 def _meet(facts: Mapping[str, str], world: int) -> tuple[str, ...]:
-    """The machine of every rank, once all have the same facts. Collective over the default group."""
+    """The host name of every rank; raises `TopologyError` if `facts` differ. Collective over the default group."""
     host = socket.gethostname()
     if not dist.is_initialized() or world == 1:
         return (host,)
@@ -336,5 +336,5 @@ def _choose_device(launch: Launch, device: torch.device | str | None) -> torch.d
     chosen = torch.device(device)
     if chosen.type != "cuda" or chosen.index is not None:
         return chosen
-    # accelerate, too, says "cuda" where there is no launcher; `torch.cuda.set_device` wants a number.
+    # Without a launcher, accelerate passes plain "cuda", but `torch.cuda.set_device` needs an index.
     return torch.device("cuda", launch.local_rank % max(1, torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""What the ranks of a job talk over, in words: machines, what crosses between them, NCCL, variables that matter there."""
+"""Describes a job's network in words: machines, traffic between them, NCCL, and the variables that matter for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def describe(mesh: ParallelMesh) -> list[str]:
-    """Lines for the start-up report; nothing for one machine without GPUs. Local."""
+    """Lines for the start-up report; empty for one machine without GPUs. Local."""
     on_gpu = mesh.device.type == "cuda"
     if not on_gpu and len(set(mesh.hosts)) < 2:
         return []
@@ -29,7 +29,7 @@ def describe(mesh: ParallelMesh) -> list[str]:
 
 
 def machines(mesh: ParallelMesh) -> str:
-    """Such as `4 machines with 8 ranks each`."""
+    """Text such as `4 machines with 8 ranks each`. Local."""
     ranks = mesh.ranks_by_host()
     counts = Counter(len(found) for found in ranks.values())
     if len(ranks) <= 1:
@@ -41,7 +41,7 @@ def machines(mesh: ParallelMesh) -> str:
 
 
 def shard_lines(mesh: ParallelMesh) -> list[str]:
-    """Whether what gathers weights crosses machines, and what to do if it need not."""
+    """Lines on whether all-gathers of weights cross machines, and how to avoid it if possible. Local."""
     size, reach = mesh.shard.size, mesh.hosts_along("shard")
     if size == 1 or len(set(mesh.hosts)) < 2:
         return []
@@ -58,12 +58,12 @@ def shard_lines(mesh: ParallelMesh) -> list[str]:
 
 
 def nccl_version() -> str:
-    """Of the library that torch uses."""
+    """Version of the NCCL library that torch uses."""
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def interface() -> str:
-    """The network interface by which ranks find each other; data may go by InfiniBand or NVLink."""
+    """The network interface over which ranks find each other; data may travel over InfiniBand or NVLink."""
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if os.environ.get(variable):
             return f"{os.environ[variable]} ({variable})"
@@ -74,7 +74,7 @@ def interface() -> str:
 
 
 def allocator() -> str:
-    """Whether freed memory of one size serves another."""
+    """Text on whether the allocator can reuse freed memory for other sizes (expandable segments)."""
     settings = ",".join(os.environ.get(variable, "") for variable in _ALLOCATOR).replace(" ", "").lower()
     if "expandable_segments:true" in settings:
         return "expandable_segments on"
@@ -82,5 +82,5 @@ def allocator() -> str:
 
 
 def connections() -> str:
-    """How many queues of the hardware streams have."""
+    """Text on the number of hardware queues for CUDA streams."""
     return f"{CONNECTIONS} {os.environ.get(CONNECTIONS, 'unset (8)')}"

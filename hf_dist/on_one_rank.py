@@ -1,6 +1,6 @@
-"""Calls that every rank has to make: all meet before anything else is sent, so that one that is alone is told so.
+"""Calls that every rank must make: the ranks meet first, so that a rank that is alone gets an error instead of hanging.
 
-The wait for the others is a loop of Python, not a call of gloo: the watchdog, which hears where all ranks are, can end it.
+The wait is a Python loop, not a gloo call, so that the watchdog, which knows where all ranks are, can end it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _verdict = ""
 
 
 def tell(verdict: str) -> None:
-    """This rank waits in `every_rank` alone: have that raise. Any thread."""
+    """Make this rank's wait in `every_rank` raise `verdict`, because no other rank will come. From any thread."""
     global _verdict
     _verdict = verdict
 
@@ -38,8 +38,8 @@ def tell(verdict: str) -> None:
 def every_rank(mesh: ParallelMesh, name: str) -> None:
     """Return when all ranks of the job have made the call `name`. Collective over world.
 
-    Raises `OneRankError` on a rank that is alone with it: the others have ended, wait for something else (which the watchdog
-    sees), or have made another such call, which raises on them, too.
+    Raises `OneRankError` on a rank that is alone: the others have ended, wait for something else (as the watchdog sees), or
+    have made a different such call, which raises on them too.
     """
     axis = mesh.control
     if axis.size == 1:
@@ -74,7 +74,7 @@ def _pause(called: str) -> None:  # the watchdog reads `called` here
 
 
 def line_of_user(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame, `frame` or outside of it, that is in no library; "" where there is none."""
+    """`file:line` of the innermost user frame, starting at `frame` and going outwards; "an unknown line" if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(("<", *_LIBRARIES)):

@@ -1,4 +1,4 @@
-"""A prepared model becomes an ordinary one again, so that another Trainer, accelerator or engine can take it over."""
+"""Turns a prepared model into an ordinary one again, so that another Trainer, accelerator or engine can use it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ R = TypeVar("R")
 
 
 def unprepare(model: nn.Module) -> None:
-    """Give `model` its whole weights back, in the dtype it was loaded in, and take every hook of ours off it.
+    """Restore the whole weights of `model`, in the dtype it was loaded in, and remove all our hooks.
 
-    Collective: every rank of the job calls it, with the object that was prepared. Each rank then holds all weights, as under
-    DDP. Engines and Trainers of the model cannot train it any more. Nothing happens to a model that is not prepared. Raises
-    `ModelError` for a quantised model.
+    Collective: every rank of the job calls it with the prepared object. Each rank then holds all weights, as under DDP. Its
+    former engines and Trainers can no longer train it. A no-op for a model that is not prepared. Raises `ModelError` for a
+    quantised model.
     """
     sharded = shards_of(model)
     if sharded is None:
@@ -55,7 +55,7 @@ def unprepare(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _give_back(group: FlatGroup, values: Mapping[str, torch.Tensor]) -> None:
-    """`values`: whole, by name."""
+    """Turn the group's parameters into ordinary ones. `values`: whole tensors, by name. Local."""
     group.wait_unshard()
     for slot, param in zip(group.layout.slots, group.params, strict=True):
         unguard(param)
@@ -67,7 +67,7 @@ def _give_back(group: FlatGroup, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def _bring_back(model: nn.Module, share: PipelineShare, values: Mapping[str, torch.Tensor]) -> None:
-    """Parameters of other stages are parameters of `model` again, in their old places; the same objects where there are any."""
+    """Put the parameters of other stages back into `model`, as the same objects if those still exist. Local."""
     names = {id(twin): name for name, twin in share.whole.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for path, before in share.whole.named_modules():
@@ -76,7 +76,7 @@ def _bring_back(model: nn.Module, share: PipelineShare, values: Mapping[str, tor
         module._parameters.clear()
         for attribute, twin in before._parameters.items():
             if twin is not None and attribute not in own:
-                module.__dict__.pop(attribute, None)  # what stood in for it
+                module.__dict__.pop(attribute, None)  # its stand-in
                 if id(twin) not in made:
                     made[id(twin)] = _from_elsewhere(share, names[id(twin)], values)
             module._parameters[attribute] = None if twin is None else own.get(attribute, made.get(id(twin)))
@@ -92,7 +92,7 @@ def _from_elsewhere(share: PipelineShare, name: str, values: Mapping[str, torch.
 
 
 def taking_over(build: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
-    """Have `build(model, ...)`, which prepares a model, take it from whoever has prepared it before."""
+    """Decorator for `build(model, ...)`, which prepares a model: first undoes an earlier preparation of the model."""
 
     @functools.wraps(build)
     def wrapped(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:

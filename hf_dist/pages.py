@@ -1,7 +1,7 @@
-"""Large buffers on the host in huge pages, where the system gives them to who asks (madvise).
+"""Large host buffers in huge pages, on systems that grant them on request (madvise).
 
-A buffer that comes and goes with every unit is new to the process each time: the C library returns large ones to the system,
-and the first touch of each page is a fault. 2 MiB a fault instead of 4 KiB makes that 512 times rarer.
+The C library returns large freed buffers to the system, so a buffer allocated anew for every unit takes a page fault at the
+first touch of each page. Pages of 2 MiB instead of 4 KiB make faults 512 times rarer.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 PAGE = 4096
-"""Bytes. Buffers start on a page, which direct file access asks for."""
+"""Bytes. Buffers start on a page boundary, as direct file access requires."""
 HUGE_PAGE = 1 << 21
-"""Bytes, on x86-64 and (with pages of 4 KiB) on arm64. Elsewhere buffers begin on a multiple of it, and nothing is lost."""
+"""Bytes, on x86-64 and (with pages of 4 KiB) on arm64. Elsewhere, buffers are only aligned to it, which does no harm."""
 MAPPED_NBYTES = 32 << 20
-"""glibc asks the system for at least this much at once and gives it back, whatever came before (`M_MMAP_THRESHOLD`)."""
+"""glibc always maps allocations of at least this size separately and returns them when freed (`M_MMAP_THRESHOLD`)."""
 _PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-"""Shared pages, which mmap gives else, are never huge."""
+"""mmap's default, shared pages, are never huge."""
 
 
 def fresh_pages(nbytes: int) -> torch.Tensor:
-    """1-D uint8, zero, beginning on a page; on a huge one if it is large."""
+    """A 1-D uint8 tensor of zeros that starts on a page boundary; on a huge page if it is large."""
     if nbytes < 2 * HUGE_PAGE or _madvise() is None:
         return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, **_PRIVATE)
@@ -35,7 +35,7 @@ def fresh_pages(nbytes: int) -> torch.Tensor:
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, whose memory nobody has touched yet, with huge pages asked for where it is on the host and large."""
+    """Request huge pages for `tensor`, if it is large and on the host, and return it. Its memory must be untouched."""
     large = tensor.numel() * tensor.element_size() >= MAPPED_NBYTES
     if large and tensor.device.type == "cpu" and type(tensor) is torch.Tensor:  # a fake tensor has no memory
         _ask(tensor)
@@ -43,7 +43,7 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ask(tensor: torch.Tensor) -> None:
-    # A kernel built without them says no, which changes nothing; what is left at the ends stays in small pages.
+    # A kernel without huge pages refuses, which changes nothing. The ends of the buffer stay in small pages.
     first = tensor.data_ptr() + -tensor.data_ptr() % HUGE_PAGE
     last = tensor.data_ptr() + tensor.numel() * tensor.element_size()
     madvise = _madvise()
@@ -53,7 +53,7 @@ def _ask(tensor: torch.Tensor) -> None:
 
 @cache
 def _madvise() -> Any:
-    """The C function; None where there are no huge pages to ask for."""
+    """The C function `madvise`; None on systems without huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function = ctypes.CDLL(None).madvise

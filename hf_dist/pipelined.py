@@ -1,8 +1,8 @@
-"""Pipeline stages at work on sharded weights: a window of microbatches through a schedule, with every ZeRO stage.
+"""Runs pipeline stages on sharded weights: a window of microbatches through a schedule, with every ZeRO stage.
 
-Below this file `pipeline/` knows nothing of sharding and `sharding/` nothing of schedules; here they meet. Weights are
-gathered once per window and kept, gradients are accumulated locally, and each unit is reduced inside the last backward that
-adds to it.
+Only this file connects `pipeline/`, which knows nothing of sharding, with `sharding/`, which knows nothing of schedules.
+Weights are gathered once per window and kept. Gradients accumulate locally; each unit is reduced inside the last backward
+that adds to it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ __all__ = ["CutModel", "Example", "Pipeline", "cut_model", "example_of"]
 
 _CHECKED = 8
 _CHECK_EVERY = 64
-"""On a GPU, where comparing the batches makes the host wait, it is done in the first windows and then now and then."""
+"""On a GPU, comparing batches makes the host wait, so only the first `_CHECKED` windows and every 64th are compared."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A batch like those of training (rank 0's counts), and how training calls the model with one."""
+    """A batch like those of training (rank 0's is used), and how training calls the model with it."""
 
     batch: Callable[[], dict[str, Any]]
     run: Callable[[nn.Module, dict[str, Any]], Any] | None = None
@@ -65,7 +65,7 @@ class Example:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model of which this rank holds its stages."""
+    """A model cut into stages, with the parameters of this rank's stages only."""
 
     split: PlannedSplit
     staged: StagedModel
@@ -78,8 +78,8 @@ def cut_model(
 ) -> CutModel:
     """Plan the stages and drop the parameters of other ranks' stages from `model`, in place. Collective over world.
 
-    Nothing is read of weights that are still in their files. Raises `ModelError` when the model cannot be split rightly,
-    `TopologyError` for a partition that is not possible.
+    Does not read lazy weights. Raises `ModelError` if the model cannot be split correctly, `TopologyError` for an impossible
+    partition.
     """
     batch = collectives.broadcast_object(mesh.world, example.batch() if mesh.world.rank == 0 else None)
     num_stages = config.stages * config.virtual_stages
@@ -98,7 +98,7 @@ def cut_model(
             made[ranks] = mesh.holders(ranks)
         if (
             mesh.pp.rank in ranks
-        ):  # an axis of its own, so that it travels alone: stages need not have the same ones in a unit
+        ):  # a separate axis, and so a separate group: stages may have different shared parameters in a unit
             holders[shared.names[0]] = replace(made[ranks])
     whole = meta_twin(model)
     references = {name: weakref.ref(p) for name, p in model.named_parameters()}
@@ -111,9 +111,9 @@ def cut_model(
 
 
 def example_of(model: nn.Module) -> dict[str, Any]:
-    """A small batch made from what an HF model says of itself: `dummy_inputs`, and labels for its loss.
+    """A small batch from an HF model's `dummy_inputs`, with labels for its loss. Local.
 
-    Raises `ModelError` for a model that says nothing.
+    Raises `ModelError` for a model without `dummy_inputs`.
     """
     inputs = dict(getattr(model, "dummy_inputs", None) or {})
     if not inputs:
@@ -132,10 +132,10 @@ def example_of(model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_state_dict(model: nn.Module) -> None:
-    """`model.state_dict()` would silently be a part of the model (and `save_pretrained` a part of a checkpoint)."""
+    """Make `model.state_dict()` raise: it would silently hold a part of the model (and `save_pretrained` write a part)."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not prefix and not keep_vars:  # our own code, which knows, keeps the parameters as they are
+        if not prefix and not keep_vars:  # our own code passes `keep_vars`
             raise ModelError(
                 f"{type(module).__name__}.state_dict() on a pipeline rank has the parameters of its stages only. Use "
                 "trainer.save_model(), engine.save_checkpoint() or accelerator.get_state_dict(model), which every rank calls."
@@ -145,7 +145,7 @@ def refuse_state_dict(model: nn.Module) -> None:
 
 
 def _reader_of(sharded: ShardedModel) -> Callable[[str], torch.Tensor]:
-    """Reads a parameter of this stage as a call outside of the schedule needs it: gathered, and whole but for experts."""
+    """A function that reads a parameter of this stage for calls outside of the schedule: gathered, and whole except experts."""
     units = {slot.name: unit for unit in sharded.units for group in unit.groups for slot in group.layout.slots}
 
     def read(name: str) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _swap_data(param: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
 
 
 class Pipeline:
-    """The stages of this rank, ready to run. Every rank of a pipeline makes the same calls with the same microbatches."""
+    """Runs this rank's stages. Every rank of a pipeline makes the same calls with the same microbatches."""
 
     takes_windows = True
 
@@ -185,17 +185,17 @@ class Pipeline:
         self.transport = P2PTransport(channels, mesh.device)
         self.transport.connect()
         refuse_state_dict(sharded.model)
-        self._losses: list[torch.Tensor] | None = None  # handed in by `backward` while a window runs
+        self._losses: list[torch.Tensor] | None = None  # passed to `backward` while a window runs
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._windows = 0
 
     @property
     def last(self) -> int:
-        """Coordinate of the rank with the last stage, which has the loss."""
+        """`pp` coordinate of the rank with the last stage, which computes the loss."""
         return (self.split.plan.num_stages - 1) % self.mesh.pp.size
 
     def schedule(self, num_microbatches: int, train: bool = True) -> Schedule:
-        """What every rank does with that many microbatches, sends and receives included."""
+        """Every rank's actions for `num_microbatches`, including sends and receives. Local."""
         key = (train, num_microbatches)
         if key not in self._schedules:
             size, virtual = self.mesh.pp.size, self.config.virtual_stages
@@ -212,7 +212,7 @@ class Pipeline:
         return self._schedules[key]
 
     def backward(self, loss: torch.Tensor, loss_scale: float, *, retain_graph: bool) -> None:
-        """Hand the loss to the schedule, which differentiates it when its turn comes."""
+        """Pass the loss to the schedule, which differentiates it in its turn. Raises `ModelError` outside of a window."""
         if self._losses is None:
             raise ModelError(
                 "pipeline.stages is above 1: backward is part of the schedule. Use engine.train_batch(iterator), or the "
@@ -221,7 +221,7 @@ class Pipeline:
         self._losses.append(loss)
 
     def run_window(self, microbatches: Sequence[Any], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
-        """The window through the schedule; the sum of what `step` returns, 0D, equal on all ranks. Collective over world."""
+        """Run the window through the schedule; the sum of `step`'s results, 0D, equal along `pp`. Collective over world."""
         to_differentiate: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         self._losses = to_differentiate
@@ -239,11 +239,11 @@ class Pipeline:
         return self.share_loss(values, microbatches)
 
     def train(self, microbatches: Sequence[Any], function: Callable[[nn.Module, Any], torch.Tensor], step: int) -> None:
-        """Forward and backward of one window; gradients are then in the sharded model, reduced.
+        """Forward and backward of one window; leaves the reduced gradients in the sharded model. Collective over world.
 
-        `function(model, microbatch)` runs the model once and returns the loss to differentiate, already divided by what
-        the window's loss is a mean over. Only the rank of the last stage gets that far. `step`: number of the optimizer step,
-        of which the random numbers of dropout are made. Collective over world.
+        `function(model, microbatch)` runs the model once and returns the loss to differentiate, already normalised over the
+        window. Only the rank of the last stage continues past the model call. `step`: number of the optimizer step, which
+        seeds dropout.
         """
         schedule = self.schedule(len(microbatches))
         run = ScheduleRun(
@@ -260,9 +260,9 @@ class Pipeline:
         self._windows += 1
 
     def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
-        """What `function(model, batch)` returns on the last stage, on every rank of the pipeline; no gradient.
+        """The last stage's result of `function(model, batch)`, on every rank of the pipeline, without gradient.
 
-        Collective over pp. Tensors in it (in lists, tuples and dicts) are sent, the rest is pickled.
+        Collective over pp. Tensors in it (in lists, tuples and dicts) are broadcast; everything else is pickled.
         """
         schedule, rank = self.schedule(1, train=False), self.mesh.pp.rank
         run = ScheduleRun(self.staged, schedule, rank, self.transport, _ZeroHooks(self.sharded, schedule, rank))
@@ -272,7 +272,7 @@ class Pipeline:
     def share_loss(self, values: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
         """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp.
 
-        Compares the batches of the ranks on the way: raises `ModelError` where one has read other data than the last stage.
+        Also compares the ranks' batches: raises `ModelError` on a rank that has read other data than the last stage.
         """
         checks = self.mesh.device.type == "cpu" or self._windows <= _CHECKED or self._windows % _CHECK_EVERY == 0
         message = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -290,7 +290,7 @@ class Pipeline:
         return message[0].float()
 
     def from_last(self, value: Any) -> Any:
-        """`value` of the last stage, on every rank of the pipeline. Collective over pp."""
+        """The last stage's `value`, on every rank of the pipeline. Collective over pp."""
         is_last = self.mesh.pp.rank == self.last
         shapes = tree_map(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)
         shapes = collectives.broadcast_object(self.mesh.pp, shapes if is_last else None, self.last)
@@ -311,7 +311,7 @@ class Pipeline:
 
     @contextmanager
     def _random_numbers(self, step: int) -> Iterator[None]:
-        """Dropout draws another stream on every stage, and leaves the generators alike on all: collators draw from them."""
+        """Seed dropout differently on every stage, then restore the generators: collators need them equal on all ranks."""
         text = f"{torch.initial_seed()} {step} {self.mesh.pp.rank}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
@@ -319,7 +319,7 @@ class Pipeline:
             yield
 
     def describe(self) -> list[str]:
-        """For the start-up report: stages, schedule, bubble."""
+        """Lines for the start-up report: schedule, ranks, stages."""
         name, virtual = self.config.schedule, self.config.virtual_stages
         often = f", {virtual} stages per rank" if virtual > 1 else ""
         return [f"{name} on {self.mesh.pp.size} ranks{often}", *self.split.describe().splitlines()]
@@ -332,20 +332,20 @@ class _Tensor:
 
 
 class _ZeroHooks(Hooks):
-    """Tells the sharded model which stage runs, and which units a backward finishes."""
+    """Tells the sharded model which stage runs and which units' gradients a backward completes."""
 
     def __init__(self, sharded: ShardedModel, schedule: Schedule, rank: int) -> None:
         self.sharded = sharded
         self.numbers = {stage: number for number, stage in enumerate(schedule.stages_of(rank))}
         self.open = set(self.numbers.values())
-        """Passes that have a backward before them."""
+        """Stages whose last backward is still to come, by position in `kinds`."""
 
     def before_forward(self, stage: int, microbatch: int) -> None:
-        """The passes of this stage's units."""
+        """Select the pass orders of this stage."""
         self.sharded.passes.select(self.numbers[stage])
 
     def before_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
-        """In the last backward of a stage its units are reduced; those of several stages in the last one of all."""
+        """A stage's last backward reduces its units. A unit of several stages waits for the last of their last backwards."""
         number = self.numbers[stage]
         self.sharded.passes.select(number)
         finishing: set[int] = set()
@@ -357,5 +357,5 @@ class _ZeroHooks(Hooks):
         self.sharded.passes.begin_backward(finishing)
 
     def after_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
-        """Units that got no gradient take part all the same."""
+        """End the backward: units without a gradient also take part in their reductions."""
         self.sharded.passes.end_backward()

@@ -1,13 +1,13 @@
-"""Random numbers of ranks that compute one model together: alike where their activations are equal, else each its own.
+"""Random numbers of ranks that compute one model together: a common stream for equal activations, own streams for parts.
 
-Ranks start with equal generators. An activation that all of them hold must lose the same elements on each, or they are equal
-no longer, and nothing says so. Parts of an activation (positions, heads, columns) must not: one process draws every element
-by itself.
+Ranks start with equal generators. Dropout of an activation that all ranks hold must drop the same elements on each; otherwise
+the copies silently diverge. Dropout of parts of an activation (positions, heads, columns) must differ between ranks, because
+one process draws independently for every element.
 
-[Note: streams] A rank's own stream starts at a number drawn from the common one and its rank. So it has no state that would
-have to be kept: a block that is computed again from the common state of its beginning draws what it drew. For that it must
-begin in the common stream, and a computation that ends early, inside of another one, leaves nothing behind: a stream that is
-not the generators' any more is forgotten.
+[Note: streams] A rank's own stream is seeded from its rank and a number drawn from the common stream, so it has no state to
+save: a block that is recomputed from its initial common state draws the same numbers. For that, every block must begin in the
+common stream. A recomputation that stops early inside a block leaves no trace: once the generators have another seed, the own
+stream counts as ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Streams", "drops", "stream_digest"]
 
 
 def drops(model: nn.Module) -> bool:
-    """Whether anything in `model` draws random numbers in training: dropout, as a module or as a number of its own."""
+    """Whether `model` draws random numbers in training: dropout, as a module or as a float attribute named "drop..."."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             if module.p > 0:
@@ -32,16 +32,16 @@ def drops(model: nn.Module) -> bool:
 
 
 class Streams:
-    """The generators of one rank; they draw alike until `own`, and again from `alike`."""
+    """The generators of one rank: `own` switches to the rank's own stream, `alike` back to the common one."""
 
     def __init__(self, rank: int) -> None:
-        """`rank`: among those that share a model."""
+        """`rank`: coordinate among the ranks that share a model."""
         self.rank = rank
         self._alike: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._seed = 0
 
     def own(self) -> None:
-        """Draw as no other rank does from now on. Local; every rank calls it at the same place of its common stream."""
+        """Switch to this rank's own stream. Local; every rank calls it at the same position of the common stream."""
         if self._is_own:
             return
         seed = int(torch.randint(2**62, ()))
@@ -49,7 +49,7 @@ class Streams:
         torch.manual_seed(self._seed)
 
     def alike(self) -> None:
-        """Go on in the common stream. Local."""
+        """Continue the common stream. Local."""
         state = self._alike
         if self._is_own and state is not None:
             torch.set_rng_state(state[0])
@@ -67,5 +67,5 @@ def _state() -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def stream_digest() -> list[torch.Tensor]:
-    """The generators that dropout draws from, to compare them."""
+    """States of the generators that dropout draws from, to compare between ranks. Local."""
     return [state for state in _state() if state is not None]

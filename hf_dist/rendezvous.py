@@ -1,6 +1,6 @@
-"""How the ranks of one start find each other: a store of their own, an interface that the others reach, what CUDA reads first.
+"""How the ranks of one start find each other: their own store, a reachable network interface, and variables for CUDA.
 
-What a rank asks of a store grows with the number of ranks on rank 0 only, where it is one key per rank.
+Only rank 0's requests to a store grow with the number of ranks: one key per rank.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ __all__ = [
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _ASK_AGAIN = timedelta(seconds=1)
-"""A rank that was started again has a new word; rank 0 looks for it that often, and the others for rank 0's."""
+"""Interval at which rank 0 looks for new words of restarted ranks, and the others for a new word of rank 0."""
 _ARRIVAL = timedelta(seconds=10)
-"""How long the store is asked for what only comes once. Each time nothing came, torch writes two lines; Ctrl-C waits for it."""
+"""Longest single wait in the store. Each wait without an answer makes torch log two lines; Ctrl-C takes effect after it."""
 _ELSEWHERE = "192.0.2.1"
-"""Of a network that is nobody's (RFC 5737): which interface leads away from this machine."""
+"""An address of a reserved network (RFC 5737), to find the interface that leads away from this machine."""
 _SIOCGIFADDR = 0x8915
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def prepare_start() -> None:
-    """What comes before a process group, and before CUDA. Every rank calls it; it may be called again.
+    """Prepare the environment before CUDA and process groups start. Every rank calls it; repeated calls are allowed.
 
-    Raises `TopologyError` when the ranks do not find each other.
+    Raises `TopologyError` if the ranks do not find each other.
     """
     if torch.version.cuda is not None and not torch.cuda.is_initialized():
-        # 8 unless told. With more streams, and each communicator is one, some share a queue of the hardware: what waits for
-        # another rank may then stand before what that rank waits for.
+        # The default is 8. With more streams (each communicator uses one), some share a hardware queue, where a kernel that
+        # waits for another rank can block the kernel that this rank waits for: a deadlock.
         os.environ.setdefault(CONNECTIONS, "32")
     _choose_interface()
     _leave_agent_store()
 
 
 def _leave_agent_store() -> None:
-    """Let the ranks of this start meet in a store of their own.
+    """Make the ranks of this start use a store of their own.
 
-    torchrun keeps one store for all its restarts (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and groups that
-    are made after a restart read the addresses of processes that are gone. Nothing changes under other launchers.
+    torchrun keeps one store for all its restarts (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), so groups made after
+    a restart would read the addresses of dead processes. A no-op under other launchers.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world == 1 or dist.is_initialized():
@@ -70,10 +70,10 @@ def _leave_agent_store() -> None:
 
 
 def agree_on_port(store: dist.Store, rank: int, world: int, patience: timedelta = DEFAULT_TIMEOUT) -> int:
-    """A free port of rank 0's machine, told through a store that may hold answers of an earlier start. Collective.
+    """Agree on a free port of rank 0's machine, through a store that may hold answers of an earlier start. Collective.
 
-    hello (a new word of each rank) -> offer (under that word: the round, which is rank 0's word, and the port) -> ack (of each
-    rank to the round) -> go (of the round). Whoever waits does so in the store, which answers once.
+    hello (each rank's new word) -> offer (stored under that word: the round, named by rank 0's word, and the port) -> ack (each
+    rank to the round) -> go (for the round). Ranks wait inside the store, which answers once.
     """
     hello = uuid.uuid4().hex
     deadline = time.monotonic() + patience.total_seconds()
@@ -97,7 +97,7 @@ def _offer_port(store: Any, word: str, world: int, deadline: float) -> int | Non
     while time.monotonic() < deadline:
         if not _wait(store, hellos, _arrival(deadline)):
             continue
-        # All of them each time: a rank 0 of the start before may still be there, and offers, too.
+        # Answer all ranks each time: rank 0 of the previous start may still be alive and overwrite offers.
         words = [found.decode() for found in store.multi_get(hellos)]
         store.multi_set([f"hf_dist/offer/{found}" for found in words], [offer] * len(words))
         if _wait(store, [f"hf_dist/ack/{word}/{rank}" for rank in others], _ASK_AGAIN):
@@ -133,14 +133,14 @@ def _wait(store: dist.Store, keys: list[str], patience: timedelta) -> bool:
 
 
 def job_store() -> dist.Store | None:
-    """The store through which the ranks of this job found each other; None before they did, or for one process."""
+    """The store through which the ranks of this job found each other; None before that, or for one process. Local."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.distributed_c10d._get_default_store()
 
 
 def own_address() -> str:
-    """The address of this machine as the other ranks reach it: that of the interface towards rank 0."""
+    """This machine's address as other ranks reach it: that of the interface towards rank 0. Local."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     return master if int(os.environ.get("RANK", "0")) == 0 else _address_towards(master)
 
@@ -148,15 +148,15 @@ def own_address() -> str:
 def _address_towards(host: str) -> str:
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of a datagram socket: sends nothing
+        probe.connect(address)  # connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])
 
 
 def _choose_interface() -> None:
-    """Have gloo use the interface towards the other machines, if there are any and nobody has said which one.
+    """Make gloo use the interface towards the other machines, if there are any and the user has not chosen one.
 
-    By itself it takes that of the host's name, which many systems call 127.0.1.1: a job that runs over NCCL then fails in what
-    it asks over gloo.
+    gloo's default is the interface of the host name, which many systems resolve to 127.0.1.1. A job over NCCL would then fail
+    in its gloo groups.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or ranks_here() >= int(os.environ.get("WORLD_SIZE", "1")):
         return
@@ -170,7 +170,7 @@ def _choose_interface() -> None:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has this IPv4 address; "" where there is none, or not on Linux."""
+    """The name of the network interface with this IPv4 address; "" if there is none or this is not Linux. Local."""
     try:
         import fcntl
 
@@ -179,7 +179,7 @@ def interface_of(address: str) -> str:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
+            with contextlib.suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if found[20:24] == packed:
                     return name

@@ -1,4 +1,4 @@
-"""The start-up report: what will run, where each number comes from, what is stored in which dtype, which units."""
+"""The start-up report: layout, units, dtypes and memory of the run, and the source of each config value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_dist.sizes import scaled, size_text
 from hf_dist.tensor_split import TensorSplit
 
 MAX_UNIT_KINDS = 6
-"""Kinds of units that are listed, largest first; the rest is counted. The report is to fit a screen."""
+"""Number of unit kinds listed, largest first; further kinds are only counted, so that the report fits a screen."""
 _RESTS = {
     Placement.SHARD: "sharded",
     Placement.REPLICATE: "replicated",
@@ -33,7 +33,7 @@ _RESTS = {
 
 
 def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
-    """Plain text, printed once by rank 0."""
+    """The report as plain text. Local; rank 0 prints it once."""
     sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
     place = sharded.placements
     weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
@@ -64,7 +64,7 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
 
 
 def _mesh(sharded: ShardedModel) -> list[str]:
-    """Who holds what, where that is more than one thing."""
+    """Which ranks hold which part, unless all hold the same."""
     mesh = sharded.mesh
     several = [axis for axis in ("pp", "dp_replicate", "cp", "tp", "ep") if mesh.axes.size(axis) > 1]
     if not several:
@@ -74,7 +74,7 @@ def _mesh(sharded: ShardedModel) -> list[str]:
 
 
 def _network(sharded: ShardedModel) -> list[str]:
-    """Machines and GPUs; what travels between them, and what is there beside tensors."""
+    """Machines and GPUs, traffic between them, and GPU memory in use outside of tensors."""
     mesh, precision = sharded.mesh, sharded.precision
     lines = describe(mesh)
     if len(set(mesh.hosts)) > 1 and precision.reduce == torch.float32 != precision.compute:
@@ -90,7 +90,7 @@ def _network(sharded: ShardedModel) -> list[str]:
 
 
 def _second_copy(sharded: ShardedModel) -> list[str]:
-    """Ranks that share a second copy of the weights, and what it takes."""
+    """The ranks that share a second copy of the weights, and its size."""
     nbytes = sum(g.second.nbytes for g in sharded.groups if g.second is not None)
     if not nbytes:
         return []
@@ -101,7 +101,7 @@ def _second_copy(sharded: ShardedModel) -> list[str]:
 
 
 def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
-    """Replicas that train alone: when they meet, and what that sends."""
+    """Replicas that train alone: when they synchronise, and the bytes that this sends."""
     section, axis = config.local_sgd, sharded.mesh.replicas
     if axis is None:
         return ['"local_sgd" has no effect: there is one replica'] if section.enabled else []
@@ -121,7 +121,7 @@ def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
 
 
 def _experts(sharded: ShardedModel) -> list[str]:
-    """Where tokens travel to experts."""
+    """Experts spread over ranks."""
     spread = exchanges(sharded.model)
     if not spread:
         return []
@@ -158,7 +158,7 @@ def _batch(batch: BatchSizes) -> str:
 
 
 def _units(sharded: ShardedModel) -> list[str]:
-    """What is gathered together, kinds with most elements first."""
+    """Kinds of units, those with most elements first."""
     kinds = Counter(
         (type(u.modules[0]).__name__ if u.name else "rest of the model", u.numel) for u in sharded.units if u.numel
     )
@@ -172,7 +172,7 @@ def _units(sharded: ShardedModel) -> list[str]:
 
 
 def _memory(engine: Engine) -> list[str]:
-    """Bytes of model states per rank, as `hf-dist plan` counts them."""
+    """Bytes of model states per rank, counted as in `hf-dist plan`."""
     sharded, config = engine.sharded, engine.config
     total = sum(g.layout.num_params for g in sharded.groups)
     learning = sum(g.layout.num_params for g in sharded.trainable_groups)

@@ -4,7 +4,7 @@
     accelerate launch -m hf_dist.run --config zero3.json no_trainer.py --lr 1e-4
     torchrun --nproc_per_node 8 -m hf_dist.run --config zero3.json -m trl.scripts.sft --model_name_or_path ...
 
-Everything after the script (or the module) is the script's own. `--config` is for scripts that take no `--deepspeed`.
+All arguments after the script (or module) are passed to it. Use `--config` for scripts without a `--deepspeed` option.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _USAGE = "usage: python -m hf_dist.run [--config FILE] (script.py | -m module) [
 
 
 def main(arguments: list[str]) -> None:
-    """Substitute our classes for the stock ones, then run the script as `__main__`. Every rank calls it."""
+    """Replace the stock classes by ours, then run the script as `__main__`. Every rank calls it."""
     arguments = list(arguments)
     while arguments and arguments[0].startswith("--config"):
         name, equals, value = arguments.pop(0).partition("=")

@@ -1,4 +1,4 @@
-"""Who runs the model: forward, backward, a window of microbatches, an evaluation. Chosen once, when the engine is built."""
+"""Runners of the model: backward, a window of microbatches, an evaluation. The engine chooses one when it is built."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from hf_dist.window import Window, backward_of
 __all__ = ["Runner", "Step", "Whole"]
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
-"""`step(model, microbatch)` runs the model once, has `Engine.backward` called with the loss, returns what is reported, 0D."""
+"""`step(model, microbatch)` runs the model once, calls `Engine.backward` with the loss and returns the value to report, 0D."""
 
 
 class Runner(Protocol):
-    """How the microbatches of one rank come to their gradients."""
+    """How one rank runs its microbatches, forward and backward."""
 
     takes_windows: bool
-    """Whether the microbatches of a window are run together: none before the last one is there."""
+    """Whether a window's microbatches run together, so that none starts before the last one has been read."""
 
     def backward(self, loss: torch.Tensor, loss_scale: float, *, retain_graph: bool) -> None:
-        """Backward of a loss that holds `loss_scale`. Raises `ModelError` where only whole windows are run."""
+        """Backward of a loss that includes `loss_scale`. Raises `ModelError` if the runner runs only whole windows."""
 
     def run_window(self, microbatches: Sequence[Any], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
-        """Forward and backward of a window; the sum of what `step` returns, 0D. `number`: of the optimizer step."""
+        """Forward and backward of a window; returns the sum of `step`'s results, 0D. `number`: of the optimizer step."""
 
     def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
-        """`function(model, batch)` without gradient, its result on every rank."""
+        """The result of `function(model, batch)`, without gradient, on every rank. Every rank calls it."""
 
     def from_last(self, value: Any) -> Any:
-        """`value` of the rank that has the loss, on every rank that runs the model with it; each of them calls it."""
+        """The `value` of the rank that computes the loss, on all ranks of its pipeline. Collective over pp."""
 
 
 class Whole:
-    """A model whose forward is one call."""
+    """Runs a model whose forward is one call."""
 
     takes_windows = False
 
     def __init__(self, model: nn.Module, window: Window) -> None:
-        """`window`: is told which microbatch is the last."""
+        """`window`: receives the announcement of the last microbatch."""
         self._model = model
         self._window = window
 
     def backward(self, loss: torch.Tensor, loss_scale: float, *, retain_graph: bool) -> None:
-        """At once."""
+        """Run the backward at once."""
         with backward_of(loss_scale):
             loss.backward(retain_graph=retain_graph)
 
     def run_window(self, microbatches: Sequence[Any], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
-        """One after the other."""
+        """Run the microbatches one after another."""
         reported = []
         for i, microbatch in enumerate(microbatches):
             with self._window.announce(i + 1 == len(microbatches)):
@@ -59,10 +59,10 @@ class Whole:
         return torch.stack(reported).sum()
 
     def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
-        """As it stands."""
+        """Call `function` on the model without gradient."""
         with torch.no_grad():
             return function(self._model, batch)
 
     def from_last(self, value: Any) -> Any:
-        """Its own."""
+        """Return `value`: every rank has its own loss. Local."""
         return value

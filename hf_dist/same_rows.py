@@ -1,5 +1,5 @@
-"""Ranks that compute one model together must read the same rows, and draw the same random numbers: one that does not is named,
-before it hangs the others."""
+"""Ranks that compute one model together must read the same rows and draw the same random numbers. A rank that does not is
+named in an error before it hangs the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_dist.random_streams import drops, stream_digest
 __all__ = ["compare_rows"]
 
 _AXES = ("tp", "cp")
-"""Along a pipeline the schedule compares them (`pipelined.py`)."""
+"""Axes along which rows are compared here; along `pp`, `pipelined.py` does it."""
 _DIFFERENCES = (
     (
         "reads another batch",
@@ -29,13 +29,13 @@ _DIFFERENCES = (
 )
 _CHECKED = 8
 _CHECK_EVERY = 64
-"""Batches are compared in the first forwards, and then now and then: on a GPU the host waits for it."""
+"""Batches are compared in the first `_CHECKED` forwards and every 64th: on a GPU, the host waits for each comparison."""
 
 
 def compare_rows(model: nn.Module, mesh: ParallelMesh, rests: Callable[[], bool] = lambda: False) -> None:
-    """Compare the arguments of `model` in training, by a hook that sees them whole. Local; the hook is collective.
+    """Install a hook that compares the ranks' arguments of `model` in training. Local; the hook is collective over tp and cp.
 
-    `rests`: whether a rank may run the model alone for the moment.
+    Call it before sequences are split, so that the hook sees whole rows. `rests`: True while a rank may run the model alone.
     """
     axes = [axis for axis in _AXES if mesh.axes.size(axis) > 1]
     if not axes:

@@ -1,4 +1,4 @@
-"""Tensor parallelism on sharded weights: a model cut along `tp`, and what becomes of the gradients of what is not cut."""
+"""Tensor parallelism on sharded weights: cuts a model along `tp` and says how gradients of uncut parameters are combined."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ __all__ = ["TensorSplit", "keep_along_tp", "kinds_of_copies", "plan_of", "plan_t
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """A model of which this rank holds slices."""
+    """A model cut along `tp`, with this rank's slices."""
 
     model: SplitModel
     share: SlicedShare
-    """What the sharded groups have to know."""
+    """The part that the sharded groups need."""
 
     def describe(self) -> list[str]:
-        """For the start-up report."""
+        """Lines for the start-up report."""
         return [self.model.describe()]
 
 
 def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> SplitPlan:
-    """What of `model` is cut along `tp`, and where activations cross: rank 0 chooses and verifies it for all.
+    """Plan which parameters of `model` are cut along `tp` and where activations are exchanged; rank 0 plans for all ranks.
 
-    Collective over world. Raises `ModelError`, on every rank, for a model that cannot be cut, or not between so many ranks.
+    Collective over world. Raises `ModelError` on every rank if the model cannot be cut, or not into this many slices.
     """
     _refuse_packed(model)
     found: SplitPlan | str | None = None
@@ -62,24 +62,24 @@ def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> Sp
 
 
 def plan_of(model: nn.Module, config: DistConfig, size: int, *, staged: bool, spread: bool = False) -> SplitPlan:
-    """What of `model` (real or on meta) is cut between `size` ranks. Local: seconds. `staged`: it is cut into stages, too;
-    `spread`: its experts are on other ranks, and stay whole."""
+    """Plan which parameters of `model` (real or on meta) are cut between `size` ranks. Local; takes seconds. `staged`: the
+    model is also cut into stages; `spread`: its experts are spread over ranks and stay whole."""
     base, given = unwrapped(model)[0], config.tensor_parallel.partition_config
-    # Between pipeline stages whole sequences travel.
+    # Pipeline stages exchange whole sequences.
     sequence = False if staged else settled(config.hf_dist.sequence_regions)
     return choose_plan(base, size, find_unit_modules, given, sequence, find_experts if spread else None)
 
 
 def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh, config: DistConfig) -> TensorSplit:
-    """Cut `model` in place along `tp`. Nothing is read of weights that are still in their files. Collective over world.
+    """Cut `model` along `tp`, in place, without reading lazy weights. Collective over world.
 
-    Raises `ModelError`, on every rank, for sizes that do not divide, before anything is cut.
+    Raises `ModelError` on every rank for sizes that do not divide, before anything is cut.
     """
     blocks = find_unit_modules(model)
     names = [name for name, _ in model.named_parameters()]
     early = config.tensor_parallel.tp_overlap_comm
     split = SplitModel(model, plan, MeshPeers(mesh.tp), keep=keep_along_tp, blocks=blocks, overlap=early)
-    # Every rank makes every group; other pipeline stages may share other numbers of heads.
+    # Making groups is collective over world, and other pipeline stages may share heads between other numbers of ranks.
     sizes = set().union(*collectives.all_gather_object(mesh.world, sharing_of(split.kept)))
     neighbours = {size: mesh.neighbours(size, "tp") or mesh.tp for size in sorted(sizes)}
     copies = {
@@ -93,10 +93,10 @@ def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh, config:
 
 
 def kinds_of_copies(split: SplitModel, names: Sequence[str]) -> dict[str, tuple[Operation, int]]:
-    """Parameters that other ranks of `tp` hold, too: how gradients are combined, over how many neighbours (0: all)."""
+    """Parameters that other ranks of `tp` also hold -> (how gradients are combined, over how many neighbours; 0: all)."""
     found: dict[str, tuple[Operation, int]] = {}
     for name in names:
-        if name not in split.kept:  # replicas stay equal whatever a kernel does
+        if name not in split.kept:  # the mean keeps copies equal even with non-deterministic kernels
             found[name] = ("sum" if name in split.summed else "mean", 0)
         elif split.kept[name].sharing > 1:
             found[name] = ("sum", split.kept[name].sharing)
@@ -113,12 +113,12 @@ def _refuse_packed(model: nn.Module) -> None:
 
 
 def keep_along_tp(param: nn.Parameter, held: TensorSlice) -> None:
-    """Cut one parameter in place."""
+    """Cut one parameter along `tp`, in place. Local."""
     keep_slice(param, held, "tp")
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """transformers' count, of the whole model."""
+    """transformers' `num_parameters`, counted for the whole model."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
     counted = (p for p in model.parameters() if id(p) not in tables and (p.requires_grad or not only_trainable))
     return sum(held_slice(p).whole_numel for p in counted)

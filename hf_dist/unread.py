@@ -1,7 +1,7 @@
-"""Tensors that have a shape, a dtype and a place in the graph, and no memory until somebody reads them.
+"""Tensors with a shape, a dtype and a place in the autograd graph, but without memory until they are read.
 
-Subclasses answer every function that is not in `METADATA` with the tensor itself (`loss/lazy_logits.py`: logits that were
-put off; `sequence/outputs.py`: outputs of which a rank has a part).
+Subclasses compute the real tensor for every function that is not in `METADATA` (`loss/lazy_logits.py`: deferred logits;
+`sequence/outputs.py`: outputs of which a rank has a part).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hf_dist.errors import ModelError
 
 
 def unread(shape: tuple[int, ...], dtype: torch.dtype, refusal: str, *sources: torch.Tensor | None) -> torch.Tensor:
-    """A tensor of one element, expanded to `shape`; it needs a gradient where one of `sources`, what it is made of, does.
+    """A tensor of one element, expanded to `shape`; it requires grad if one of its `sources` does.
 
-    `refusal`: raised as a `ModelError` by a backward that reaches the tensor itself. That happens where it got into a custom
+    `refusal`: text of the `ModelError` that a backward through this tensor raises. That happens if the tensor enters a custom
     autograd Function, which bypasses `__torch_function__`.
     """
     result: torch.Tensor = _Unread.apply(shape, dtype, refusal, *sources)
@@ -46,4 +46,4 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-"""Functions of a tensor that need no element of it."""
+"""Functions of a tensor that read no elements."""

@@ -1,13 +1,13 @@
-"""One accumulation window of one engine: from its first backward to the optimizer's step, or to its end without one.
+"""One accumulation window of one engine: from its first backward to the optimizer's step, or until it is abandoned.
 
-    begun        a backward has reached the model: its gradients hold a loss scale, their norm is not known
-    summed up    reduced over the ranks, norm known
-    clipped      multiplied: whatever comes later adds to clipped gradients, as it does in torch. Where the step can multiply on
-                 its way, the product is put off until the step, or until anybody looks at a gradient or adds to it
-    closed       stepped, or abandoned: no gradient is left, the next backward begins another window
+    begun        a backward has reached the model: its gradients include a loss scale; their norm is unknown
+    summed up    gradients are reduced over the ranks; their norm is known
+    clipped      gradients are multiplied; later backwards add to clipped gradients, as in torch. If the step itself can
+                 multiply, the product is deferred until the step, or until a gradient is read or added to
+    closed       stepped or abandoned: no gradients are left; the next backward begins a new window
 
-Whether a backward is the last of its window is a hint that lets reductions overlap it. The numbers never depend on the hint:
-what was not reduced by then is reduced when the gradients are summed up.
+Announcing a backward as the last of its window is a hint that lets reductions overlap with it. Results never depend on the
+hint: gradients that are not reduced by then are reduced when they are summed up.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class _Backward:
 
 
 _under_way: _Backward | None = None
-"""Of the process, not of a thread: on a GPU autograd runs hooks on threads of its own."""
+"""One per process, not per thread: on a GPU, autograd runs hooks on its own threads."""
 
 
 @contextmanager
 def backward_of(loss_scale: float) -> Iterator[None]:
-    """Inside, a backward runs whose loss was multiplied by `loss_scale`; every window that it reaches takes note.
+    """Run a backward, whose loss was multiplied by `loss_scale`, inside; every window that it reaches records the scale.
 
-    A backward that fails leaves gradients of some parameters and not of others: the windows it has reached are abandoned.
+    A backward that fails leaves incomplete gradients, so the windows that it reached are abandoned.
     """
     global _under_way
     before, _under_way = _under_way, _Backward(loss_scale)
@@ -70,28 +70,28 @@ def backward_of(loss_scale: float) -> Iterator[None]:
 
 
 class Window:
-    """Gradients of the microbatches of one optimizer step, and what was done to them."""
+    """The gradients of one optimizer step's microbatches, and the operations applied to them."""
 
     def __init__(self, sharded: ShardedModel, accumulation: int) -> None:
-        """`accumulation`: microbatches of a window, as long as nobody says otherwise. Local."""
+        """`accumulation`: microbatches per window, unless announced otherwise. Local."""
         self.accumulation = accumulation
         self.microbatches = 0
-        """Of this window, whose `step()` was called."""
+        """Microbatches of this window for which `step()` was called."""
         self.announced: bool | None = None
-        """Whether the microbatch under way is the last one, where somebody has said so."""
+        """Whether the current microbatch is the last one; None to count instead."""
         self.asks: Callable[[], bool] | None = None
-        """Who knows it instead of a count (accelerate does)."""
+        """Says whether the current microbatch is the last one, in place of the count (accelerate sets it)."""
         self.norm: torch.Tensor | None = None
-        """0D, of the last gradient that was summed up, before clipping."""
+        """0D norm, before clipping, of the gradient that was last summed up."""
         self.early: StepInBackward | None = None
-        """Steps groups before the window's end, if that is asked for."""
+        """Steps groups before the window's end, with `optimizer_in_backward`."""
         self.puts_off: Callable[[], bool] = lambda: False
-        """Whether the next step multiplies gradients on its way."""
+        """Whether the next optimizer step can itself multiply the gradients, so that products are deferred."""
         self.on_backward: Callable[[], None] = lambda: None
-        """Called whenever a backward reaches the model, before anything is stepped by it."""
-        self._factor: torch.Tensor | None = None  # 0D, put off
+        """Called whenever a backward reaches the model, before it can step anything."""
+        self._factor: torch.Tensor | None = None  # 0D, deferred
         self._sharded = sharded
-        self._loss_scale: float | None = None  # that the gradients hold, None while there are none
+        self._loss_scale: float | None = None  # included in the gradients; None while there are none
         self._summary: GradientSummary | None = None
         self._versions: list[int] = []  # of the gradients when they were summed up
         me = weakref.ref(self)
@@ -108,7 +108,7 @@ class Window:
     # ------------------------------------------------------------------- backward
 
     def is_last(self) -> bool:
-        """Whether the microbatch under way is expected to be the last of its window."""
+        """Whether the current microbatch is expected to be the last of its window. Local."""
         if self.announced is not None:
             return self.announced
         if self.asks is not None:
@@ -117,7 +117,7 @@ class Window:
 
     @contextmanager
     def announce(self, is_last: bool | None) -> Iterator[None]:
-        """Inside, the microbatch under way is the last one, or not, whatever the count says."""
+        """Announce inside the block whether the current microbatch is the last one, overriding the count. Local."""
         before, self.announced = self.announced, is_last
         try:
             yield
@@ -125,14 +125,14 @@ class Window:
             self.announced = before
 
     def begin_backward(self) -> bool:
-        """A backward has reached the model, whoever started it; returns whether it is expected to be the last. Local."""
+        """Called when any backward reaches the model; returns whether it is expected to be the window's last. Local."""
         self.on_backward()
         self.apply_factor()
         scale = 1.0
         if _under_way is not None:
             _under_way.reached[id(self)] = self
             scale = _under_way.loss_scale
-        if self._loss_scale not in (None, scale):  # clipped since, or another model's overflow has moved the scale
+        if self._loss_scale not in (None, scale):  # clipped meanwhile, or another model's overflow changed the scale
             self._sharded.multiply_gradients(scale / self._loss_scale)
         self._loss_scale = scale
         self._summary = None
@@ -141,9 +141,9 @@ class Window:
     # ----------------------------------------------------------------- gradients
 
     def summary(self) -> GradientSummary:
-        """Norm of the gradient, and who has one. Collective over dp and `model` unless nothing changed since the last call."""
+        """Norm of the gradient, and which parameters have one. Collective over dp and `model` if gradients have changed."""
         sharded = self._sharded
-        if sharded.passes.failed:  # a backward that nobody saw fail
+        if sharded.passes.failed:  # a backward failed outside of `backward_of`
             self.abandon()
         versions = sharded.gradient_versions()
         if self._summary is None or versions != self._versions:
@@ -155,7 +155,7 @@ class Window:
         return self._summary
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Multiply the gradients so that their norm is at most `max_norm`; returns it as it was, 0D. Collective."""
+        """Scale the gradients to a norm of at most `max_norm`; returns the norm before it, 0D. Collective like `summary`."""
         norm = self.summary().norm
         if 0 < max_norm < float("inf"):
             self.refuse_clipping("max_norm", max_norm)
@@ -163,7 +163,7 @@ class Window:
         return norm
 
     def norm_of(self, chosen: set[int] | None) -> torch.Tensor:
-        """Norm of the gradient, or of that of some parameters (their ids), 0D. Collective over dp and `model`."""
+        """0D norm of the whole gradient, or of the parameters with these ids. Collective over dp and `model`."""
         summary = self.summary()
         if chosen is None:
             return summary.norm
@@ -171,11 +171,13 @@ class Window:
         return squared_norm(self._sharded, chosen).sqrt() / (self._loss_scale or 1.0)
 
     def multiply(self, factor: torch.Tensor | float, chosen: set[int] | None = None) -> None:
-        """The gradient times `factor`, of all parameters or of those with these ids, without the loss scale. Local."""
+        """Multiply the gradient of all parameters, or of those with these ids, by `factor`; also removes the loss scale.
+
+        Collective like `summary`."""
         summary = self.summary()
         scale = self._loss_scale or 1.0
         if chosen is None:
-            # On a GPU the comparison would make the host wait; there the product is always taken.
+            # On a GPU, comparing with 1 would make the host wait, so the product is always computed.
             by = factor if scale == 1.0 else factor / scale
             if (isinstance(by, torch.Tensor) and by.is_cuda) or float(by) != 1.0:
                 if self.puts_off():
@@ -192,7 +194,7 @@ class Window:
         self._versions = self._sharded.gradient_versions()
 
     def unscale(self) -> None:
-        """Take the loss scale out of the gradients. Local."""
+        """Divide the loss scale out of the gradients. Collective like `summary`."""
         if self._loss_scale not in (None, 1.0):
             self.multiply(1.0)
 
@@ -202,7 +204,7 @@ class Window:
         self._factor = factor if self._factor is None else self._factor * factor
 
     def apply_factor(self) -> None:
-        """Multiply now what was put off: somebody wants to see gradients, or to add to them. Local."""
+        """Apply the deferred factor now, because gradients are about to be read or added to. Local."""
         factor, self._factor = self._factor, None
         if factor is not None:
             known = self._versions == self._sharded.gradient_versions()
@@ -211,12 +213,12 @@ class Window:
                 self._versions = self._sharded.gradient_versions()
 
     def take_factor(self) -> torch.Tensor | None:
-        """What was put off, 0D, for the step that multiplies by it; None for nothing. Local."""
+        """Hand over the deferred factor, 0D, to the step that applies it; None if there is none. Local."""
         factor, self._factor = self._factor, None
         return factor
 
     def clamp(self, max_value: float, chosen: set[int] | None = None) -> None:
-        """Clamp the elements of the gradient, or of some parameters' (their ids), to +-max_value. Collective like `summary`."""
+        """Clamp the gradient's elements, of all parameters or these ids, to +-`max_value`. Collective like `summary`."""
         self.refuse_clipping("max_value", max_value)
         self.summary()
         self.unscale()
@@ -225,7 +227,7 @@ class Window:
             grad.clamp_(-max_value, max_value)
 
     def refuse_clipping(self, name: str, value: float) -> None:
-        """Raise `ModelError` where gradients are gone before all are there."""
+        """Raise `ModelError` if gradients are stepped and freed before all have arrived. Local."""
         if self.early is not None:
             raise ModelError(
                 f"{name}={value:g}: gradients cannot be clipped when {IN_BACKWARD} steps them before all are there. Do not "
@@ -236,7 +238,7 @@ class Window:
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Whatever leaves the block by an exception, Ctrl-C too, takes the window with it."""
+        """Abandon the window if any exception, including Ctrl-C, leaves the block."""
         try:
             yield
         except BaseException as error:
@@ -244,13 +246,13 @@ class Window:
             raise
 
     def give_up(self, error: BaseException) -> None:
-        """`abandon` because of `error`, which the caller raises. Nothing is waited for where a peer is gone."""
+        """`abandon` because of `error`, which the caller raises; does nothing if a peer is lost, to avoid waiting for it."""
         if not (lost_peer(error) or timed_out(error)):
-            with suppress(RuntimeError):  # the ranks that would send may have failed, too
+            with suppress(RuntimeError):  # the sending ranks may have failed too
                 self.abandon()
 
     def zero_grad(self) -> None:
-        """`abandon` on a user's word, who is told once where that cuts a window short."""
+        """`abandon` for a user's `zero_grad()`; warns once if that cuts a window short."""
         if self.microbatches:
             warn_once(
                 f"zero_grad() after {self.microbatches} of {self.accumulation} microbatches: their gradients are dropped and "
@@ -259,7 +261,7 @@ class Window:
         self.abandon()
 
     def abandon(self) -> None:
-        """The gradients so far belong to no step. Local where nothing is on its way."""
+        """Discard the gradients so far; no step uses them. Local, except that it waits for transfers in flight."""
         if self.early is not None and self.early.norms:
             warn_once(
                 f"a window was abandoned after {IN_BACKWARD} had stepped some of its parameters: these keep the step. Without "
@@ -269,7 +271,7 @@ class Window:
         self.close()
 
     def close(self) -> None:
-        """The gradients were stepped, or are not wanted: the next backward begins another window. Local."""
+        """Drop the gradients, stepped or not; the next backward begins a new window. Local."""
         self._sharded.drop_gradients()
         if self.early is not None:
             self.early.end_window()
@@ -280,10 +282,10 @@ class Window:
 def joint_clip(
     windows: Sequence[tuple[Window, set[int] | None]], max_norm: float, plain: Sequence[Any] = ()
 ) -> torch.Tensor:
-    """Clip the gradients of several models together, as torch does with a list of all their parameters.
+    """Clip the gradients of several models together, as torch does for one list of their parameters.
 
-    `windows`: with the ids of the parameters that were listed, None for all; `plain`: gradients of tensors that no engine
-    holds. Returns the norm over all, 0D. Collective over dp and `model` of every one, in the order given.
+    `windows`: (window, ids of the listed parameters or None for all); `plain`: gradients of tensors that no engine holds.
+    Returns the joint norm, 0D. Collective over dp and `model` of each window, in the given order.
     """
     norms = [window.norm_of(ids) for window, ids in windows]
     norms += [torch.linalg.vector_norm(grad, dtype=torch.float32).to(norms[0].device) for grad in plain]
