@@ -1,7 +1,7 @@
 """Adafactor with the parameters and the numbers of transformers.optimization.Adafactor.
 
-Source: Shazeer and Stern 2018, arXiv 1804.04235: of a matrix's squared gradients means of rows and of columns are kept, so the
-state is as small as its edges.
+Source: Shazeer and Stern 2018, arXiv 1804.04235. The state of a matrix holds only the row and column means of its squared
+gradients.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Adafactor(PerTensor):
         scale_parameter: bool = True,
         **follows: bool,
     ) -> None:
-        """`eps`: of squared gradients, of the parameter's scale; `follows`: `relative_step` (true unless given), by which the
-        rate follows the step instead of `lr`, and `warmup_init`."""
+        """`eps`: (added to squared gradients, lower bound of the parameter's scale); `follows`: `relative_step` (default true:
+        the rate is a function of the step instead of `lr`) and `warmup_init`."""
         relative_step, warmup_init = follows.get("relative_step", True), follows.get("warmup_init", False)
         if unknown := follows.keys() - {"relative_step", "warmup_init"}:
             raise TypeError(f"unexpected {', '.join(sorted(unknown))}")

@@ -1,12 +1,12 @@
 """Any torch optimizer on sharded parameters: it steps *fragments*, 1-D views of the fp32 master weights.
 
-One fragment per parameter and rank (none where the rank holds no element of it), so weight decay, learning-rate groups,
+There is one fragment per parameter and rank (none if the rank holds no element of it). So weight decay, learning-rate groups,
 freezing and LoRA stay per parameter, and a parameter without a gradient on any rank is skipped exactly as in one process
-(no decay, no momentum). Alternative considered: one flat tensor per group, which is one kernel instead of many, but steps
-unused parameters too; torch's fused AdamW runs a hundred tensors as fast as one flat tensor.
+(no decay, no momentum). Alternative considered: one flat tensor per group. It needs one kernel instead of many but also steps
+unused parameters, and torch's fused AdamW runs a hundred tensors as fast as one flat tensor.
 
-An optimizer that must see whole tensors has those that this rank owns in place of the fragments (`whole_step.py`); Muon's
-matrices are fragments too, stepped apart (`muon_step.py`).
+An optimizer that must see whole tensors gets the tensors that this rank owns instead of fragments (`whole_step.py`). Muon's
+matrices are fragments too, stepped separately (`muon_step.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hf_dist.sharding.runtime import ShardedModel
 
 
 class FragmentedOptimizer:
-    """Binds an optimizer to a sharded model: parameters become fragments, gradients are lent for the step."""
+    """Binds an optimizer to a sharded model: replaces its parameters by fragments and lends them gradients for the step."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class FragmentedOptimizer:
     ) -> None:
         """Replace the parameters in `optimizer.param_groups` in place; the optimizer object stays the user's own.
 
-        `one_by_one`: every group may be stepped on its own (`step_group`). `stepping`: what the optimizer must see; `rounding`:
-        states rest in bf16.
+        `one_by_one`: allow stepping each group separately (`step_group`). `stepping`: what the optimizer must see. `rounding`:
+        how to round states that rest in bf16.
 
         State that the optimizer already has (Adagrad makes its sums at construction) is cut like its parameters.
-        Collective. Raises `ModelError` when the optimizer has parameters of another model, or other ones than on other ranks.
+        Collective over world. Raises `ModelError` if the optimizer has parameters of another model, or if ranks differ.
         """
         self.sharded = sharded
         self.optimizer = optimizer
         self.has_own_options = True
-        """False when param groups took theirs from a checkpoint."""
-        # Gradients in half precision are lent in fp32: of one group at a time, not of all of them at once.
+        """False if the options of param groups were loaded from a checkpoint."""
+        # Half-precision gradients are lent in fp32, for one group at a time to save memory.
         casts = stepping is Stepping.FRAGMENTS and sharded.precision.reduced.itemsize < MASTER_DTYPE.itemsize
         self._one_by_one = one_by_one or rounding is not None or casts
         self._of_group = functools.partial(RoundedBatch, rounding=rounding) if rounding is not None else None
@@ -75,9 +75,9 @@ class FragmentedOptimizer:
         self._muon = MuonStep(optimizer, self._by_owner) if stepping is Stepping.MUON else None
         self._positions = {id(p): (g, i) for g in sharded.groups for i, p in enumerate(g.params)}
         self.param_names: list[list[str]] = []
-        """Full names in each param group, of all ranks' parameters, in the order the optimizer was made with."""
+        """Full names of each param group's parameters, on all ranks, in the optimizer's original order."""
         self.hook: StepHook | None = None
-        """Is told while this object steps the optimizer, so that it knows a step of user code from one of ours."""
+        """Marked while this object steps the optimizer, to distinguish our steps from those of user code."""
         self._find_owners(optimizer.param_groups)
         before = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -94,22 +94,22 @@ class FragmentedOptimizer:
         self.fragments = [f for f in everything if id(f.tensor) in stepped]
         self.batches = self._batched(self.fragments)
         self._stepped: set[int] = set()  # ids of batches that `step_group` has stepped in this window
-        self._narrowed: Narrowed | None = None  # of this window; options of param groups as they were at its first step
-        self._open: deque[StepBatch] = deque()  # fetched, perhaps still on their way to disk
+        self._narrowed: Narrowed | None = None  # of this window; has the options of param groups before its first step
+        self._open: deque[StepBatch] = deque()  # fetched, perhaps still being written to disk
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
         if sharded.mesh.device.type != "cpu" and not self.on_device:
             prefer_fused(optimizer)
         for batch in self.batches:
             if any(f.tensor in optimizer.state for f in batch.fragments):
-                with self.opened(batch):  # states that were there before rest where the others will
+                with self.opened(batch):  # moves existing states to the tier where new ones will rest
                     pass
 
     def _find_owners(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Give owners to the tensors in these param groups, the last of the optimizer's, where one must be whole. Local."""
+        """Assign owners to tensors that must be whole; `groups`: the optimizer's last param groups. Local."""
         first = len(self.optimizer.param_groups) - len(groups)
         known = [[self._positions[id(p)] for p in group["params"] if id(p) in self._positions] for group in groups]
         held = [[(flat, index) for flat, index in places if flat.trainable] for places in known]
-        if self._whole is not None:  # all at once: they are balanced over all groups
+        if self._whole is not None:  # all at once, to balance owners over all groups
             tensors = self._whole.add(place for places in held for place in places)
             self._by_owner |= {(id(t.group), t.index): t for t in tensors}
         if self._muon is not None:
@@ -117,7 +117,7 @@ class FragmentedOptimizer:
                 self._muon.add(first + number, places)
 
     def _tensors_of(self, params: Iterable[Any]) -> dict[int, nn.Parameter]:
-        """What this rank steps of the model's parameters, by their ids."""
+        """id of a model parameter -> the tensor that this rank steps for it."""
         found = {
             id(p): self._by_owner.get((id(self._positions[id(p)][0]), self._positions[id(p)][1]))
             for p in params
@@ -126,7 +126,7 @@ class FragmentedOptimizer:
         return {key: f.tensor for key, f in found.items() if f is not None}
 
     def _cut_group(self, group: dict[str, Any]) -> list[Fragment]:
-        """Put this rank's fragments in the place of the parameters of a param group; which these are."""
+        """Replace the parameters of a param group by this rank's fragments, and return those."""
         own: list[Fragment] = []
         names: list[str] = []
         for p in group["params"]:
@@ -152,10 +152,10 @@ class FragmentedOptimizer:
         return own
 
     def add_group(self) -> None:
-        """The optimizer was given one more param group (gradual unfreezing): its parameters are stepped from now on. Local.
+        """Start to step the parameters of the optimizer's newest param group (gradual unfreezing). Local.
 
-        Raises `ModelError` for parameters of another model, or that were frozen when the model was prepared; `ValueError`
-        for one that another group has.
+        Raises `ModelError` for parameters of another model or parameters that were frozen when the model was prepared, and
+        `ValueError` for a parameter that another group has.
         """
         group = self.optimizer.param_groups[-1]
         known = {name for names in self.param_names for name in names}
@@ -170,7 +170,7 @@ class FragmentedOptimizer:
         self.fragments += added
         if self.on_device and not self._one_by_one:
             self.batches = self._batched(self.fragments)
-        else:  # others may have states on loan or on disk
+        else:  # existing batches may have states on loan or on disk
             self.batches += self._batched(added)
         self._narrowed = None
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
@@ -192,19 +192,19 @@ class FragmentedOptimizer:
 
     @property
     def sees_whole(self) -> bool:
-        """Whether states are of whole tensors, at their owners."""
+        """Whether states belong to whole tensors, at their owners."""
         return self._whole is not None
 
     @property
     def on_device(self) -> bool:
-        """Whether all that is stepped is on the device."""
+        """Whether all stepped tensors and states are on the device."""
         return all(batch.on_device for batch in self.batches)
 
     def step(self, used: Used, scaling: StepScaling | None = None) -> None:
         """Lend every used fragment its gradient, step as `scaling` says, take the gradients back.
 
-        Local, but collective over the shard axes for an optimizer that sees whole tensors. One call of the optimizer's step
-        if all states stay on the device, else one per batch, while states on disk are read ahead and written behind: see
+        Local; collective over the shard axes for an optimizer that sees whole tensors. Calls the optimizer's `step` once if all
+        states stay on the device, else once per batch, while other states are read from and written to disk: see
         [Note: stepping in batches].
         """
         if self._whole is not None:
@@ -216,7 +216,7 @@ class FragmentedOptimizer:
             muon, any_used = self._muon, used
             muon.step(any_used)
             self._step_fragments(lambda f: not muon.takes(f) and any_used(f), scaling)
-            self._deliver()  # of groups that have matrices only, and of ranks that step nothing else
+            self._deliver()  # for groups with only matrices, and ranks that step nothing else
             return
         self._step_fragments(used, scaling)
 
@@ -244,30 +244,30 @@ class FragmentedOptimizer:
         self.end_window()
 
     def switch(self, mode: str) -> None:
-        """Call the optimizer's own `mode` (train, eval), which may write weights. Local; follow with `weights_changed()`."""
+        """Call the optimizer's method `mode` (train, eval), which may write weights. Local; then call `weights_changed()`."""
         narrowed = Narrowed(self.optimizer)
         for batch in self.batches:
             with self.opened(batch), narrowed.to(batch.fragments):
                 getattr(self.optimizer, mode)()
 
     def will_step(self, group: FlatGroup) -> None:
-        """`step_group` comes next for `group`: begin to read what rests on disk. Local."""
+        """Start to read states of `group` from disk, because `step_group` follows. Local."""
         for batch in self._batches_of(group):
             self._read_ahead(batch)
 
     def step_group(self, group: FlatGroup) -> None:
-        """Step `group`, all of whose parameters have a gradient, now; `step` leaves it out then. Local."""
+        """Step `group` now; all its parameters must have gradients. `step` then skips it. Local."""
         for batch in self._batches_of(group):
             self._stepped.add(id(batch))
             self._step_batch(batch, lambda fragment: True)
 
     def end_window(self) -> None:
-        """The next `step` steps everything again."""
+        """End the window: the next `step` steps all groups again. Local."""
         self._stepped.clear()
         self._narrowed = None
 
     def _batches_of(self, group: FlatGroup) -> list[StepBatch]:
-        """One, or none where this rank holds nothing of `group` that the optimizer has."""
+        """The batch of `group`, or none if this rank holds none of its optimized elements."""
         return [batch for batch in self.batches if batch.groups == [group]]
 
     def _read_ahead(self, batch: StepBatch) -> None:
@@ -292,7 +292,7 @@ class FragmentedOptimizer:
             batch.settle()
 
     def _make_room(self) -> None:
-        """At most `optim_depth` batches are in memory: one more may come when the first of them is on disk again."""
+        """Keep fewer than `optim_depth` batches in memory: wait until the oldest ones are back on disk."""
         while len(self._open) >= self.sharded.storage.optim_depth:
             self._open.popleft().settle()
 
@@ -300,7 +300,7 @@ class FragmentedOptimizer:
 
     @contextmanager
     def opened(self, batch: StepBatch) -> Iterator[None]:
-        """Inside, the states of `batch` are in `optimizer.state` and its masters in memory, to be read and written. Local."""
+        """Inside, `optimizer.state` has the states of `batch` and memory its masters, readable and writable. Local."""
         batch.swap_in(self.optimizer)
         try:
             yield
@@ -311,7 +311,7 @@ class FragmentedOptimizer:
             self.sharded.storage.link.wait_device()
 
     def forget(self, batch: StepBatch) -> None:
-        """Inside `opened(batch)`: its states are again what the optimizer was made with, nothing for most. Local."""
+        """Reset the states of `batch` to those the optimizer was created with (usually none). Call inside `opened`. Local."""
         for f in batch.fragments:
             self.optimizer.state.pop(f.tensor, None)
             if f in self._initial:
@@ -324,17 +324,17 @@ class FragmentedOptimizer:
                 self.forget(batch)
 
     def states(self, fragment: Fragment) -> Iterator[tuple[str, Sliceable]]:
-        """(key, 1-D elements) of what the optimizer keeps for every element of `fragment`; on disk they are not read yet."""
+        """(key, 1-D elements) of the element-wise states of `fragment`; states on disk are read only on access. Local."""
         return self._batch_of[id(fragment)].states(fragment, self.optimizer)
 
     def scalars(self, fragment: Fragment) -> Iterator[tuple[str, Any]]:
-        """(key, value) of what the optimizer keeps for `fragment` as a whole, such as its step."""
+        """(key, value) of the states that belong to `fragment` as a whole, such as its step. Local."""
         for key, value in leaves(self.optimizer.state.get(fragment.tensor, {})):
             if not fragment.is_like(value):
                 yield key, value
 
     def structure(self, fragment: Fragment) -> dict[str, Any]:
-        """A state as a first step makes it, for whoever fills it with other values. Local."""
+        """A state of `fragment` as a first step creates it, to be filled with loaded values. Local."""
         assert self._whole is not None, "states of fragments are tensors and numbers"
         narrowed = Narrowed(self.optimizer).to([fragment])
         random = torch.random.fork_rng()
@@ -343,7 +343,7 @@ class FragmentedOptimizer:
         return self.optimizer.state[fragment.tensor]
 
     def resident_nbytes(self) -> dict[Tier, int]:
-        """Bytes of the optimizer's states at rest, by kind of memory; master weights are the groups'."""
+        """Bytes of the optimizer's states at rest, by tier, without master weights, which the groups count. Local."""
         held = dict.fromkeys(Tier, 0)
         for batch in self.batches:
             for tier, nbytes in batch.nbytes(self.optimizer).items():
@@ -351,7 +351,7 @@ class FragmentedOptimizer:
         return held
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank's fragments by parameter name, with the options of each param group."""
+        """State of this rank's fragments by parameter name, with the options of each param group. Local."""
         state = {}
         for f in self.fragments:
             shaped = {key: value[:] for key, value in self.states(f)}
@@ -361,7 +361,7 @@ class FragmentedOptimizer:
         return {"state": state, "param_groups": options}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` of the same rank and layout returned."""
+        """Restore `state_dict()` of the same rank and layout. Local. Raises `ModelError` if numbers of param groups differ."""
         if len(saved["param_groups"]) != len(self.optimizer.param_groups):
             raise ModelError(
                 f"the checkpoint's optimizer has {len(saved['param_groups'])} param groups, this one has "
@@ -378,10 +378,10 @@ class FragmentedOptimizer:
 
 
 def _cut(key: str, value: Any, fragment: Fragment) -> Any:
-    """The fragment's part of a state tensor that is shaped like its parameter; anything else as it is."""
+    """The fragment's part of a state tensor that has its parameter's shape; any other value unchanged."""
     slot = fragment.slot
     whole = torch.Size(slot.held.whole)
-    # torch's own step counter is 0-dimensional, and so may be a parameter: only the name tells them apart.
+    # torch's step counter is 0-dimensional, and a parameter can be too: only the name distinguishes them.
     if not isinstance(value, torch.Tensor) or value.shape != whole or key == "step":
         return value
     part = slot.held.take(value.detach()).reshape(-1)[fragment.first : fragment.first + fragment.stop - fragment.start]
@@ -389,7 +389,7 @@ def _cut(key: str, value: Any, fragment: Fragment) -> Any:
 
 
 def _remembered(value: Any) -> Any:
-    """A copy of a state; one element of a tensor that is filled with one value (Adagrad's sums), seen as all of them."""
+    """A copy of a state. A constant tensor (Adagrad's sums) is kept as one expanded element."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()
@@ -399,7 +399,7 @@ def _remembered(value: Any) -> Any:
 
 
 def _recalled(value: Any) -> Any:
-    """A state of its own from what was remembered."""
+    """A new state from the result of `_remembered`."""
     if isinstance(value, torch.Tensor):
         return value.clone(memory_format=torch.contiguous_format)
     return copy.deepcopy(value)

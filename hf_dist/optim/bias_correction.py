@@ -1,4 +1,4 @@
-"""Adam without bias correction, on torch's own classes: DeepSpeed's `bias_correction: false`, as BERT was trained.
+"""Adam without bias correction, on torch's own classes: DeepSpeed's `bias_correction: false`, as used to train BERT.
 
 Source of the rule: DeepSpeed ops/adam (the corrections are 1 when it is off).
 """
@@ -12,13 +12,13 @@ import torch
 __all__ = ["leave_out_bias_correction"]
 
 _LATE = 1e9
-"""A step at which `1 - beta ** step` is exactly 1 for every beta below 1 - 1e-7, so that torch corrects nothing."""
+"""A step number at which `1 - beta ** step` is exactly 1 for every beta below 1 - 1e-7, so that torch corrects nothing."""
 
 
 def leave_out_bias_correction(optimizer: torch.optim.Optimizer) -> None:
-    """Let every parameter of an Adam or AdamW start at a late step, where the correction is 1; other state is torch's.
+    """Make every parameter of an Adam or AdamW start at a late step number, where the correction is 1. Local.
 
-    Alternative considered: folding the correction into the learning rate, which is not the same because of `eps`.
+    Alternative considered: folding the correction into the learning rate, which gives other results because of `eps`.
     """
     optimizer.register_step_pre_hook(_start_late)
 

@@ -1,6 +1,6 @@
-"""Build the optimizer of the `optimizer` section by DeepSpeed's naming rules, on torch's own classes.
+"""Builds the optimizer of the `optimizer` section by DeepSpeed's naming rules, on torch's own classes.
 
-Which names and parameters there are, and which values fit, is `config/params.py`'s to say; here they become objects.
+`config/params.py` defines the valid names, parameters and values; this module makes objects from them.
 Sources: DeepSpeed runtime/engine.py (`_configure_basic_optimizer`), ops/adam, ops/adagrad, ops/lion.
 """
 
@@ -28,20 +28,20 @@ T = TypeVar("T")
 _ADAM_SWITCHES = {"torch_adam": False, "adam_w_mode": True, "bias_correction": True}
 """DeepSpeed's switches of Adam and their defaults."""
 
-# "meta": the parameters are not placed yet, and both places they can go to have the kernels.
+# "meta": the parameters are not placed yet; both devices they can move to have the kernels.
 _FUSED_DEVICES = {"cpu", "cuda", "meta"}
 
 
 _OWN: Mapping[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Adafactor": Adafactor, "Muon": Muon}
-"""Names for which torch has no class, or not the one that is meant."""
+"""Names for which torch has no class, or a different one."""
 
 
 def optimizer_for(model: nn.Module, type: str, params: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """`build_optimizer` over the parameters of `model` that train. Muon sorts them by their names and shapes."""
+    """`build_optimizer` over the trainable parameters of `model`. Muon groups them by name and shape. Local."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if read_optimizer(type, params)[0] == "Muon":
         return build_optimizer(type, params, muon_groups(named, read_optimizer(type, params)[1]))
-    # A group even where a pipeline stage has nothing to train: torch refuses an empty list, not an empty group.
+    # Pass a group even if a pipeline stage has nothing to train: torch refuses an empty list but not an empty group.
     return build_optimizer(type, params, [{"params": [p for _, p in named]}])
 
 
@@ -52,25 +52,25 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The torch optimizer that `optimizer.type` and `optimizer.params` stand for in DeepSpeed.
 
-    "Adam" and "AdamW" both decay weights decoupled from the gradient, unless "Adam" comes with
-    `adam_w_mode: false`; their `weight_decay` is 0 unless given (with `torch_adam`: the default of torch).
-    Classes with a fused kernel use it unless `foreach` or `fused` is given. No "auto" may be left in `params`.
+    "Adam" and "AdamW" both use decoupled weight decay, except "Adam" with `adam_w_mode: false`. Their `weight_decay` is 0
+    unless given (with `torch_adam`: torch's default). Classes with a fused kernel use it unless `foreach` or `fused` is
+    given. `params` must not contain "auto".
 
-    What of a tensor the optimizer must see is the question of `stepping_of`, not of this.
+    Whether the optimizer must see whole tensors is decided by `stepping_of`, not here.
 
     Raises:
-        ConfigError: an unknown or unavailable type, or params it does not take; names all of them.
+        ConfigError: an unknown or unavailable type, or params that it does not take; lists all of them.
     """
     name, arguments = read_optimizer(type, params)
-    arguments.pop("fp32_optimizer_states", None)  # of where states rest, not of the class
+    arguments.pop("fp32_optimizer_states", None)  # concerns states at rest, not the class
     switches = dict(_ADAM_SWITCHES)
-    if name != "Lamb":  # which corrects its bias itself
+    if name != "Lamb":  # Lamb corrects its bias itself
         switches = {key: arguments.pop(key, default) for key, default in _ADAM_SWITCHES.items()}
     cls = _optimizer_class(name, adam_w_mode=switches["adam_w_mode"])
     if name in ("Adam", "AdamW") and not switches["torch_adam"]:
         arguments.setdefault("weight_decay", 0.0)  # torch.optim.AdamW alone would decay by 0.01
     groups = _as_groups(parameters)
-    if name == "Muon":  # its groups have the options, Muon's and Adam's
+    if name == "Muon":  # its param groups already have the options of Muon and Adam
         arguments = {}
     if name not in _OWN and _wants_fused(cls, arguments, groups):
         arguments["fused"] = True
@@ -90,7 +90,7 @@ def _optimizer_class(name: str, *, adam_w_mode: bool) -> type[torch.optim.Optimi
 
 
 def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups whose parameters are lists, because they are read twice: for their device, and by the class."""
+    """Param groups with lists of parameters, because they are read twice: for their device, and by the class."""
     groups: list[dict[str, Any]] = []
     plain: list[nn.Parameter] = []
     for item in parameters:
@@ -103,7 +103,7 @@ def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) ->
 
 
 def _wants_fused(cls: type, arguments: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether to ask for the fused kernel: the class has one, the user chose none, the device runs it."""
+    """Whether to use the fused kernel: the class has one, the user has not chosen, and the device supports it."""
     if "fused" not in inspect.signature(cls).parameters or arguments.get("differentiable"):
         return False
     if arguments.get("fused") is not None or arguments.get("foreach") is not None:

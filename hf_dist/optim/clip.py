@@ -15,29 +15,29 @@ from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
 ROW = 2048
-"""Elements whose squares are added up in fp32."""
+"""Number of elements whose squares are summed in fp32 before the sums are combined in fp64."""
 
 
 @dataclass
 class GradientSummary:
-    """What all ranks agree on before a step."""
+    """The facts about a gradient that all ranks agree on before a step."""
 
     norm: torch.Tensor  # 0D fp32
     """L2 norm over all trainable parameters, of the mean gradient, before clipping; inf or nan on overflow."""
     used: dict[tuple[int, int], bool]
-    """(id of group, index) of parameters without a gradient on this rank: whether another rank had one."""
+    """(id of group, index) of a parameter without a gradient on this rank -> whether another rank had one."""
 
 
 def summarize_gradients(
     sharded: ShardedModel, scale: float = 1.0, stepped: Mapping[int, torch.Tensor] | None = None
 ) -> GradientSummary:
-    """Norm of `scale` times the reduced gradients, and which parameters had a gradient anywhere.
+    """Norm of `scale` times the reduced gradients, and which parameters had a gradient on any rank.
 
-    Collective over dp and then over tp: an all-reduce of 1 + (number of trainable parameters) floats; then over pp, of one.
-    Every rank counts the interval it owns, so shared and replicated elements count once. A parameter that one rank of a split
-    has used is stepped by all of them: copies stay equal, and slices are stepped as the whole would be. The flags are read on
-    the host only by a rank that has a parameter without a gradient; on the others the host waits for nothing. `stepped`: id
-    of a group whose gradient is gone already -> its `owned_norm`.
+    Collective over dp, then tp: an all-reduce of 1 + (number of trainable parameters) floats; then over pp, of one float.
+    Every rank counts the interval it owns, so shared and replicated elements count once. If one rank along `tp` has used a
+    parameter, all of them step it: copies stay equal, and slices are stepped as the whole would be. Only a rank with a
+    parameter without a gradient reads the flags on the host; on other ranks the host does not wait. `stepped`: id of a group
+    whose gradient was already stepped and freed -> its `owned_norm`.
     """
     sharded.finish_gradients()
     mesh = sharded.mesh
@@ -63,11 +63,11 @@ def summarize_gradients(
 
 
 _sent: weakref.WeakKeyDictionary[ShardedModel, tuple[list[bool], torch.Tensor]] = weakref.WeakKeyDictionary()
-"""The last flags of a model and their copy on its device."""
+"""Model -> the flags of its last step and their copy on its device."""
 
 
 def _on_device(sharded: ShardedModel, flags: list[bool]) -> torch.Tensor:
-    """`flags`, 1-D; sent again only when they are others than in the step before, which is rare."""
+    """`flags` as a 1-D tensor; sent to the device only if they differ from the previous step's, which is rare."""
     before = _sent.get(sharded)
     if before is None or before[0] != flags:
         before = _sent[sharded] = flags, sent(torch.tensor(flags), sharded.mesh.device)
@@ -75,9 +75,9 @@ def _on_device(sharded: ShardedModel, flags: list[bool]) -> torch.Tensor:
 
 
 def owned_norms(sharded: ShardedModel, stepped: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """`owned_norm` of every group that has a gradient and whose elements this rank counts, or what `stepped` has. Local.
+    """`owned_norm`, or the value in `stepped`, of every group with a gradient whose elements this rank counts. Local.
 
-    Of gradients on a GPU in two kernels for all; of those that rest on the host as they were made on their way there.
+    Gradients on a GPU need two kernels in all. Norms of offloaded gradients were computed on their way to the host.
     """
     groups = [g for g in sharded.trainable_groups if g.axes.owns]
     found = {id(g): stepped[id(g)] for g in groups if id(g) in stepped}
@@ -99,7 +99,7 @@ def owned_norms(sharded: ShardedModel, stepped: Mapping[int, torch.Tensor]) -> l
 
 
 def _host_threads(sharded: ShardedModel) -> AbstractContextManager[None]:
-    """Inside, what a GPU's gradients on the host are read with: launchers give each process one thread."""
+    """Sets the number of threads that process a GPU's gradients on the host: launchers give each process one thread."""
     beside_gpu = sharded.mesh.device.type == "cuda"
     return threads(sharded.storage.num_threads if beside_gpu else torch.get_num_threads())
 
@@ -112,9 +112,9 @@ def _owned_part(group: FlatGroup) -> torch.Tensor:
 
 
 def owned_norm(group: FlatGroup) -> torch.Tensor:
-    """L2 norm of the part of the reduced gradient that this rank answers for, 0D fp32. Local.
+    """L2 norm of the part of the reduced gradient that this rank owns, 0D fp32. Local.
 
-    Where the gradient is, or on the device if it passed there: the device waits for it in `owned_norms`.
+    It is where the gradient is, or on the device if it was computed there; `owned_norms` makes the device wait for it.
     """
     known = _made_on_the_way(group)
     return norm_of(_owned_part(group)) if known is None else known
@@ -125,7 +125,7 @@ def _made_on_the_way(group: FlatGroup) -> torch.Tensor | None:
 
 
 def norm_of(values: torch.Tensor) -> torch.Tensor:
-    """L2 norm of a 1-D tensor, fp32, row by row: the CPU's running sum over 10^5 fp32 squares is off by 1e-5. Local."""
+    """L2 norm of a 1-D tensor, fp32, computed by rows: a CPU's running sum of 10^5 fp32 squares is off by 1e-5. Local."""
     rows = values[: values.numel() // ROW * ROW].view(-1, ROW)
     rest = values[rows.numel() :]
     norms = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in (rows, rest)]
@@ -133,9 +133,9 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def squared_norm(sharded: ShardedModel, chosen: Container[int]) -> torch.Tensor:
-    """Square of the L2 norm of the reduced gradient of some parameters, 0D fp32. Collective over dp and `model`.
+    """Squared L2 norm of the reduced gradients of some parameters, 0D fp32. Collective over dp and `model`.
 
-    `chosen`: ids of parameters; every rank counts the elements it owns. Follows `summarize_gradients`.
+    `chosen`: ids of the parameters. Every rank counts the elements it owns. Call `summarize_gradients` before it.
     """
     mesh = sharded.mesh
     squared = torch.zeros(1, dtype=torch.float32, device=mesh.device)
@@ -155,8 +155,8 @@ def squared_norm(sharded: ShardedModel, chosen: Container[int]) -> torch.Tensor:
 
 
 def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float, chosen: Container[int] | None = None) -> None:
-    """Multiply the reduced gradients in place, all or those of parameters with these ids. Local."""
-    by = dict[torch.device, torch.Tensor]()  # sent to the host once
+    """Multiply the reduced gradients in place: all of them, or those of parameters with these ids. Local."""
+    by = dict[torch.device, torch.Tensor]()  # so that the factor is sent to the host once
     for grad in chosen_gradients(sharded, chosen):
         if isinstance(factor, torch.Tensor) and grad.device not in by:
             by[grad.device] = factor.to(grad.device)

@@ -1,7 +1,7 @@
-"""States of an optimizer that are not plain tensors and numbers: objects that hold some, and tensors made of others.
+"""Compound optimizer states: objects that hold tensors and numbers, and tensors made of several tensors.
 
-A checkpoint knows tensors and numbers by name. `leaves` gives those of a state as `key/attribute`, `put` sets them in a state
-of the same structure. What else an object holds (None, text, functions) is made anew by the optimizer.
+A checkpoint stores tensors and numbers by name. `leaves` lists those of a state as `key/attribute`; `put` sets them in a state
+of the same structure. The optimizer recreates everything else in an object (None, text, functions).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SEPARATOR = "/"
 
 
 def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value): values that are nobody's parts under their own key, whatever they are."""
+    """(path, value) of every leaf. A value of the state that is not compound is a leaf of any type under its own key."""
     for key, value in state.items():
         parts = _parts(value)
         if parts is None:
@@ -29,7 +29,7 @@ def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def put(state: Any, path: str, value: Any) -> None:
-    """Set the leaf at `path`; whatever holds it is there."""
+    """Set the leaf at `path`, whose containers must exist."""
     first, _, rest = path.partition(_SEPARATOR)
     if rest:
         put(state[first] if isinstance(state, dict) else _child(state, first), rest, value)
@@ -44,7 +44,7 @@ def put(state: Any, path: str, value: Any) -> None:
 
 
 def is_part(path: str) -> bool:
-    """Whether `path` leads into something."""
+    """Whether `path` names a part of a compound state."""
     return _SEPARATOR in path
 
 

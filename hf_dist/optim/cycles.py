@@ -1,4 +1,4 @@
-"""DeepSpeed's OneCycle, which moves momentum too, and LRRangeTest, which looks for a learning rate.
+"""DeepSpeed's OneCycle, which also moves momentum, and LRRangeTest, for finding a learning rate.
 
 Source of the formulas: DeepSpeed runtime/lr_schedules.py; Smith 2018, arXiv 1803.09820, and 2017, arXiv 1506.01186.
 """
@@ -24,7 +24,7 @@ _SECOND_BETA = 0.99
 
 
 class LRRangeTest(IndexedSchedule):
-    """From `lr_range_test_min_lr` up without end, by `lr_range_test_step_rate` of it per `lr_range_test_step_size`."""
+    """Rises from `lr_range_test_min_lr` without bound, by `lr_range_test_step_rate` of it per `lr_range_test_step_size`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LRRangeTest(IndexedSchedule):
 
 @dataclass(frozen=True)
 class _Cycle:
-    """The way from 0 to 1 in `first` steps and back in `second`, in stairs where their number is not 0."""
+    """Rises from 0 to 1 in `first` steps and falls back in `second`; in stairs, if their number is not 0."""
 
     first: float
     second: float
@@ -61,14 +61,14 @@ class _Cycle:
         return self.first + self.second
 
     def height(self, index: int) -> float:
-        """How far up the cycle is at `index`, 0 to 1."""
+        """Height of the cycle at `index`, from 0 to 1."""
         done, peak = index + 1, self.first / self.total
         x = 1.0 + done / self.total - math.floor(1 + done / self.total)
         rises = x <= peak
         stairs = self.first_stairs if rises else self.second_stairs
         if stairs == 0:
             return x / peak if rises else (x - 1) / (peak - 1)
-        # From the whole number of steps: x is a rounded fraction that may fall just short of a stair.
+        # Computed from the whole number of steps: x is a rounded fraction that may fall just short of a stair.
         step = done % self.total
         position = step * stairs / self.first if step <= self.first else (self.total - step) * stairs / self.second
         return math.floor(position) / stairs
@@ -93,12 +93,12 @@ _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class OneCycle(IndexedSchedule):
-    """One cycle from `cycle_min_lr` to `cycle_max_lr` and back, then a decay; the first beta moves the other way.
+    """One cycle from `cycle_min_lr` to `cycle_max_lr` and back, then a decay; the first beta moves in the opposite direction.
 
-    A `cycle_second_step_size` of None is as long as the first; stairs likewise. `decay_step_size` 0 is no decay.
+    `cycle_second_step_size` None means the length of the first; likewise for stairs. `decay_step_size` 0 means no decay.
     """
 
-    # DeepSpeed's thirteen arguments, as whoever builds a schedule from JSON asks for them.
+    # DeepSpeed's thirteen arguments, for code that builds a schedule from JSON by signature.
     __signature__ = inspect.Signature(
         [inspect.Parameter(key, _KEYWORD) for key in ("optimizer", "cycle_min_lr", "cycle_max_lr")]
         + [inspect.Parameter(key, _KEYWORD, default=value) for key, value in _ONE_CYCLE_DEFAULTS.items()]
@@ -130,12 +130,12 @@ class OneCycle(IndexedSchedule):
         super().__init__(optimizer, values["last_batch_iteration"])
 
     def step(self, epoch: int | None = None) -> None:
-        """One optimizer step was applied: learning rates as in every schedule, then the betas."""
+        """Call after each applied optimizer step: sets learning rates as in every schedule, then betas."""
         super().step(epoch)
         self._set_betas()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, and set the optimizer's learning rates and betas to where that is."""
+        """Continue from `state_dict()`, and set the optimizer's learning rates and betas for that point."""
         super().load_state_dict(state_dict)
         self._set_betas()
 
@@ -148,7 +148,7 @@ class OneCycle(IndexedSchedule):
 
     def _momentum_at(self, index: int) -> list[float]:
         if index < 0:
-            return self._min_momentums  # before the first step, as in DeepSpeed: not where the cycle begins
+            return self._min_momentums  # as in DeepSpeed before the first step, though the cycle begins at the maximum
         if index < self._cycle.total:
             height = self._cycle.height(index)
             pairs = zip(self._min_momentums, self._max_momentums, strict=True)

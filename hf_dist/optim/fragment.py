@@ -16,15 +16,15 @@ from hf_dist.sharding.layout import ParamSlot
 
 
 class OfParameter(Protocol):
-    """Something of one parameter."""
+    """An object that belongs to one parameter."""
 
     @property
     def group(self) -> FlatGroup:
-        """Where it rests."""
+        """The parameter's group."""
 
     @property
     def index(self) -> int:
-        """Position in the group."""
+        """The parameter's position in the group."""
 
 
 Used = Callable[[OfParameter], bool]
@@ -33,65 +33,65 @@ Used = Callable[[OfParameter], bool]
 
 @dataclass(eq=False)
 class Fragment:
-    """A piece of `group.source`."""
+    """This rank's elements of one parameter, an interval of `group.source`."""
 
     name: str
     """Full parameter name."""
     tensor: nn.Parameter
-    """1-D fp32, view of `group.source`; empty between steps if that rests on disk."""
+    """1-D fp32 view of `group.source`; empty between steps if `group.source` is on disk."""
     group: FlatGroup
     index: int
     """Position of the parameter in `group`."""
     start: int
-    """First element in `group.source` and `group.grad`."""
+    """Index of its first element in `group.source` and `group.grad`."""
     stop: int
 
     @property
     def slot(self) -> ParamSlot:
-        """Of the parameter."""
+        """The parameter's slot."""
         return self.group.layout.slots[self.index]
 
     @property
     def first(self) -> int:
-        """Where it begins in the flattened parameter."""
+        """Index of its first element in the flattened parameter."""
         return self.group.resting[0] + self.start - self.slot.offset
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the optimizer sees it."""
+        """Shape of `tensor`, as the optimizer sees it."""
         return (self.stop - self.start,)
 
     @property
     def written(self) -> tuple[int, int]:
-        """Interval of the flattened parameter whose states this rank writes into a checkpoint, if its group's axes say so."""
+        """Interval of the flattened parameter whose states this rank writes to a checkpoint, if `group.axes.owns`."""
         return self.group.layout.fragment(self.slot, self.group.axes.shard.rank)
 
     def is_like(self, value: Any) -> bool:
-        """Whether an optimizer's state has an element for every one of the fragment; a step counter is 0-dimensional."""
+        """Whether a state has one value per element of the fragment; a step counter is 0-dimensional and does not."""
         return isinstance(value, torch.Tensor) and value.shape == self.shape and value.dim() > 0
 
 
 class WholeTensor(Fragment):
-    """A parameter that this rank owns (see [Note: owners]): all of it, in its shape, there for the step only."""
+    """A whole parameter that this rank owns ([Note: owners]), in its own shape; it has memory only during the step."""
 
     @property
     def first(self) -> int:
-        """At the beginning."""
+        """0: it starts at the parameter's beginning."""
         return 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
+        """The parameter's shape."""
         return self.slot.shape
 
     @property
     def written(self) -> tuple[int, int]:
-        """All of it: nobody else has states of it."""
+        """The whole parameter: no other rank has states of it."""
         return 0, self.slot.numel
 
 
 def make_fragments(groups: list[FlatGroup]) -> list[Fragment]:
-    """One per parameter of `groups` of which this rank holds an element."""
+    """One fragment for each parameter of `groups` of which this rank holds an element. Local."""
     fragments = []
     for group in groups:
         on_disk = group.master.tier is Tier.DISK
@@ -106,7 +106,7 @@ def make_fragments(groups: list[FlatGroup]) -> list[Fragment]:
 
 @contextmanager
 def lent(fragments: Iterable[Fragment]) -> Iterator[None]:
-    """Inside, each of `fragments` has its part of the reduced gradient, if there is one, as `.grad`. Local."""
+    """Set `.grad` of each fragment to its part of the reduced gradient, if there is one, inside the block. Local."""
     borrowers = [f for f in fragments if f.group.grad is not None]
     for f in borrowers:
         assert f.group.grad is not None

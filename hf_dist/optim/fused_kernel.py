@@ -1,9 +1,9 @@
-"""Adam's fused CPU kernel in pieces: each is cast into the weights that are gathered while it is still in the cache.
+"""Runs Adam's fused CPU kernel in pieces: each piece is cast into the all-gather's input while it is still in the cache.
 
-The optimizer's own `step` runs, with its hooks; only the kernel call that it ends in is taken apart, so the bits are the same.
-A pass of its own over the masters reads 4 bytes per element again, of 34 (50M parameters, one thread: 4 to 6% of the step).
-Fragments that lie side by side, states included, are one call (`runs.py`): a call per parameter cost 6% of the step (48
-parameters of a million elements).
+The optimizer's own `step` runs, with its hooks. Only its final kernel call is split, so results are bitwise the same. A
+separate pass over the masters would read 4 bytes per element again, of 34 (50M parameters, one thread: 4 to 6% of the step).
+Adjacent fragments with adjacent states share one call (`runs.py`): one call per parameter cost 6% of the step (48 parameters
+of a million elements).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_dist.optim.runs import Run, find_runs, groups_of, lay_side_by_side
 from hf_dist.optim.step_batch import StepBatch
 
 _PIECE = 1 << 19
-"""Elements per thread. Four fp32 arrays of them are 8 MB; with fewer the calls cost more than the cache saves."""
+"""Elements per thread and piece. Four fp32 arrays of this size are 8 MB; with fewer, calls cost more than the cache saves."""
 _KERNELS: dict[Any, Any] = {
     getattr(operator, overload): function
     for operator, function in (
@@ -31,14 +31,14 @@ _KERNELS: dict[Any, Any] = {
     )
     for overload in ("default", "tensor_lr")
 }
-"""What the dispatcher sees -> what is called in its place: reading the arguments of an operator's object takes longer."""
+"""Operator that the dispatcher sees -> function called in its place, whose arguments are parsed faster."""
 _LISTS = 6
-"""The first arguments of the kernels: weights, gradients, two states, the maximum of one (AMSGrad), step counters."""
+"""Number of list arguments of the kernels: weights, gradients, two states, a state's maximum (AMSGrad), step counters."""
 
 
 @contextmanager
 def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Used) -> Iterator[None]:
-    """Step `optimizer` inside, with gradients lent; afterwards weights follow the masters, and states go where they rest."""
+    """Lend gradients for a step of `optimizer` inside; afterwards copy masters to weights and states to their tier. Local."""
     if not _applies(batch, optimizer):
         with lent(f for f in batch.fragments if used(f)):
             yield
@@ -47,7 +47,7 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Used) ->
     options = groups_of(optimizer)
     if batch.options != options:
         batch.runs = None
-    # Apart until the kernel was seen: a later torch may step by another one.
+    # Separate runs until the kernel was seen once: a later torch may use another kernel.
     runs = batch.runs or [Run(f, optimizer.state.get(f.tensor, {})) for f in batch.fragments]
     holds = [run.holds(optimizer, used) for run in runs]
     parts = [
@@ -55,7 +55,7 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Used) ->
     ]
     with lent(run.first for run in parts), _InPieces(parts) as mode:
         yield
-    if not mode.called:  # no weight had a gradient, or a later torch steps by another kernel
+    if not mode.called:  # no weight had a gradient, or a later torch uses another kernel
         assert all(len(run.fragments) == 1 for run in parts), "only the first parameter of each run was stepped"
         batch.swap_out(optimizer)
     for run in parts:
@@ -66,7 +66,7 @@ def handed_on(batch: StepBatch, optimizer: torch.optim.Optimizer, used: Used) ->
 
 
 def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nobody looks on, nothing touches the masters after the kernel, and each is cast into something else in memory."""
+    """Whether no hook observes the step, nothing writes masters after the kernel, and weights are a separate copy in memory."""
     plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not watched(optimizer)
     return (
         plain
@@ -89,7 +89,7 @@ class _InPieces(TorchDispatchMode):
         self.called = True
         kernel = _KERNELS[func]
         *lists, steps = args[:_LISTS]
-        numel = _PIECE * torch.get_num_threads()  # the cast is shared among the threads as the step was
+        numel = _PIECE * torch.get_num_threads()  # the cast is divided among threads like the step
         for *tensors, step in zip(*filter(None, lists), steps, strict=True):
             run = self._runs[tensors[0].data_ptr()]
             f, length = run.first, run.stop - run.first.start
@@ -103,5 +103,5 @@ class _InPieces(TorchDispatchMode):
 
 
 def _extended(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    """`numel` elements from where the 1-D `tensor` begins."""
+    """A view of `numel` elements from the start of the 1-D `tensor`."""
     return tensor.detach().as_strided((numel,), (1,))

@@ -1,12 +1,12 @@
-"""The optimizer's step inside of backward (`hf_dist.optimizer_in_backward`): no gradient outlives its unit.
+"""The optimizer step inside the backward (`hf_dist.optimizer_in_backward`): no gradient outlives its unit.
 
-A group is stepped when its gradient is final, after the reduction of the window's last microbatch, and the gradient's memory
-goes at once: of the reduced gradients one or two units are there instead of all. That is possible where nothing has to be
-known of all gradients first, so neither clipping nor skipped steps go with it. For an element-wise optimizer the result is
-the same to the last bit. (LOMO, Lv et al. 2023, arXiv 2306.09782, fuses the two likewise.)
+A group is stepped once its gradient is final, after the reduction of the window's last microbatch, and the gradient is freed
+at once. So reduced gradients of only one or two units exist at a time. The step must not depend on all gradients, which rules
+out clipping and skipped steps. For an element-wise optimizer, results are bitwise the same. (LOMO, Lv et al. 2023, arXiv
+2306.09782, fuses backward and step in the same way.)
 
-A group of which this rank had no gradient for some parameter is stepped at the end, as without: only then the ranks know
-whether another one had it.
+If a parameter of a group has no gradient on this rank, the group is stepped at the window's end as usual: only then do the
+ranks know whether another rank had one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ KEY = "hf_dist.optimizer_in_backward"
 
 
 class StepInBackward:
-    """Steps groups one by one, and keeps what the end of the window asks for."""
+    """Steps groups one by one, and keeps their norms for the end of the window."""
 
     def __init__(self, fragments: FragmentedOptimizer) -> None:
         """`fragments` must have one batch for every group."""
         self.norms: dict[int, torch.Tensor] = {}
-        """id of a stepped group -> L2 norm of the part that this rank answers for, 0D."""
+        """id of a stepped group -> L2 norm of the part that this rank owns, 0D."""
         self._fragments = fragments
         self._landing: FlatGroup | None = None
 
     def gradient_final(self, group: FlatGroup) -> None:
-        """The reduction of `group` is complete. Local; called in the order of the reductions.
+        """Called when the reduction of `group` is complete. Local; called in the order of the reductions.
 
-        A gradient on its way to the host is stepped when the next one is complete: it lands while that unit computes.
-        Raises `ModelError` when the group was stepped before in this window.
+        An offloaded gradient is stepped when the next one is complete, so that its transfer overlaps that unit's backward.
+        Raises `ModelError` if the group was already stepped in this window.
         """
         if id(group) in self.norms:
             raise ModelError(
@@ -63,7 +63,7 @@ class StepInBackward:
         group.release_gradient()
 
     def end_window(self) -> None:
-        """Forget which groups were stepped."""
+        """Forget which groups were stepped. Local."""
         self.norms.clear()
         self._landing = None
         self._fragments.end_window()

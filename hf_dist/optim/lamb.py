@@ -1,6 +1,6 @@
-"""LAMB: Adam's direction, as long as the weights of its tensor are, by DeepSpeed's parameters.
+"""LAMB: Adam's direction, scaled to the norm of the tensor's weights, with DeepSpeed's parameters.
 
-Sources: You et al. 2019, arXiv 1904.00962; the rules where papers leave a choice are those of DeepSpeed's FusedLamb (ops/lamb).
+Sources: You et al. 2019, arXiv 1904.00962; DeepSpeed's FusedLamb (ops/lamb) where the paper leaves a choice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Lamb"]
 
 
 class Lamb(PerTensor):
-    """Steps whole tensors; for weights p with gradient g, in fp32,
+    """Steps whole tensors. For weights p with gradient g, in fp32:
 
     m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  u = m / (sqrt(v) + eps) + wd p,
     p <- p - lr' c u  with  c = clamp(|p| / |u|, min_coeff, max_coeff), 1 for a norm of 0, lr' = lr sqrt(1 - b2^t) / (1 - b1^t).

@@ -1,7 +1,7 @@
 """Lion: the sign of an interpolated momentum as the update, with decoupled weight decay.
 
 Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, algorithm 2.
-Defaults are those of DeepSpeed (ops/lion), whose second beta is 0.999 where the paper has 0.99.
+Defaults are those of DeepSpeed (ops/lion), whose second beta is 0.999; the paper's is 0.99.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Lion(PerTensor):
 
     For gradient g, momentum m, parameter p, learning rate lr and decay wd, one step is
     `c = b1 m + (1 - b1) g`, `p <- p - lr (sign(c) + wd p)`, `m <- b2 m + (1 - b2) g`.
-    State per parameter: `exp_avg`, of the parameter's shape and dtype. There is no step counter.
+    State per parameter: `exp_avg`, in the parameter's shape and dtype. There is no step counter.
     """
 
     def __init__(

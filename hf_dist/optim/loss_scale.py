@@ -13,7 +13,7 @@ from hf_dist.errors import ConfigError, OverflowAtMinimumScaleError, Problem
 
 __all__ = ["DynamicLossScaler", "Fp16Settings"]
 
-# Below the smallest normal fp32 number a scaled loss is zero: lowering the scale further cannot end an overflow.
+# Below the smallest normal fp32 number, a scaled loss is zero: lowering the scale further cannot end an overflow.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 _FACTOR = 2.0
@@ -36,7 +36,7 @@ class Fp16Settings(Protocol):
 
     @property
     def hysteresis(self) -> int:
-        """`fp16.hysteresis`: the overflow that first lowers the scale, counted from 1."""
+        """`fp16.hysteresis`: number of the overflow that first lowers the scale, counted from 1."""
 
     @property
     def consecutive_hysteresis(self) -> bool:
@@ -44,14 +44,14 @@ class Fp16Settings(Protocol):
 
     @property
     def min_loss_scale(self) -> float:
-        """`fp16.min_loss_scale`: the scale at which a further overflow is an error; may be a fraction or 0."""
+        """`fp16.min_loss_scale`: a further overflow at this scale is an error; may be a fraction or 0."""
 
 
 class DynamicLossScaler:
     """The current loss scale, and how an overflow (or its absence) moves it.
 
-    Every rank holds one and calls `update` once per step with the same `overflow`, agreed among all ranks before.
-    With `dynamic=False` the scale never moves.
+    Every rank holds one and calls `update` once per step with the same `overflow`, on which all ranks have agreed.
+    With `dynamic=False`, the scale never moves.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class DynamicLossScaler:
         self._min_scale = max(float(min_scale), _SMALLEST_SCALE)
         self._hysteresis = hysteresis
         self._consecutive_hysteresis = consecutive_hysteresis
-        self._overflows_left = hysteresis  # the scale falls at the overflow that finds 1 here
+        self._overflows_left = hysteresis  # the scale falls at an overflow while this is 1
         self._num_updates = 0
         self._last_overflow = -1
         self.initial_state = self.state_dict()
-        """For a checkpoint that has none."""
+        """State to load from a checkpoint without a scaler state."""
 
     @classmethod
     def from_config(cls, fp16: Fp16Settings) -> DynamicLossScaler:
@@ -90,7 +90,7 @@ class DynamicLossScaler:
         )
 
     def update(self, overflow: bool) -> None:
-        """Move the scale after a step; `overflow` tells that its gradients held an inf or a nan.
+        """Move the scale after a step; `overflow`: whether the step's gradients held an inf or a nan.
 
         Raises:
             OverflowAtMinimumScaleError: an overflow that would lower the scale below its minimum.
@@ -118,7 +118,7 @@ class DynamicLossScaler:
         self.scale = max(self.scale / _FACTOR, self._min_scale)
 
     def _raise_after_window(self) -> None:
-        num_good = self._num_updates - self._last_overflow - 1  # before this one, so the first window is one longer
+        num_good = self._num_updates - self._last_overflow - 1  # excludes this step, so the first window is one longer
         window_is_full = num_good > 0 and num_good % self._window == 0
         if self._consecutive_hysteresis or window_is_full:
             self._overflows_left = self._hysteresis
@@ -126,7 +126,7 @@ class DynamicLossScaler:
             self.scale *= _FACTOR
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on as if the run had not stopped; plain numbers."""
+        """Plain numbers, from which `load_state_dict` continues as if the run had not stopped."""
         return {
             "scale": self.scale,
             "overflows_left": self._overflows_left,

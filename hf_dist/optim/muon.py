@@ -1,4 +1,4 @@
-"""Muon with an auxiliary Adam, by DeepSpeed's parameters: matrices are stepped along an orthogonalised momentum.
+"""Muon with an auxiliary Adam, with DeepSpeed's parameters: matrices are stepped along an orthogonalised momentum.
 
 Sources of the rules: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), torch.optim.Muon, DeepSpeed's MuonWithAuxAdam.
 """
@@ -29,23 +29,23 @@ _MUON = {"momentum": 0.95, "nesterov": True, "ns_coefficients": _COEFFICIENTS, "
 _ADAM_BETAS, _ADAM_EPS = (0.9, 0.95), 1e-10
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
 MOMENTUM = "momentum_buffer"
-"""The state of a matrix."""
+"""Key of a matrix's state."""
 _NOT_MATRICES = ("embed", "lm_head")
-"""Parts of names whose tensors Adam steps, whatever their shape."""
+"""Tensors with these parts in their names are stepped by Adam, whatever their shape."""
 
 
 class Muon(torch.optim.AdamW):
-    """Groups with `use_muon` have matrices, the others are AdamW's. An engine lends matrices no gradient and steps them."""
+    """Steps groups with `use_muon` by Muon, the others by AdamW. An engine steps matrices itself and lends them no gradient."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
-        """`groups`: of `muon_groups`; `options`: of AdamW."""
+        """`groups`: from `muon_groups`; `options`: those of AdamW."""
         super().__init__(groups, **options)
         self.register_step_pre_hook(_step_matrices)
 
 
 @torch.no_grad()
 def _step_matrices(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Without an engine: matrices are stepped before Adam, which does not see their gradients."""
+    """Step matrices before Adam, and hide their gradients from it. Used without an engine."""
     for options in (group for group in optimizer.param_groups if group.get("use_muon")):
         for p in (p for p in options["params"] if p.grad is not None):
             buffer = optimizer.state[p].setdefault(MOMENTUM, torch.zeros_like(p))
@@ -57,32 +57,32 @@ def _step_matrices(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def with_momentum(grad: torch.Tensor, buffer: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """What is orthogonalised, in the dtype of the iteration; `buffer` is brought up to date. Element by element."""
+    """Update `buffer` and return the update to orthogonalise, in the iteration's dtype. Element-wise."""
     buffer.lerp_(grad, 1 - options["momentum"])
     update = grad.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
     return update.to(iterates_in(options), copy=True)
 
 
 def apply(weights: torch.Tensor, update: torch.Tensor, options: Mapping[str, Any], rows: int, columns: int) -> None:
-    """Step `weights`, of a matrix of `rows` and `columns` or of a part of it. Element by element."""
+    """Step `weights`, a part of a matrix of `rows` x `columns` or all of it. Element-wise."""
     weights.mul_(1 - float(options["lr"]) * options["weight_decay"])
     weights.add_(update, alpha=-adjusted_lr(options, rows, columns))
 
 
 def iterates_in(options: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of Newton-Schulz under the options of a param group, in which matrices also travel."""
+    """The dtype, by a param group's options, in which Newton-Schulz runs and matrices are sent."""
     return torch.float32 if options.get("ns_dtype") == "fp32" else torch.bfloat16
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its matrices can be stepped by momentum in intervals: ours, or torch's own class."""
+    """Whether `MuonStep` can step its matrices: our class or torch's own."""
     return isinstance(optimizer, Muon) or type(optimizer) is torch.optim.Muon
 
 
 def muon_groups(named: Iterable[tuple[str, nn.Parameter]], params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Two param groups, matrices and the rest, with the options that `params` of the `optimizer` section give them.
+    """Two param groups, matrices and all others, with their options from `params` of the `optimizer` section.
 
-    A matrix has two dimensions or more, and neither "embed" nor "lm_head" in its name. A tensor of three is a batch of them.
+    A matrix has two or more dimensions and neither "embed" nor "lm_head" in its name. Three dimensions are a batch of matrices.
     """
     named = list(named)
     matrices = [p for name, p in named if is_matrix(name, p.ndim)]
@@ -105,22 +105,22 @@ def is_matrix(name: str, ndim: int) -> bool:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(number of matrices, rows, columns) of a parameter: three dimensions are a batch, four a convolution's one matrix."""
+    """(number of matrices, rows, columns) of a parameter: three dimensions are a batch; four are one convolution matrix."""
     if len(shape) == 3:
         return shape
     return 1, shape[0], math.prod(shape[1:])
 
 
 def newton_schulz_cost(shape: tuple[int, ...]) -> float:
-    """Operations of one iteration on a matrix of `shape`."""
+    """Number of operations of one Newton-Schulz iteration on a matrix of `shape`."""
     short, long = sorted(shape)
     return 4.0 * short * short * long + 2.0 * short**3
 
 
 def orthogonalised(matrix: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix, roughly, by Newton-Schulz in the dtype of `matrix`, which is overwritten.
+    """Approximately the nearest semi-orthogonal matrix, by Newton-Schulz in the dtype of `matrix`, which is overwritten.
 
-    The operations of torch's, in their order: with bf16 the bits are the same.
+    Runs torch.optim.Muon's operations in the same order, so bf16 results are bitwise equal.
     """
     a, b, c = options["ns_coefficients"]
     tall = matrix.size(0) > matrix.size(1)
@@ -134,7 +134,7 @@ def orthogonalised(matrix: torch.Tensor, options: Mapping[str, Any]) -> torch.Te
 
 
 def adjusted_lr(options: Mapping[str, Any], rows: int, columns: int) -> float:
-    """The learning rate of a matrix; "match_rms_adamw" takes the rates that AdamW takes."""
+    """The learning rate of a matrix; "match_rms_adamw" scales updates so that AdamW's learning rates fit."""
     if options.get("adjust_lr_fn") == "match_rms_adamw":
         ratio = 0.2 * math.sqrt(max(rows, columns))
     else:

@@ -1,9 +1,9 @@
-"""Muon on sharded matrices: momentum stays in its intervals, only the matrix to be orthogonalised travels, there and back.
+"""Muon on sharded matrices: momentum stays sharded; only the matrix to orthogonalise is sent to its owner and back.
 
-Newton-Schulz begins by rounding to bf16 and returns bf16, so bf16 is what travels and not a bit is lost: with equal gradients
-the weights have the bits of torch.optim.Muon in one process. Its work is divided among the ranks by its cost; done by every
-rank it would be that many times as much ([Note: owners]). `"ns_dtype": "fp32"` iterates and travels in fp32: gradients of
-several ranks differ from one process's in the last bit, which bf16 turns into a percent of a matrix's update.
+Newton-Schulz rounds its input to bf16 and returns bf16, so sending bf16 loses nothing: with equal gradients, the weights are
+bitwise those of torch.optim.Muon in one process. Matrices are divided among the ranks by cost, instead of every rank computing
+all of them ([Note: owners]). `"ns_dtype": "fp32"` iterates and sends in fp32: gradients of several ranks differ from one
+process's in the last bit, which bf16 amplifies to a percent of a matrix's update.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hf_dist.sharding.group import FlatGroup
 
 
 class MuonStep:
-    """Steps the matrices of one optimizer; what else it has is stepped element by element."""
+    """Steps the matrices of one optimizer. Its other parameters are stepped element-wise elsewhere."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, fragments: Mapping[tuple[int, int], Fragment]) -> None:
-        """`fragments`: of this rank, by id of the group and index."""
+        """`fragments`: this rank's, by (id of the group, index)."""
         self._optimizer, self._fragments = optimizer, fragments
         self._owners = Owners(newton_schulz_cost)
-        self._numbers: dict[tuple[int, int], int] = {}  # of the param group
+        self._numbers: dict[tuple[int, int], int] = {}  # number of the param group
 
     def add(self, number: int, tensors: Iterable[tuple[FlatGroup, int]]) -> None:
-        """Parameters of param group `number`. Raises `ModelError` for a matrix that ranks hold slices of."""
+        """Add the parameters of param group `number`. Raises `ModelError` for a matrix that is cut into slices. Local."""
         if not self._optimizer.param_groups[number].get("use_muon", True):
             return
         found = []
@@ -55,12 +55,12 @@ class MuonStep:
         self._owners.add(found)
 
     def takes(self, f: OfParameter) -> bool:
-        """Whether `f` is of a matrix."""
+        """Whether `f` belongs to a matrix."""
         return (id(f.group), f.index) in self._numbers
 
     @torch.no_grad()
     def step(self, used: Used) -> None:
-        """Momentum, orthogonalisation at the owners, weights. Collective over the groups' shard axes."""
+        """Update momentum, orthogonalise at the owners, step weights. Collective over the groups' shard axes."""
         ready = {o for o in self._owners.items if o.group.grad is not None and used(o)}
         for dtype in (torch.bfloat16, torch.float32):
             own = {o for o in ready if iterates_in(self._options(o)) is dtype}

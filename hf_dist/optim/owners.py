@@ -1,11 +1,11 @@
-"""Tensors that a step must see whole: who sees which, and the ways there and back.
+"""Owners of tensors that a step must see whole, and the exchanges that bring tensors to their owners and results back.
 
-[Note: owners] Masters and gradients rest in intervals, and some optimizers need a tensor in one piece. For the step each such
-tensor comes to one rank of its group's shard axis, the owner, and the result goes back; nobody else computes it. Every rank
-works out the same owners from the layouts alone: heaviest first, to the rank with the least so far. What travels is named by
-the user: gradients and masters in fp32 for any optimizer object (`whole_step.py`), for Muon one bf16 matrix (`muon_step.py`).
-Per element and step a rank sends (bytes there + bytes back) (N - 1) / N^2; where optimizer states rest replicated there is
-nothing to send to the owner, and the result goes to all: bytes back (N - 1) / N.
+[Note: owners] Masters and gradients are sharded into intervals, but some optimizers need whole tensors. For the step, each such
+tensor is gathered on one rank of its group's shard axis, the owner, which computes the result and sends it back. Every rank
+derives the same owners from the layouts alone: heaviest tensor first, to the least loaded rank. The caller decides what is
+sent: gradients and masters in fp32 for any optimizer object (`whole_step.py`), one bf16 matrix for Muon (`muon_step.py`).
+Per element and step, a rank sends (bytes to owner + bytes back) (N - 1) / N^2. If optimizer states rest replicated, nothing is
+sent to the owner and the result goes to all ranks: (bytes back) (N - 1) / N.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from hf_dist.sharding.placement import Placement
 __all__ = ["Owned", "Owners", "assigned", "heaviest_first", "step_whole"]
 
 BUCKET_NUMEL = 1 << 26
-"""Elements of all ranks' tensors that are whole at a time; the next ones are on their way meanwhile."""
+"""Elements, over all ranks, that are whole at a time, while the next round's are in flight."""
 
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """A parameter, or one matrix of a batch of them, that one rank sees whole."""
+    """A parameter, or one matrix of a batch, that one rank sees whole."""
 
     group: FlatGroup
     index: int
-    """Of the parameter in `group`."""
+    """Position of the parameter in `group`."""
     start: int
-    """First element in the flattened parameter."""
+    """Index of its first element in the flattened parameter."""
     shape: tuple[int, ...]
     owner: int
-    """Rank on the group's shard axis."""
+    """The owner's rank on the group's shard axis."""
 
     @property
     def slot(self) -> ParamSlot:
-        """Of the parameter."""
+        """The parameter's slot."""
         return self.group.layout.slots[self.index]
 
     @property
@@ -54,7 +54,7 @@ class Owned:
 
     @property
     def axis(self) -> MeshAxis:
-        """Whose ranks hold intervals of it."""
+        """The axis whose ranks hold intervals of it."""
         return self.group.axes.shard
 
     @property
@@ -64,11 +64,11 @@ class Owned:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has all of it before the step, and is to have all of it after."""
+        """Whether every rank has all of it before the step and needs all of it afterwards."""
         return self.group.placements.optim is not Placement.SHARD
 
     def part(self, rank: int) -> tuple[int, int]:
-        """Interval [start, stop) of it that `rank` steps elsewhere, and is to have after the step."""
+        """Interval [start, stop) of it that `rank` holds before the step and receives after it."""
         if self.is_replicated:
             return 0, self.numel
         start, stop = (edge - self.start for edge in self.group.layout.fragment(self.slot, rank))
@@ -76,28 +76,28 @@ class Owned:
         return first, max(first, min(stop, self.numel))
 
     def length(self, rank: int) -> int:
-        """Elements of `part`."""
+        """Number of elements of `part(rank)`."""
         start, stop = self.part(rank)
         return stop - start
 
     def of(self, values: torch.Tensor, begins: int = 0) -> torch.Tensor:
-        """This rank's part of it in `values`, laid out like the group's masters from element `begins`; a view, 1-D."""
+        """1-D view of this rank's part in `values`, a tensor laid out like the group's masters from element `begins` on."""
         start, stop = self.part(self.axis.rank)
         first = self.slot.offset + self.start + start - self.group.resting[0] - begins
         return values[first : first + stop - start] if stop > start else values[:0]
 
 
 class Owners:
-    """All of them, balanced by a cost."""
+    """All owned tensors of one optimizer, balanced by cost."""
 
     def __init__(self, cost: Callable[[tuple[int, ...]], float] = math.prod) -> None:
-        """`cost`: of a tensor, by its shape."""
+        """`cost`: cost of a tensor as a function of its shape."""
         self.items: list[Owned] = []
         self._cost = cost
-        self._loads: dict[int, list[float]] = {}  # by axis, then by rank
+        self._loads: dict[int, list[float]] = {}  # id of the axis -> load of each rank
 
     def add(self, tensors: Iterable[tuple[FlatGroup, int, int, tuple[int, ...]]]) -> list[Owned]:
-        """Give more of them owners: (group, index, start, shape). Local; every rank of the axes with the same ones."""
+        """Assign owners to `tensors`: (group, index, start, shape). Local; all ranks of the axes must pass the same ones."""
         added = []
         parts = [(self._cost(t[3]), t[0].layout.slots[t[1]].name, *t) for t in tensors]
         for cost, _, group, index, start, shape in sorted(parts, key=heaviest_first):
@@ -108,7 +108,7 @@ class Owners:
         return added
 
     def buckets(self, wanted: Callable[[Owned], bool]) -> list[list[Owned]]:
-        """Those that are `wanted`, in a few rounds with work for every owner in each; every rank makes the same rounds."""
+        """Divide the `wanted` items into rounds that give every owner work. Local; every rank makes the same rounds."""
         rounds: list[list[Owned]] = []
         for axis in {id(o.axis): o.axis for o in self.items}.values():
             mine = [o for o in self.items if o.axis is axis and o.numel and wanted(o)]
@@ -120,12 +120,12 @@ class Owners:
 
 
 def heaviest_first(part: Any) -> tuple[Any, ...]:
-    """Key to sort (cost, name, ...) by; tensors of one name, a batch, stay in their order."""
+    """Sort key for (cost, name, ...); tensors of equal cost and name, a batch, keep their order."""
     return -part[0], part[1]
 
 
 def assigned(costs: Sequence[float], load: list[float]) -> list[int]:
-    """A rank for each: the one with the least so far, which `load` counts."""
+    """The owner rank for each cost: the rank with the smallest `load`, which is updated."""
     owners = []
     for cost in costs:
         owners.append(load.index(min(load)))
@@ -134,7 +134,7 @@ def assigned(costs: Sequence[float], load: list[float]) -> list[int]:
 
 
 def _taken(queue: list[Owned], numel: int) -> list[Owned]:
-    """Off the front of `queue`, at least one, as long as they fit."""
+    """Take items off the front of `queue` while they fit into `numel` elements; at least one."""
     taken: list[Owned] = []
     while queue and (not taken or sum(o.numel for o in taken) + queue[0].numel <= numel):
         taken.append(queue.pop(0))
@@ -142,7 +142,7 @@ def _taken(queue: list[Owned], numel: int) -> list[Owned]:
 
 
 Wholes = list[tuple[Owned, list[torch.Tensor]]]
-"""What this rank owns of a round, with the tensors that came of each, in its shape."""
+"""This rank's owned items of a round, each with its gathered tensors in the item's shape."""
 
 
 def step_whole(
@@ -152,10 +152,11 @@ def step_whole(
     arrive: Callable[[Owned, torch.Tensor], None],
     dtype: torch.dtype,
 ) -> None:
-    """Bring every round to its owners, `work` there, and bring the results back. Collective over the items' axes.
+    """Send every round's tensors to their owners, call `work` there, and send results back. Collective over the items' axes.
 
-    `leave`: this rank's parts of a few tensors, 1-D, as many and of one dtype for all items; `work`: a whole result for each
-    that this rank owns, in `dtype`; `arrive`: takes this rank's part of a result. The next round travels while one works.
+    `leave`: returns this rank's 1-D parts of an item's tensors (equal number and dtype for all items); `work`: returns a whole
+    result in `dtype` for each item this rank owns; `arrive`: receives this rank's part of a result. One round is computed while
+    the next is in flight.
     """
     coming = _to_owners(rounds[0], leave) if rounds else None
     back: Callable[[], None] | None = None
@@ -172,7 +173,7 @@ def step_whole(
 
 
 def _to_owners(items: Sequence[Owned], leave: Callable[[Owned], list[torch.Tensor]]) -> Callable[[], Wholes]:
-    """Start it; calling what is returned waits for the tensors."""
+    """Start sending a round to its owners; the returned function waits and returns this rank's whole tensors."""
     axis, device = items[0].axis, items[0].group.mesh.device
     mine = [o for o in items if o.is_mine]
     parts = {o: leave(o) for o in items}
@@ -206,7 +207,7 @@ def _to_shards(
     arrive: Callable[[Owned, torch.Tensor], None],
     dtype: torch.dtype,
 ) -> Callable[[], None]:
-    """Start it; calling what is returned waits, and hands the parts on."""
+    """Start sending results back; the returned function waits and passes this rank's parts to `arrive`."""
     axis, device = items[0].axis, items[0].group.mesh.device
     if axis.size == 1:
 

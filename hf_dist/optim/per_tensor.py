@@ -1,4 +1,4 @@
-"""What the optimizers written here have in common: torch's `step`, and one tensor after another."""
+"""Base of the optimizers in this package: torch's `step`, applied tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["PerTensor"]
 
 
 class PerTensor(torch.optim.Optimizer):
-    """An optimizer that overrides `_step_tensor`, or `_step_group` where it steps many tensors in one call."""
+    """Subclasses override `_step_tensor`, or `_step_group` to step many tensors in one call."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`, if one is given."""
+        """Update every parameter that has a gradient; returns the loss of `closure`, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

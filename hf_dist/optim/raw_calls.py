@@ -1,7 +1,7 @@
-"""What a user's own calls of a torch optimizer do once it steps fragments: `step`, `zero_grad`, `add_param_group`.
+"""Redirects a user's own calls of a torch optimizer that steps fragments: `step`, `zero_grad`, `add_param_group`.
 
-The fragments have gradients only while the engine lends them, so without this a loop that keeps the plain optimizer would
-step nothing, drop nothing and train no group that it adds, without a word.
+Fragments have gradients only while the engine lends them. Without the redirection, a loop that keeps the plain optimizer would
+silently step nothing, drop nothing, and not train any group that it adds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 class Engine(Protocol):
-    """Who answers."""
+    """The engine that handles redirected calls."""
 
     def stepped_by_hand(self, closure: Any) -> Any:
-        """`optimizer.step(closure)` was called; returns what the closure did."""
+        """Handle `optimizer.step(closure)`; returns the closure's result."""
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -26,12 +26,12 @@ class Engine(Protocol):
 
 
 class StepHook:
-    """Pre-hook of an optimizer's step: a call that is not the engine's own becomes one."""
+    """Pre-hook of an optimizer's step: turns a user's call into a step of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.is_own = False
-        """Whether the engine is stepping."""
+        """Whether the engine itself is calling `step`."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         engine = self._engine()
@@ -39,12 +39,12 @@ class StepHook:
             return None
         given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
         value = engine.stepped_by_hand(given[0] if given else None)
-        # The optimizer's own step goes on with fragments that have no gradient, and returns what the closure returned.
+        # The optimizer's own step continues with fragments that have no gradient, and returns the closure's result.
         return (optimizer, *([lambda: value] if given else [])), {}
 
 
 def route(optimizer: torch.optim.Optimizer, engine: Engine) -> StepHook:
-    """Have calls of `optimizer` by user code arrive at `engine`, which is held weakly. Local."""
+    """Redirect user code's calls of `optimizer` to `engine`, which is held weakly. Local."""
     reference = weakref.ref(engine)
     kind: Any = type(optimizer)
     held = weakref.ref(optimizer)
@@ -70,6 +70,6 @@ def route(optimizer: torch.optim.Optimizer, engine: Engine) -> StepHook:
 
 
 def watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody else looks at the steps of `optimizer`."""
+    """Whether other code has hooks on the steps of `optimizer`."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return any(not isinstance(hook, StepHook) for hook in hooks)

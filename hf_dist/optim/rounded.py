@@ -1,12 +1,12 @@
-"""What rests in bf16 and is fp32 while it is stepped: optimizer states, and master weights, for any element-wise optimizer.
+"""Optimizer states and master weights that rest in bf16 and are stepped in fp32, for any element-wise optimizer.
 
-    swap_in    bf16 -> fp32, of one batch of fragments
-    step       in fp32, as without
-    swap_out   fp32 -> bf16, rounded to the nearest, or up or down by chance so that the mean is right
+    swap_in    bf16 -> fp32, for one batch of fragments
+    step       in fp32, as usual
+    swap_out   fp32 -> bf16, rounded to the nearest, or stochastically, so that the mean is right
 
-A second moment moves by (1 - beta2) of its value in a step, 0.1% with 0.999, and bf16 has steps of 0.8%: rounded to the nearest
-it stands still. So does a weight, whose steps of 0.4 to 0.8% are far above a learning rate. That is what DeepSpeed's keys ask
-for; `hf_dist.stochastic_rounding` lets both move.
+With beta2 = 0.999, a second moment changes by 0.1% of its value per step, but bf16 values are 0.8% apart: rounded to the
+nearest, it never changes. The same holds for weights, because updates are far smaller than bf16's spacing of 0.4 to 0.8%.
+DeepSpeed's keys ask for this rounding; `hf_dist.stochastic_rounding` lets both change.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["RoundedBatch", "Rounding", "rounding_of"]
 
 
 class Rounding:
-    """How fp32 becomes bf16."""
+    """Rounds fp32 to bf16."""
 
     def __init__(self, *, stochastic: bool, seed: int = 0, states: bool = True) -> None:
-        """`seed`: of this rank's own random numbers, no part of a checkpoint; `states`: whether states are rounded, too."""
+        """`seed`: of this rank's random numbers, which checkpoints do not save; `states`: whether to round states too."""
         self.stochastic = stochastic
         self.states = states
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, 1-D fp32, in bf16; what bf16 can hold stays as it is."""
+        """`values` (1-D fp32) rounded to bf16. Values that bf16 can represent do not change."""
         if not self.stochastic:
             return values.bfloat16()
         generator = self._generators.get(values.device)
@@ -58,7 +58,7 @@ class RoundedBatch(StepBatch):
         self._rounding = rounding
 
     def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wide copies of the states and of the masters."""
+        """Replace states and masters by fp32 copies."""
         for f in self.fragments:
             if f.tensor.dtype is torch.bfloat16:
                 f.tensor.data = f.tensor.data.float()
@@ -68,7 +68,7 @@ class RoundedBatch(StepBatch):
                     state[key] = value.float()
 
     def swap_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """Narrow ones again."""
+        """Round states and masters back to bf16."""
         for f in self.fragments:
             state = optimizer.state.get(f.tensor, {})
             for key, value in state.items():
@@ -82,7 +82,7 @@ class RoundedBatch(StepBatch):
 
 
 def rounding_of(config: DistConfig, rank: int) -> Rounding | None:
-    """What the resolved `config` asks for; None for states in fp32. Raises `ConfigError` where there is no bf16."""
+    """The rounding that the resolved `config` asks for; None for fp32 states. Raises `ConfigError` without bf16. Local."""
     narrow = {key: getattr(config.bf16, key) for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")}
     paths = {f"bf16.{key}": "true" for key, wanted in narrow.items() if wanted}
     if config.optimizer is not None and config.optimizer.params.get("fp32_optimizer_states") is False:

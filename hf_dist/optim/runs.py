@@ -1,8 +1,8 @@
-"""Neighbouring fragments that are stepped as one: what an optimizer does once per parameter, it does once for all of them.
+"""Runs of adjacent fragments that are stepped as one, so that the optimizer's work per parameter is done once per run.
 
-A flat buffer holds the parameters of a group side by side, and so do masters and gradients; when the states do as well,
-an element-wise kernel does not see where one parameter ends. The optimizer is then lent the gradient of the first fragment of
-each run and skips the others, as parameters without a gradient; the kernel's call is extended over the run (`fused_kernel.py`).
+Flat buffers hold the weights, masters and gradients of a group's parameters side by side. If the states are also side by side,
+an element-wise kernel need not know where one parameter ends. The optimizer then gets only the gradient of each run's first
+fragment and skips the others as parameters without a gradient; `fused_kernel.py` extends the kernel call over the run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hf_dist.optim.fragment import Fragment, Used
 from hf_dist.sharding.layout import ALIGNMENT
 
 _STEP = "step"
-"""Key of the one state of Adam that is not element-wise: how often the parameter was stepped, a tensor of no dimension."""
+"""Key of Adam's only state that is not element-wise: the step counter, a 0-D tensor."""
 
 
 class Run:
-    """Fragments of one flat buffer with equal options, whose states lie as they do."""
+    """Adjacent fragments of one flat buffer with equal options and equally adjacent states."""
 
     def __init__(self, first: Fragment, state: dict[str, Any]) -> None:
         self.fragments = [first]
@@ -34,13 +34,13 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Where the last fragment ends in the flat buffer."""
+        """End of the last fragment in the flat buffer."""
         return self.fragments[-1].stop
 
     def takes(self, f: Fragment, state: dict[str, Any]) -> bool:
-        """Whether `f` is the next one; then it belongs to the run.
+        """Add `f` to the run if it is the next fragment; returns whether it was.
 
-        Between two parameters of a flat buffer are less than `ALIGNMENT` elements, all zero: stepping them changes nothing.
+        Fewer than `ALIGNMENT` elements separate two parameters of a flat buffer, all zero: stepping them changes nothing.
         """
         first, began = self.first, self._states[0]
         near = f.group is first.group and 0 <= f.start - self.stop < ALIGNMENT and state.keys() == began.keys()
@@ -58,9 +58,9 @@ class Run:
         return True
 
     def holds(self, optimizer: torch.optim.Optimizer, used: Used) -> bool:
-        """Whether it may be stepped as one: all have a gradient and the same step, and nobody put other states in the place."""
+        """Whether the run can be stepped as one: all fragments have gradients, equal steps, and their known state tensors."""
         grad = self.first.group.grad
-        # Of another dtype it is lent as a copy, which does not lie beside the next one's.
+        # A gradient of another dtype is lent as a copy, which is not adjacent to the next one's.
         if grad is None or grad.dtype != self.first.tensor.dtype:
             return False
         step = None
@@ -75,11 +75,11 @@ class Run:
         return True
 
     def apart(self, optimizer: torch.optim.Optimizer, used: Used) -> list[Run]:
-        """Each fragment that has a gradient by itself."""
+        """A separate run for each fragment that has a gradient."""
         return [Run(f, optimizer.state.get(f.tensor, {})) for f in self.fragments if used(f)]
 
     def stepped(self) -> None:
-        """The first was stepped, and its kernel over the whole run: so were the others."""
+        """After the kernel has stepped the whole run: copy the first fragment's step counter to the others."""
         if len(self.fragments) > 1:
             number = self._states[0][_STEP].item()
             for state in self._states[1:]:
@@ -87,12 +87,12 @@ class Run:
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """Which tensor is in which param group, to see whether somebody moved one since the runs were found."""
+    """ids of the tensors in each param group, to detect that user code moved one since the runs were found."""
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def find_runs(fragments: Iterable[Fragment], optimizer: torch.optim.Optimizer) -> list[Run]:
-    """All of `fragments`, in their order, in as few runs as there are."""
+    """Combine `fragments`, in order, into as few runs as possible."""
     options = {tensor: i for i, group in enumerate(groups_of(optimizer)) for tensor in group}
     runs: list[Run] = []
     last = None
@@ -106,7 +106,7 @@ def find_runs(fragments: Iterable[Fragment], optimizer: torch.optim.Optimizer) -
 
 
 def lay_side_by_side(fragments: Iterable[Fragment], optimizer: torch.optim.Optimizer) -> None:
-    """Move the states of each group's fragments into one buffer per key, laid out like the masters, unless they are in one."""
+    """Move the states of each group's fragments into one buffer per key, laid out like the masters, unless already there."""
     places: dict[tuple[int, str, torch.dtype], list[tuple[Fragment, dict[str, Any]]]] = {}
     for f in fragments:
         state = optimizer.state.get(f.tensor, {})

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of the `scheduler` section: DeepSpeed's warm-ups, or any of torch by its own name.
+"""Learning-rate schedules of the `scheduler` section: DeepSpeed's warm-ups, or any torch schedule by its class name.
 
 Source of the formulas: DeepSpeed runtime/lr_schedules.py. [Note: schedule index] in `indexed_schedule.py`.
 """
@@ -50,7 +50,7 @@ class _Warmup(IndexedSchedule):
         return index < 0 and self._has_warmup
 
     def _warmup_factor(self, index: int) -> float:
-        """How far the warm-up has come at `index` < number of warm-up steps, from 0 to 1."""
+        """Progress of the warm-up at `index` < number of warm-up steps, from 0 to 1."""
         if self._is_log:
             return 1.0 / math.log(self._num_warmup_steps) * math.log(index + 1)
         return index / self._num_warmup_steps
@@ -59,7 +59,7 @@ class _Warmup(IndexedSchedule):
 class WarmupLR(_Warmup):
     """Warm-up from `warmup_min_lr` to `warmup_max_lr` (the optimizer's lr if None), then constant.
 
-    Both may be a list with one value for each param group. `warmup_num_steps` 0 means no warm-up.
+    Each may be a list with one value per param group. `warmup_num_steps` 0 means no warm-up.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class WarmupLR(_Warmup):
         return [low + (high - low) * factor for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
 
     def _decay_factor(self, index: int) -> float:
-        """What is left of the way from minimum to maximum once the warm-up is over."""
+        """Position between minimum (0) and maximum (1) after the warm-up."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then a linear decay that is back at `warmup_min_lr` (not at 0) after `total_num_steps`."""
+    """WarmupLR, then a linear decay that reaches `warmup_min_lr` (not 0) after `total_num_steps`."""
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Warm-up from `warmup_min_ratio` to 1, then a cosine down to `cos_min_ratio`; both times the optimizer's lr.
+    """Warm-up from `warmup_min_ratio` to 1, then a cosine down to `cos_min_ratio`; both are factors of the optimizer's lr.
 
-    The first step of all runs at 0, whatever `warmup_min_ratio` is: so it does in DeepSpeed.
+    As in DeepSpeed, the very first step runs at 0, whatever `warmup_min_ratio` is.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ _OWN: dict[str, type[IndexedSchedule]] = {
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The schedule that `scheduler.type` and `scheduler.params` stand for in DeepSpeed.
 
-    It sets the learning rate of `optimizer` at once. Call its `step()` after each optimizer step that was applied,
-    and not after one skipped for an overflow. No "auto" may be left in `params`.
+    It sets the learning rate of `optimizer` at once. Call its `step()` after each applied optimizer step, but not after
+    one skipped for an overflow. `params` must not contain "auto".
 
     Raises:
-        ConfigError: an unknown type, or params it does not take; names all of them.
+        ConfigError: an unknown type, or params that it does not take; lists all of them.
     """
     name, arguments = read_scheduler(type, params)
     cls = _OWN[name] if name in _OWN else getattr(torch.optim.lr_scheduler, name)

@@ -1,7 +1,7 @@
-"""Which optimizer steps were skipped, as gradients were not finite; on a GPU known one step late.
+"""Counts optimizer steps that were skipped because gradients were not finite; on a GPU known one step late.
 
-There the step itself leaves everything as it is (`step_scaling.py`). Asking at once would make the host wait for the whole
-backward, with nothing for the GPU to do after it. A step later the answer has long arrived.
+On a GPU, the step kernel itself changes nothing in that case (`step_scaling.py`). Reading the flag at once would make the host
+wait for the whole backward and leave the GPU idle after it. One step later, the flag has long arrived.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["SkippedSteps"]
 
 
 class SkippedSteps:
-    """Counts them. Every rank makes the same calls and comes to the same answers."""
+    """Counts skipped steps. Every rank makes the same calls and gets the same answers."""
 
     def __init__(self) -> None:
         self.last = False
-        """Whether the last step was skipped; where answers are late, the one before it."""
+        """Whether the last step was skipped; if answers are late, the step before it."""
         self._known = 0
-        self._under_way: Any = None  # reads the last flag, when it has arrived
+        self._under_way: Any = None  # waits for the last flag and returns it
 
     @property
     def count(self) -> int:
-        """All so far. The host waits for the last answer if it is still on its way."""
+        """Number of skipped steps so far. The host waits for the last flag if it is still in flight."""
         return self._known + int(self._late())
 
     @count.setter
@@ -34,12 +34,12 @@ class SkippedSteps:
         self._known, self._under_way = value, None
 
     def tell(self, skipped: bool) -> None:
-        """The step that comes now is skipped, or not."""
+        """Record whether the current step is skipped."""
         self._known = self.count + int(skipped)
         self.last, self._under_way = skipped, None
 
     def tell_late(self, flag: torch.Tensor) -> None:
-        """The same as a tensor on the GPU, 0D: not 0 if it is skipped. The host waits for the answer of the step before."""
+        """Like `tell`, with a 0D GPU tensor, not 0 if the step is skipped. The host waits for the previous step's flag."""
         late = self._late()
         self._known += int(late)
         self.last, self._under_way = late, brought(flag)
@@ -48,11 +48,11 @@ class SkippedSteps:
         return self._under_way is not None and bool(self._under_way())
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; plain numbers."""
+        """Plain numbers for a checkpoint."""
         return {"skipped_steps": self.count, "skip_not_told": self._late()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave; checkpoints of older versions lack the second number."""
+        """Restore `state_dict()`; checkpoints of older versions lack the second number."""
         late = bool(state.get("skip_not_told", False))
         self._known, self.last = int(state["skipped_steps"]) - late, False
         self._under_way = (lambda: True) if late else None

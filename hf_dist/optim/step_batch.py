@@ -1,8 +1,9 @@
-"""Fragments that are stepped together, and how their master weights and optimizer state come to be in memory for it.
+"""Batches of fragments that are stepped together, and how their master weights and optimizer states get into memory.
 
-[Note: stepping in batches] Where states are offloaded, an optimizer is stepped group by group: `param_groups` is narrowed to
-the fragments of one group, and restored. For an element-wise optimizer that is bitwise one whole step. Its step hooks run
-once per batch. Options that the step itself writes (a counter in a param group) begin each batch as they began the first.
+[Note: stepping in batches] If states are offloaded, the optimizer is stepped group by group: `param_groups` is narrowed to
+the fragments of one group, then restored. For an element-wise optimizer, the result is bitwise that of one whole step. Step
+hooks run once per batch. Options that the step itself writes (a counter in a param group) have the same initial value in each
+batch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from hf_dist.optim.runs import Run
 from hf_dist.sharding.group import FlatGroup
 
 _HOST_NUMEL = 1 << 24
-"""Elements at which a batch on the host ends: a call of the optimizer has a price of its own, whatever it steps."""
+"""A batch on the host ends once it has this many elements: each call of the optimizer has a fixed cost."""
 
 
 class StepBatch:
-    """Fragments whose states stay in memory."""
+    """A batch of fragments whose states stay in memory."""
 
     def __init__(self, groups: Sequence[FlatGroup], fragments: Sequence[Fragment]) -> None:
         self.groups = list(groups)
@@ -33,33 +34,33 @@ class StepBatch:
         self.in_place = True
         """Whether states are stepped where they rest."""
         self.runs: list[Run] | None = None
-        """Which fragments can be stepped as one; None while nobody has looked since the states were last opened."""
+        """Fragments that can be stepped as one; None if not computed since the states were last opened."""
         self.options: list[list[int]] = []
-        """Which tensor was in which param group when they were found (`runs.groups_of`)."""
+        """The tensors of each param group when the runs were found (`runs.groups_of`)."""
 
     def fetch(self) -> None:
-        """Begin to bring the states into memory."""
+        """Start to bring the states into memory."""
 
     def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Now they are needed."""
+        """Make the states available to `optimizer`, waiting for them if needed."""
 
     def swap_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """They were stepped: weights follow the masters, and states go where they rest."""
+        """After the step: copy masters to weights, and move states to where they rest."""
         for group in self.groups:
             group.masters_changed()
             group.write_back()
 
     def settle(self) -> None:
-        """Wait until they are where they rest."""
+        """Wait until the states are where they rest."""
 
     def states(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Sliceable]]:
-        """(key, 1-D elements like the fragment's) of the optimizer's states, which may be on disk."""
+        """(key, 1-D elements) of the fragment's element-wise states, which may be on disk."""
         for key, value in leaves(optimizer.state.get(fragment.tensor, {})):
             if fragment.is_like(value):
                 yield key, value.reshape(-1)
 
     def nbytes(self, optimizer: torch.optim.Optimizer) -> dict[Tier, int]:
-        """Bytes of the optimizer's states at rest, master weights not counted."""
+        """Bytes of the optimizer's states at rest, by tier, without master weights."""
         held = dict.fromkeys(Tier, 0)
         for fragment in self.fragments:
             tensors = (v for _, v in leaves(optimizer.state.get(fragment.tensor, {})) if isinstance(v, torch.Tensor))
@@ -68,7 +69,7 @@ class StepBatch:
 
 
 class SwappedBatch(StepBatch):
-    """Fragments of one group whose states rest on disk; values that are not like the parameter stay in memory."""
+    """Fragments of one group whose states rest on disk. Values that are not element-wise stay in memory."""
 
     def __init__(self, group: FlatGroup, fragments: Sequence[Fragment]) -> None:
         super().__init__([group], fragments)
@@ -78,12 +79,12 @@ class SwappedBatch(StepBatch):
         self._on_loan = False
 
     def fetch(self) -> None:
-        """Begin to read."""
+        """Start to read masters and states from disk."""
         for resting in (self.group.master, *self._states.values()):
             resting.fetch()
 
     def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lend the optimizer views of the buffers; idempotent."""
+        """Lend the optimizer views of the host buffers; idempotent."""
         if self._on_loan:
             return
         self._on_loan = True
@@ -96,7 +97,7 @@ class SwappedBatch(StepBatch):
                 optimizer.state[f.tensor][key] = values[key][f.start : f.stop]
 
     def swap_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take them back, with states that were not there before, and begin to write."""
+        """Take the views back, with any new states, and start to write."""
         self._on_loan = False
         for f in self.fragments:
             state = optimizer.state.get(f.tensor, {})
@@ -115,21 +116,21 @@ class SwappedBatch(StepBatch):
             self._states[key] = self.group.storage.optim.new(self.group.master.elements.numel(), value.dtype, Tier.DISK)
             self._states[key].get(blank=True).zero_()
         into = self._states[key].get()[f.start : f.stop]
-        if value.data_ptr() != into.data_ptr():  # made by this step, or put in the place of what was lent
+        if value.data_ptr() != into.data_ptr():  # created by this step, or replaced by the optimizer
             into.copy_(value)
 
     def settle(self) -> None:
-        """Wait for what is being written."""
+        """Wait for running writes."""
         for resting in (self.group.master, *self._states.values()):
             resting.settle()
 
     def states(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Sliceable]]:
-        """Parts that are read when they are asked for."""
+        """(key, elements) of states on disk, read only on access."""
         for key in self._held[fragment]:
             yield key, self._states[key].part(fragment.start, fragment.stop)
 
     def nbytes(self, optimizer: torch.optim.Optimizer) -> dict[Tier, int]:
-        """What is on disk, and the values in memory."""
+        """Bytes of states on disk, and of values in memory, by tier."""
         held = super().nbytes(optimizer)
         held[Tier.HOST] += held[Tier.DISK]
         held[Tier.DISK] = sum(resting.nbytes for resting in self._states.values())
@@ -143,9 +144,9 @@ def make_batches(
     one_by_one: bool = False,
     of_group: Callable[[FlatGroup, Sequence[Fragment]], StepBatch] | None = None,
 ) -> list[StepBatch]:
-    """All fragments that stay on the device as one batch, those on the host in a few, and one for every group on disk.
+    """Batches of `fragments`: one for all on the device, a few for those on the host, one per group on disk. Local.
 
-    `one_by_one`: one for every group, wherever it rests; `of_group`: makes it.
+    `one_by_one`: make one batch per group, wherever it rests, with `of_group` if given.
     """
     own_of: dict[int, list[Fragment]] = {}
     for f in fragments:
@@ -173,7 +174,7 @@ def make_batches(
 
 
 class Narrowed:
-    """Steps an optimizer on some of its parameters; see [Note: stepping in batches]."""
+    """Restricts an optimizer to some of its parameters; see [Note: stepping in batches]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -183,9 +184,9 @@ class Narrowed:
 
     @contextmanager
     def to(self, fragments: Sequence[Fragment]) -> Iterator[None]:
-        """Only `fragments` are the optimizer's inside the block, in its own order.
+        """Inside the block, the optimizer has only `fragments`, in its own order.
 
-        A group of which this rank has nothing is there each time: what the step counts in it is saved from any rank.
+        A param group without fragments on this rank is always present: its counters may be saved from any rank.
         """
         wanted = {id(f.tensor) for f in fragments}
         here = []
@@ -205,7 +206,7 @@ class Narrowed:
 
 @contextmanager
 def restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Options of param groups that are changed inside the block are as before after it."""
+    """Restore options of param groups that change inside the block."""
     before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         yield
@@ -215,9 +216,9 @@ def restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Let state on the host be stepped by torch's fused CPU kernel where nobody chose one.
+    """Use torch's fused CPU kernel for states on the host, unless the user has chosen another kernel. Local.
 
-    On a GPU "foreach" is the default, for which a CPU tensor is stepped one operation at a time.
+    On a GPU, torch's default is "foreach", which steps CPU tensors one operation at a time.
     """
     for group in optimizer.param_groups:
         chosen: Any = (group.get("fused"), group.get("foreach"))

@@ -1,8 +1,8 @@
-"""What a fused step does on its way through the gradients: multiply them, or leave everything as it is. Nothing is read first.
+"""Lets a fused step itself multiply gradients or skip, so that neither needs a separate pass or a wait of the host.
 
-torch's fused Adam takes `grad_scale` (what gradients are divided by) and `found_inf` (1: change nothing) from attributes of the
-optimizer; that is how torch's gradient scaler talks to it. A pass of its own over fp32 gradients moves 8 bytes per element,
-mostly to multiply by 1, and a host that asks whether a norm is finite waits for the whole backward.
+torch's fused Adam reads `grad_scale` (divisor of gradients) and `found_inf` (1: change nothing) from attributes of the
+optimizer, as set by torch's gradient scaler. A separate pass over fp32 gradients would move 8 bytes per element, mostly to
+multiply by 1; a host that reads whether a norm is finite would wait for the whole backward.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _GIVEN = ("grad_scale", "found_inf")
 
 @dataclass(frozen=True)
 class StepScaling:
-    """What is left to a step."""
+    """Operations that are left to a step."""
 
     factor: torch.Tensor | None = None
-    """0D: the gradients are multiplied by it; None for 1."""
+    """0D factor of the gradients; None for 1."""
     skip: torch.Tensor | None = None
-    """0D fp32: where it is 1, the step changes nothing; None for 0."""
+    """0D fp32: if 1, the step changes nothing; None for 0."""
 
     @contextmanager
     def given_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, `optimizer.step()` does it; `takes_scaling(optimizer)` was true. Local."""
+        """Make `optimizer.step()` inside the block scale or skip; requires `takes_scaling(optimizer)`. Local."""
         values = (None if self.factor is None else self.factor.float().reciprocal(), self.skip)
         for name, value in zip(_GIVEN, values, strict=True):
             if value is not None:
@@ -44,9 +44,9 @@ class StepScaling:
 
 
 def takes_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is one of torch's that read both, and nobody looks at its gradients before it steps.
+    """Whether `optimizer` is a torch class that reads both attributes, and no hook reads its gradients before the step.
 
-    Not SGD: its kernel leaves a momentum that is new without values when it skips.
+    Not SGD: if its kernel skips, a new momentum buffer stays uninitialised.
     """
     plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not watched(optimizer)
     return plain and all(group.get("fused") for group in optimizer.param_groups)

@@ -1,9 +1,9 @@
-"""What an optimizer must see to step a parameter: does each element's update depend on that element alone, or on the tensor?
+"""Decides what an optimizer must see to step a parameter: any interval of elements, or the whole tensor.
 
 [Note: element-wise optimizers] The engine gives the optimizer 1-D fragments, cut where the ranks' shards end. An update
-that reads the whole tensor (its shape, its norm, a sum over it) would come out different on every number of ranks
-without an error; such an optimizer gets whole tensors instead ([Note: owners]). One that reads several parameters at once is
-refused. That is decided here, once, before the first step.
+that reads the whole tensor (its shape, its norm, a sum over it) would silently give a different result on every number of
+ranks, so such an optimizer gets whole tensors instead ([Note: owners]). An optimizer whose updates read several parameters is
+refused. The decision is made here, once, before the first step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _SUM = "sets its step size from a sum over all parameters"
 _SENDS = "communicates by itself, between ranks that hold whole tensors"
 
-# Names in lower case, without "_" and "8bit". They come before the probe, which some pass by chance: those that begin
-# like Adam and change later, or treat a matrix as small as the probe's element by element.
+# Names in lower case, without "_" and "8bit". They are checked before the probe, which some classes pass by chance: those that
+# start like Adam and change later, or that treat a matrix as small as the probe's element-wise.
 _WHOLE_TENSOR = frozenset(
     (
         *("adafactor", "adalomo", "came", "sm3", "adammini", "muon", "shampoo", "soap", "kron"),
@@ -45,18 +45,18 @@ _REFUSED: dict[str, str] = {
     "grokadamw": "keeps tensors in its param groups, which no checkpoint would hold",
 }
 _WHOLE_MODULES = ("galore_torch", "q_galore_torch", "apollo_torch")
-"""Packages whose classes are called AdamW, and project whole matrices."""
+"""Packages whose classes are named AdamW but project whole matrices."""
 
 
 class Stepping(Enum):
     """What an optimizer must see."""
 
     FRAGMENTS = "fragments"
-    """Any interval of a tensor."""
+    """Any interval of a tensor is enough."""
     WHOLE = "whole tensors"
-    """Each tensor by itself, in one piece and in its shape."""
+    """Each tensor in one piece and in its own shape."""
     MUON = "whole matrices"
-    """Of a matrix only the momentum that it orthogonalises."""
+    """Only the momentum of each matrix in one piece, to orthogonalise it."""
 
 
 _SHAPE = (6, 4)
@@ -64,19 +64,18 @@ _NUM_STEPS = 3
 
 
 class _CannotProbe(Exception):
-    """The optimizer cannot be built or stepped outside the training run, so nothing was learned."""
+    """The optimizer cannot be built or stepped outside the training run, so the probe gave no answer."""
 
 
 def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
     """What `optimizer` must see; see [Note: element-wise optimizers].
 
     Steps a second instance, built from the same options, on a matrix and on its flattened halves, each half alone as
-    on its own rank. `optimizer` and the random state are left as they are. An optimizer that cannot be built a second
-    time is taken for element-wise, with one warning per class. Call it on every rank before the first step; it does not
-    communicate.
+    on its own rank. Leaves `optimizer` and the random state unchanged. If a second instance cannot be built, assumes
+    element-wise updates, with one warning per class. Local; call it on every rank before the first step.
 
     Raises:
-        ConfigError: an update depends on other parameters, or the class is known to need what no rank has.
+        ConfigError: an update depends on other parameters, or the class is known to need data that no rank has.
     """
     cls = type(optimizer)
     if is_muon(optimizer):
@@ -95,7 +94,7 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
 
 
 def check_whole(stepping: Stepping, optimizer: torch.optim.Optimizer, config: DistConfig) -> None:
-    """Raise `ConfigError` where an optimizer that sees whole tensors meets what brings it parts of them. Local."""
+    """Raise `ConfigError` if the config would give parts of tensors to an optimizer that must see whole ones. Local."""
     if stepping is Stepping.FRAGMENTS:
         return
     found = f"{type(optimizer).__name__} of {_package(type(optimizer))}"
@@ -125,13 +124,13 @@ def _package(cls: type) -> str:
 
 
 def _keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether states have fewer bits than 16: bitsandbytes says so in its arguments, torchao's classes have no others."""
+    """Whether states have fewer than 16 bits: bitsandbytes has an argument for it; torchao's classes always do."""
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     return bits == 8 or any(hasattr(base, "_subclass_zeros") for base in type(optimizer).__mro__)
 
 
 def _probed(optimizer: torch.optim.Optimizer) -> Stepping:
-    """What the class of `optimizer` must see, under the options of any of its param groups."""
+    """What the class of `optimizer` must see, with the options of any of its param groups."""
     distinct = {repr(sorted(options.items(), key=lambda item: item[0])): options for options in _options(optimizer)}
     found = Stepping.FRAGMENTS
     for options in distinct.values():
@@ -143,35 +142,35 @@ def _probed(optimizer: torch.optim.Optimizer) -> Stepping:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each param group, with a learning rate that the probe can see the effect of."""
-    # Warm-up may have put lr at 0 by now, and a tiny lr drowns in fp32 rounding. A scheduler's own keys are dropped,
-    # except what the optimizer may read: unknown keys in a group do no harm.
+    """The options of each param group, with a learning rate whose effect the probe can see."""
+    # Warm-up may have set lr to 0 by now, and the effect of a tiny lr drowns in fp32 rounding. Other keys are kept, even a
+    # scheduler's: unknown keys in a group do no harm.
     groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
     return [{**group, **_usable(group)} for group in groups]
 
 
 def _usable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replacements for the options that would blind or stop a probe on CPU."""
+    """Replacements for options that would hide updates from the probe or stop it on CPU."""
     usable: dict[str, Any] = {}
     if isinstance(options.get("lr"), (int, float, torch.Tensor)):  # None: the class derives it
         usable["lr"] = 1.0
     if options.get("capturable"):
-        usable["capturable"] = False  # for accelerators only
+        usable["capturable"] = False  # works on accelerators only
     return usable
 
 
 def _is_elementwise(cls: type, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether a matrix is stepped as its flattened halves are, each alone."""
+    """Whether stepping a matrix gives the same result as stepping its flattened halves separately."""
     start, gradients = _toy()
     arguments = _constructor_arguments(cls, defaults)
     try:
         (whole,) = _run(cls, arguments, options, [start], [gradients])
-    except Exception as error:  # any failure of foreign code means the same: nothing learned
+    except Exception as error:  # any failure of third-party code means that the probe has no answer
         raise _CannotProbe(f"{type(error).__name__}: {error}") from error
     fragments = zip(start.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True)
     try:
         halves = torch.cat([_run(cls, arguments, options, [half], [grads])[0] for half, grads in fragments])
-    except Exception:  # it just took the same values as a matrix
+    except Exception:  # the matrix with the same values was just accepted
         return False
     if not (torch.isfinite(whole).all() and (whole - start).abs().max() > 0):
         raise _CannotProbe("it did not move the parameters of the probe")
@@ -179,7 +178,7 @@ def _is_elementwise(cls: type, defaults: Mapping[str, Any], options: Mapping[str
 
 
 def _is_by_itself(cls: type, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether two matrices are stepped by one optimizer as by two."""
+    """Whether one optimizer steps two matrices as two separate optimizers would."""
     start, gradients = _toy()
     arguments = _constructor_arguments(cls, defaults)
     starts, grads = [start, start.flip(0) * 3.0], [gradients, gradients.flip(1) * 0.25]
@@ -189,12 +188,12 @@ def _is_by_itself(cls: type, defaults: Mapping[str, Any], options: Mapping[str, 
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
-    # Room for the rounding of kernels that handle the end of a tensor apart; a whole-tensor update is off by far more.
+    # Tolerates the rounding of kernels that treat the end of a tensor separately; a whole-tensor update differs far more.
     return torch.allclose(one, other, rtol=1e-4, atol=1e-3 * float((one - start).abs().max()))
 
 
 def _constructor_arguments(cls: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that the constructor takes: torch's AdamW, for one, records more than it accepts."""
+    """The defaults that the constructor accepts: torch's AdamW, for example, records more than it accepts."""
     try:
         names = set(inspect.signature(cls).parameters)
     except ValueError as error:
@@ -209,10 +208,10 @@ def _run(
     starts: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],  # of each one per step along dim 0
 ) -> list[torch.Tensor]:
-    """`starts` after one step of a fresh optimizer for each of their gradients."""
+    """`starts` after a new optimizer has stepped once with each of their gradients."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # an update that draws random numbers draws the same ones in each run
+        torch.manual_seed(0)  # so that a random update draws the same numbers in each run
         optimizer = _made(cls, arguments, options, parameters)
         for step in range(_NUM_STEPS):
             for parameter, grads in zip(parameters, gradients, strict=True):
@@ -226,20 +225,20 @@ def _made(
 ) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = cls([{"params": parameters, **options}], **arguments)
     if callable(getattr(optimizer, "train", None)):
-        optimizer.train()  # type: ignore[attr-defined]  # schedule-free optimizers refuse to step before
+        optimizer.train()  # type: ignore[attr-defined]  # schedule-free optimizers need it before a step
     return optimizer
 
 
 def like(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """A second one of its class over `parameters`, one param group with `options`, ready to step. Local.
+    """A second optimizer of the same class over `parameters`, with one param group of `options`, ready to step. Local.
 
-    Raises what the class raises.
+    Raises any error of the class.
     """
     cls = type(optimizer)
     made = _made(cls, _constructor_arguments(cls, optimizer.defaults), {**options, **_usable(options)}, parameters)
-    if hasattr(optimizer, "args"):  # bitsandbytes: from which size on states have 8 bits
+    if hasattr(optimizer, "args"):  # bitsandbytes: includes the size from which on states have 8 bits
         made.args = optimizer.args  # type: ignore[attr-defined]
     return made
 
@@ -249,8 +248,8 @@ def _toy() -> tuple[torch.Tensor, torch.Tensor]:
     numel = _SHAPE[0] * _SHAPE[1]
     index = torch.arange(numel, dtype=torch.float32, device="cpu")
     start = torch.cos(1.7 * index + 0.3).reshape(_SHAPE)
-    # The halves grow at different rates from step to step: an update that is clipped or normalized by a root mean
-    # square over the tensor is then clipped differently in the matrix and in each half.
+    # The halves grow at different rates from step to step, so an update that is clipped or normalized by a root mean
+    # square over the tensor differs between the matrix and each half.
     growth = torch.where(index < numel // 2, 3.0, 10.0).to(index)
     gradients = [torch.sin((0.7 + 0.3 * step) * index + step + 0.5) * growth**step for step in range(_NUM_STEPS)]
     return start, torch.stack(gradients).reshape(_NUM_STEPS, *_SHAPE)

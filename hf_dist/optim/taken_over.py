@@ -1,4 +1,4 @@
-"""What a run takes over from a saved optimizer and schedule: options of param groups, progress, learning rates."""
+"""Restores a saved optimizer's and schedule's options of param groups, progress and learning rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_schedule", "saved_options", "take_options"]
 
 
 def saved_options(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """What `take_options` needs: the class, and options and parameter names of each param group. Local."""
+    """The input of `take_options`: class name, and options and parameter names of each param group. Local."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return {"type": type(optimizer).__name__, "param_groups": groups, "param_names": [list(own) for own in names]}
 
@@ -22,10 +22,10 @@ def saved_options(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str
 def take_options(
     optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any] | None, where: Any
 ) -> bool:
-    """Give each param group the options of the saved one with its parameters; False for another optimizer's, all kept then.
+    """Give each param group the options of the saved group with its parameters; False, changing nothing, for another class.
 
-    `names`: full parameter names of each group. Groups may come in another order, and hold parameters that were frozen.
-    Raises `CheckpointError` when they were divided otherwise: whose learning rate should hold? Local.
+    `names`: full parameter names of each group. Groups may be in another order and hold newly unfrozen parameters. Raises
+    `CheckpointError` if parameters were grouped differently, because the learning rate would be ambiguous. Local.
     """
     if saved is None:
         return False
@@ -50,8 +50,8 @@ def take_options(
 
 
 def _sources(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None, where: Any) -> list[int | None]:
-    """For each group the saved one that holds its parameters; None where all of them are new."""
-    if saved is None:  # written before names were
+    """For each group, the number of the saved group with its parameters; None if all of them are new."""
+    if saved is None:  # an old checkpoint without names
         return [*range(len(names))]
     of = {name: number for number, group in enumerate(saved) for name in group}
     found = [sorted({of[name] for name in group if name in of}) for group in names]
@@ -68,11 +68,10 @@ def _sources(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | No
 
 
 def load_schedule(scheduler: Any, state: Mapping[str, Any], *, own_options: bool) -> None:
-    """`scheduler.load_state_dict(state)`, and then at that point of the schedule on the optimizer's own base rates.
+    """Call `scheduler.load_state_dict(state)`, then continue from that point with the optimizer's own base rates. Local.
 
-    `own_options`: the optimizer kept its options (`take_options`), so its rates are not those of that point yet. torch's
-    schedules save their base rates, and would bring the other optimizer's back at the next step. Local; call it after the
-    options.
+    `own_options`: the optimizer kept its own options (`take_options` returned False), so its rates must be set for that point.
+    torch's schedules save their base rates and would restore the other optimizer's at the next step. Call `take_options` first.
     """
     scheduler.load_state_dict(state)
     _rebase(getattr(scheduler, "scheduler", scheduler), state, own_options)  # accelerate wraps
@@ -83,12 +82,12 @@ def _rebase(scheduler: Any, state: Mapping[str, Any], own_options: bool) -> None
         _rebase(inner, its, own_options)
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     if not state.get("base_lrs") or any("initial_lr" not in group for group in groups):
-        return  # its rates are functions of its progress alone, or of nothing that was saved
+        return  # its rates depend on its progress alone, or on nothing that was saved
     own = [group["initial_lr"] for group in groups]
-    scheduler.base_lrs = own  # groups in another order have theirs in another order, too
+    scheduler.base_lrs = own  # in the order of the groups, which may differ from the saved one
     if "_last_lr" not in state or not own_options:
         return
-    # The rate at this point is the saved one times the ratio of the bases; a base of 0 tells nothing.
+    # The rate at this point is the own base times saved rate / saved base; a saved base of 0 gives no ratio.
     factors = [rate / base if base else 1.0 for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)]
     if len(factors) != len(own):
         factors = factors[:1] * len(own)

@@ -1,4 +1,4 @@
-"""Trainable parameters that got no gradient: which, how large, and by which modules they are told apart."""
+"""Finds trainable parameters that got no gradient, and describes them by module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _MAX_NAMES = 8
 
 
 def unused_parameters(sharded: ShardedModel, used: Mapping[tuple[int, int], bool]) -> dict[str, int]:
-    """Name -> elements of this rank's parameters that had no gradient on any data rank. `used`: of a `GradientSummary`."""
+    """Name -> number of elements of this rank's parameters that had no gradient on any data rank. Local.
+
+    `used`: from a `GradientSummary`."""
     return {
         slot.name: slot.numel
         for group in sharded.trainable_groups
@@ -23,7 +25,7 @@ def unused_parameters(sharded: ShardedModel, used: Mapping[tuple[int, int], bool
 
 
 def describe_unused(sharded: ShardedModel, unused: Mapping[str, int]) -> str:
-    """A sentence for the log of the first step, empty if all had a gradient. Collective over pp: every stage has its own."""
+    """A sentence for the log of the first step; empty if all had a gradient. Collective over pp: each stage has its own."""
     trained = {slot.name for group in sharded.trainable_groups for slot in group.layout.slots}
     everyone = collectives.all_gather_object(sharded.mesh.pp, (dict(unused), trained))
     missing = {name: numel for theirs, _ in everyone for name, numel in theirs.items()}
@@ -40,7 +42,7 @@ def describe_unused(sharded: ShardedModel, unused: Mapping[str, int]) -> str:
 
 
 def _by_module(missing: Mapping[str, int], trained: Collection[str]) -> dict[str, int]:
-    """The highest modules of which nothing was reached -> how many parameters; a parameter alone by its own name."""
+    """Highest module without any gradient -> number of its parameters; a single parameter is listed by its own name."""
     found: dict[str, int] = {}
     reached: set[str] = set()
     for name in trained:

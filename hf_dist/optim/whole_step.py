@@ -1,10 +1,10 @@
-"""Any optimizer object, unmodified, on tensors that are whole at their owners for the step; see [Note: owners].
+"""Steps any unmodified optimizer object on tensors that are whole at their owners during the step; see [Note: owners].
 
-The optimizer's parameters are this rank's `WholeTensor`s, in the shape that the model gave them. Between steps they have no
-memory; their states stay at the owner. For the step gradient and master come in fp32, and the new master goes back: per
-element and rank 12 bytes times (N - 1) / N^2, where optimizer states are sharded.
-Alternative considered: masters that rest at the owner, which would save 4 of the 12 bytes, and give weights, checkpoints and
-user code that writes weights a second place to look.
+The optimizer's parameters are this rank's `WholeTensor`s, in the model's shapes. Between steps they have no memory; their
+states stay at the owner. For the step, the owner receives gradient and master in fp32 and sends the new master back: per
+element and rank 12 bytes times (N - 1) / N^2 if optimizer states are sharded.
+Alternative considered: masters that rest at the owner. That would save 4 of the 12 bytes, but weights, checkpoints and user
+code that writes weights would have to deal with a second location.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class WholeStep:
     """Steps all parameters of one optimizer."""
 
     def __init__(self, run: Callable[[Sequence[Fragment]], None]) -> None:
-        """`run`: steps the optimizer on some of its tensors."""
+        """`run`: function that steps the optimizer on the given tensors."""
         self._run = run
         self._owners = Owners()
         self._tensors: dict[Owned, WholeTensor] = {}
 
     def add(self, tensors: Iterable[tuple[FlatGroup, int]]) -> list[WholeTensor]:
-        """Those of `tensors` that this rank owns. Raises `ModelError` for one that ranks hold slices of. Local."""
+        """Assign owners to `tensors`; returns those that this rank owns. Raises `ModelError` for a cut tensor. Local."""
         found = []
         for group, index in tensors:
             slot = group.layout.slots[index]
@@ -53,15 +53,15 @@ class WholeStep:
 
     @torch.no_grad()
     def step(self, used: Used) -> None:
-        """Collective over the groups' shard axes."""
+        """Step all parameters that were used. Collective over the groups' shard axes."""
         rounds = self._owners.buckets(lambda o: o.group.grad is not None and used(o))
         if not rounds:
-            self._run([])  # what it counts beside the parameters
+            self._run([])  # updates counters that do not belong to parameters
         step_whole(rounds, self._leave, self._work, self._arrive, torch.float32)
 
     @contextmanager
     def trial(self, tensor: Fragment) -> Iterator[None]:
-        """Inside, `tensor` has zeros for values and gradient. Local."""
+        """Give `tensor` zeros as values and gradient inside the block. Local."""
         o = next(o for o, own in self._tensors.items() if own is tensor)
         tensor.tensor.data, tensor.tensor.grad = _nothing(o).clone(), _nothing(o).clone()
         try:
@@ -91,10 +91,10 @@ class WholeStep:
 
 
 def carry_rules(optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Parameter]) -> None:
-    """Rules of bitsandbytes for single parameters hold for what is stepped in their place. `tensors`: by id of the parameter.
+    """Transfer bitsandbytes' rules for single parameters to the tensors stepped in their place. Local.
 
-    It finds them by the object or by its position, and HF registers modules (embeddings keep 32 bits). The manager is one for
-    the process, so the optimizer gets its own.
+    `tensors`: id of the parameter -> the tensor. bitsandbytes finds rules by object or position, and HF registers modules
+    (embeddings keep 32 bits). Its manager is global to the process, so the optimizer gets its own.
     """
     manager: Any = getattr(optimizer, "mng", None)
     if not hasattr(manager, "module_weight_config_triple"):
@@ -108,5 +108,5 @@ def carry_rules(optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Param
 
 
 def _nothing(o: Owned) -> torch.Tensor:
-    """Of the parameter's shape, with memory for one element: optimizers look at shapes before they step."""
+    """Zeros in the parameter's shape with memory for one element: optimizers read shapes before they step."""
     return torch.zeros((), dtype=torch.float32, device=o.group.mesh.device).expand(o.shape)

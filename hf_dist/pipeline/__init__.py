@@ -1,4 +1,4 @@
-"""Pipeline parallelism: cut a model into stages, run them by a schedule. See README.md."""
+"""Pipeline parallelism: cuts a model into stages and runs them by a schedule. See README.md."""
 
 from hf_dist.pipeline.actions import Schedule
 from hf_dist.pipeline.communication import add_communication

@@ -1,8 +1,8 @@
-"""A schedule as data: for every rank, the list of what it does.
+"""A schedule as data: a list of actions for every rank.
 
-Letters: `F` forward; `B` whole backward; `I` and `W` its two parts where it is split, the gradient of the stage's inputs
-(which the previous stage waits for) and that of its weights (which nobody waits for). `communication.py` adds `SF RF SB RB`:
-send or receive activations (F) or gradients (B). An action prints as stage, kind, microbatch: `2F0`, `1RB3`.
+Letters: `F` forward; `B` whole backward; `I` and `W` the two parts of a split backward: the gradient of the stage's inputs
+(for which the previous stage waits) and the gradient of its weights (for which no stage waits). `communication.py` adds
+`SF RF SB RB`: send or receive activations (F) or gradients (B). An action prints as stage, kind, microbatch: `2F0`, `1RB3`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Action", "Kind", "Schedule", "ScheduleError"]
 
 
 class ScheduleError(HfDistError, ValueError):
-    """A list of actions cannot be run: it misses, repeats or inverts something. The message ends with the grid."""
+    """A schedule cannot be run: actions are missing, repeated or in the wrong order. The message ends with the grid."""
 
 
 class Kind(str, Enum):
-    """What an action does."""
+    """Kind of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -33,7 +33,7 @@ class Kind(str, Enum):
 
     @property
     def computes(self) -> bool:
-        """Whether it runs the model; the others move tensors."""
+        """Whether the action runs the model; other actions move tensors."""
         return len(self.value) == 1
 
 
@@ -51,7 +51,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one step, in order."""
+    """The actions of every rank in one step, in order."""
 
     name: str
     num_ranks: int

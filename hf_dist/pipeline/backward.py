@@ -1,9 +1,9 @@
-"""Backward of one stage, whole or in two parts: the gradient of what it received, and later that of its weights.
+"""Backward of one stage, whole or in two parts: the gradient of its received tensors, and later that of its weights.
 
-[Note: splitting a backward] On the way from the outputs to the received tensors autograd passes nodes; where such a node
-also leads to a weight on the side (the `mm` of a linear layer, the product with a norm's weight), `I` computes the gradient
-towards the received tensors only and keeps what arrived at that node; `W` runs the node once more, towards the weight only.
-Each product of a linear layer is computed once. A weight that several such nodes lead to is not put off.
+[Note: splitting a backward] Some nodes on the path from the outputs to the received tensors also lead to a weight (the `mm`
+of a linear layer, the product with a norm's weight). At such a node, `I` computes only the gradient towards the received
+tensors and keeps the node's incoming gradient; `W` runs the node again, only towards the weight. Each matrix product of a
+linear layer is computed once. The gradient of a weight that several such nodes lead to is computed in `I`, not deferred.
 (Qi et al. 2023, section 5; torch's `distributed/pipelining/_backward.py` cuts at the same nodes.)
 """
 
@@ -24,20 +24,20 @@ class StageGraph:
     """The autograd graph of one microbatch through one stage; holds no activation that autograd does not need."""
 
     def __init__(self, received: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """`received`: leaves; `outputs`: what the stage sends, or its loss. Outputs without grad are ignored."""
+        """`received`: leaf tensors; `outputs`: tensors that the stage sends, or its loss; those without grad are ignored."""
         self.received = list(received)
         self._edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
         self._later: list[_Later] | None = None
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """All of it. `gradients`: one per output; None stands for 1 (a loss), and for outputs without grad."""
+        """Run the whole backward. `gradients`: one per output; None means 1 (a loss) or an output without grad."""
         roots, arrived = self._roots(gradients)
         self._edges = []
         if roots:
             torch.autograd.backward(roots, arrived)
 
     def backward_input(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Fill `grad` of the received tensors, and keep what `backward_weight` needs."""
+        """Fill `grad` of the received tensors, and keep the inputs of `backward_weight`."""
         roots, arrived = self._roots(gradients)
         self._edges = []
         inputs = [t for t in self.received if t.requires_grad]
@@ -58,14 +58,14 @@ class StageGraph:
         self._later += kept.values()
 
     def backward_weight(self) -> None:
-        """Add to `grad` of the weights what `backward_input` left."""
+        """Add the weight gradients that `backward_input` deferred to `grad` of the weights."""
         assert self._later is not None, "backward_input comes first"
         for later in self._later:
             later.run()
         self._later = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """For the previous stage: `grad` of each received tensor that requires it, zeros where nothing arrived."""
+        """`grad` of each received tensor that requires it, for the previous stage; zeros if no gradient arrived."""
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in self.received if t.requires_grad]
 
     def _roots(self, gradients: Sequence[torch.Tensor | None]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
@@ -74,14 +74,14 @@ class StageGraph:
 
 
 class _Later:
-    """Where to start from, later, towards which weights."""
+    """A deferred part of a backward: its starting edges with gradients, and the weights to reach."""
 
     def __init__(self, arrived: list[tuple[GradientEdge, torch.Tensor | None]], weights: list[torch.Tensor]) -> None:
         self.arrived = arrived
         self.weights = weights
 
     def keep(self, node: Node, grad_outputs: Any) -> None:
-        """Prehook of a node beside which the weights lie."""
+        """Prehook of a node that leads to the weights: keeps its incoming gradients."""
         self.arrived = [(GradientEdge(node, i), g) for i, g in enumerate(grad_outputs) if g is not None]
 
     def run(self) -> None:
@@ -92,13 +92,13 @@ class _Later:
 
 
 class _Cut:
-    """Where the way to the received tensors passes weights."""
+    """Finds the nodes on the path to the received tensors that also lead to weights."""
 
     def __init__(self, roots: list[GradientEdge], inputs: list[torch.Tensor]) -> None:
         targets = {get_gradient_edge(t).node for t in inputs}
         order = _postorder([edge.node for edge in roots])
         on_way: set[Node] = set()
-        below: dict[Node, dict[int, torch.Tensor]] = {}  # weights that a node off the way leads to
+        below: dict[Node, dict[int, torch.Tensor]] = {}  # weights that a node off the path leads to
         found: dict[Node, dict[int, torch.Tensor]] = {}
         for node in order:
             children = [child for child, _ in node.next_functions if child is not None]
@@ -111,10 +111,10 @@ class _Cut:
                 variable = getattr(node, "variable", None)
                 own = {} if variable is None else {id(variable): variable}
                 below[node] = own | {k: v for child in children for k, v in below[child].items()}
-        # Outputs that are off the way have graphs of their own, which they may share: they are run together.
+        # Outputs off the path have separate graphs, which may overlap: run them together.
         off_way = {k: v for edge in roots if edge.node not in on_way for k, v in below[edge.node].items()}
         counts = Counter(key for weights in (*found.values(), off_way) for key in weights)
-        # Running one node towards a weight that another node further down also leads to would run through that one.
+        # Running a node towards a weight that another, deeper node also leads to would run through that deeper node.
         shared = {k: v for weights in found.values() for k, v in weights.items() if counts[k] > 1}
         self.on_way = on_way
         self.shared = list(shared.values())

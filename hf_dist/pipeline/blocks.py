@@ -1,4 +1,4 @@
-"""The modules a model can be cut between, and the others that hold parameters; from structure, without class names."""
+"""Finds the blocks between which a model can be cut, and its other modules with parameters, from structure alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["find_blocks", "find_outside"]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Outermost repeated siblings by path: children of a list of which two or more are alike, all but bare layers.
+    """Outermost repeated siblings, by path: the children, except bare layers, of a list with two or more of one class.
 
-    A list with one such child counts when nothing in the child repeats: the child may be called many times (ALBERT).
+    A list with a single child also counts if nothing inside the child repeats: it may be called many times (ALBERT).
     """
     blocks: dict[str, nn.Module] = {}
     left: list[tuple[str, nn.Module]] = [("", model)]
@@ -32,14 +32,14 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Has parameters and parts of its own, and is no mere container."""
+    """Whether the module has parameters and children and is not a mere container."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def find_outside(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Outermost modules with parameters that neither are, contain nor lie in blocks: embeddings, norms, heads."""
+    """Outermost modules with parameters that are not blocks and neither contain nor belong to one: embeddings, norms, heads."""
     inside = {id(m) for block in blocks.values() for m in block.modules()}
     found: dict[str, nn.Module] = {}
     left: list[tuple[str, nn.Module]] = [("", model)]

@@ -1,4 +1,4 @@
-"""Which actions move tensors, and in which order: derived from the computation, never written by hand."""
+"""Adds the actions that move tensors to a schedule, in an order derived from its computations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
 @dataclass(frozen=True)
 class Channel:
-    """Everything of one kind that one rank sends to another; first in, first out."""
+    """All transfers of one kind from one rank to another; first in, first out."""
 
     source: int
     target: int
@@ -44,10 +44,10 @@ def matching_send(action: Action) -> Action:
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """The same schedule with sends right after what they send, and receives before what needs them.
+    """The same schedule with a send right after each computation and a receive before each action that needs it.
 
-    Receives of one channel stand in the order of its sends (transfers of one channel cannot overtake each other), each as
-    late as that allows. Neighbouring stages on the same rank hand over in memory.
+    Receives of a channel are in the order of its sends (transfers of a channel cannot overtake each other), each as late as
+    that allows. Adjacent stages on the same rank pass tensors in memory.
     """
     sending = [_with_sends(schedule, rank) for rank in schedule.ranks]
     sent: dict[Channel, list[Action]] = defaultdict(list)
@@ -80,7 +80,7 @@ def _with_receives(
         if channel.target != rank:
             continue
         latest = len(actions)
-        for send in reversed(sends):  # a receive may not stand after one that was sent later
+        for send in reversed(sends):  # a receive must not come after the receive of a later send
             stage = send.stage + 1 if channel.kind == "F" else send.stage - 1
             consumers = (Kind.FORWARD,) if channel.kind == "F" else _BACKWARDS
             latest = min(latest, *(needed_at.get((stage, kind, send.microbatch), len(actions)) for kind in consumers))

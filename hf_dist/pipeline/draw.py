@@ -19,9 +19,9 @@ _ROW, _LEFT, _UNIT = 28, 60, 26  # pixels
 
 
 def draw_text(schedule: Schedule, costs: Costs | None = None) -> str:
-    """One line per rank, one column per unit of time, dots where a rank is idle; then bubble and microbatches in flight.
+    """One line per rank, one column per unit of time, dots for idle time; then bubble and microbatches in flight.
 
-    A stage's number stands before its letter where ranks have several. Costs that are not whole numbers are rounded.
+    If ranks have several stages, the stage's number precedes the letter. Fractional costs are rounded.
     """
     costs = costs or Costs()
     result = simulate(schedule, costs)
@@ -38,7 +38,7 @@ def draw_text(schedule: Schedule, costs: Costs | None = None) -> str:
 
 
 def draw_schedule(schedule: Schedule, costs: Costs | None = None) -> Picture:
-    """The same as a picture, drawn to scale."""
+    """The schedule as a picture, drawn to scale."""
     result = simulate(schedule, costs)
     many = schedule.num_stages > schedule.num_ranks
     picture = Picture(11, round(_LEFT + result.makespan * _UNIT + 10), (schedule.num_ranks + 2) * _ROW)

@@ -1,4 +1,4 @@
-"""Take over the calls of chosen modules, hooks included, without touching their forward, name or parameters."""
+"""Intercepts the calls of chosen modules, including their hooks, without changing their forward, name or parameters."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 __all__ = ["Handler", "fix_property", "intercept"]
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""handler(call, args, kwargs): `call(*args, **kwargs)` is the module's own call."""
+"""`handler(call, args, kwargs)` returns the result; `call(*args, **kwargs)` is the module's own call."""
 
 _HANDLER = "_hf_dist_call_handler"
 
 
 def intercept(module: nn.Module, handler: Handler) -> None:
-    """Have `handler` answer the calls of `module` from now on.
+    """Make `handler` answer the calls of `module` from now on. Local.
 
-    Python looks `__call__` up on the class, so the module gets a subclass of its own one. A call that the handler does not
-    pass on fires no hook of the module (no weights are gathered, no outputs collected). Activation checkpointing inside the
-    module's `forward` stays inside.
+    Python looks up `__call__` on the class, so the module gets a subclass of its class. If the handler does not pass a call on,
+    the module's hooks do not run (no weights are gathered, no outputs collected). Activation checkpointing inside the module's
+    `forward` is not affected.
     """
     cls: Any = type(module)
     module.__class__ = _callable_class(cls)
@@ -37,11 +37,11 @@ def _callable_class(cls: Any) -> type[nn.Module]:
 
 
 def fix_property(module: nn.Module, name: str, answer: Callable[[], Any]) -> None:
-    """Make the property `name` of this one module answer `answer()`."""
+    """Make the property `name` of this one module return `answer()`. Local."""
     module.__class__ = _subclass(type(module), {name: property(lambda self: answer())})
 
 
 def _subclass(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
-    # Same name: models look classes up by it (`_no_split_modules`, registries keyed on str(class)).
+    # Keep the name: models look up classes by it (`_no_split_modules`, registries keyed on str(class)).
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**names, **members})

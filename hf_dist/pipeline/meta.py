@@ -1,4 +1,4 @@
-"""Run a model without its elements, and know what every tensor was computed from."""
+"""Runs a model without its elements and traces what every tensor was computed from."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from torch.utils.flop_counter import flop_registry
 __all__ = ["RANDOM", "MetaTrace", "meta_twin", "on_meta", "to_meta"]
 
 RANDOM = -1
-"""The source of a tensor that was drawn at random from nothing else: another process draws another."""
+"""The source of a tensor that was drawn at random: another process draws different values."""
 
 aten = torch.ops.aten
 _NO_VALUES = {
     *(aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_empty),
     *(aten.new_full, aten.new_empty_strided, aten.rand_like, aten.randn_like),
 }
-"""Operations that read the shape of their argument only."""
+"""Operations that read only the shape of their argument."""
 
 _ANSWERS: dict[torch.dtype, Any] = {torch.bool: False}
 
 
 def meta_twin(module: nn.Module, *, real: bool = False) -> nn.Module:
-    """A copy with the same structure whose tensors have no memory; `requires_grad`, ties and training mode are kept.
+    """A copy with the same structure whose tensors have no memory; keeps `requires_grad`, ties and training mode. Local.
 
-    `real`: with memory and elements after all, for what does not run without.
+    `real`: copy memory and elements too, for a model that does not run on meta.
     """
     memo: dict[int, Any] = {}
     for owner in module.modules():
         own = [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]
         for tensor in own:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                # From shape and dtype: a parameter that is still in its file is not read for this.
+                # Made from shape and dtype, so that a lazy parameter is not read.
                 twin = (
                     tensor.detach().clone()
                     if real
@@ -52,7 +52,7 @@ def meta_twin(module: nn.Module, *, real: bool = False) -> nn.Module:
 
 
 def to_meta(value: Any, *, real: bool = False) -> Any:
-    """The same tree with its tensors on meta (`real`: copies); `requires_grad` is kept, history is not."""
+    """The same tree with its tensors on meta (`real`: copies); keeps `requires_grad` but not the autograd history."""
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -65,9 +65,9 @@ def to_meta(value: Any, *, real: bool = False) -> Any:
 
 @contextmanager
 def on_meta(trace: MetaTrace) -> Iterator[None]:
-    """Make new tensors on meta and let `trace` answer; questions about how many elements are nonzero get "all".
+    """Create new tensors on meta inside the block and dispatch operations to `trace`; all elements count as nonzero.
 
-    With a `real` trace everything is computed as always, and followed.
+    With a `real` trace, operations compute as usual and are traced.
     """
     with ExitStack() as stack:
         if not trace.real:
@@ -79,11 +79,11 @@ def on_meta(trace: MetaTrace) -> Iterator[None]:
 
 
 class MetaTrace(TorchDispatchMode):
-    """Follows sources through every operation, by storage: views share them, an in-place operation adds to them.
+    """Traces sources through every operation, by storage: views share sources; an in-place operation adds sources.
 
-    It sits below autograd, so custom functions and in-place operations are seen. A source is a small number; what it means
-    is the caller's. `read(param, operation)` names the sources of a parameter at the moment it is read; `decide(sources)`
-    is told when Python asks for a value. Questions of value are answered: False, 1 or 1.0.
+    It runs below autograd, so it sees custom functions and in-place operations. A source is a small number whose meaning the
+    caller defines. `read(param)` returns the sources of a parameter when it is read. `decide(sources)` is called when Python
+    reads a value, which is then False, 1 or 1.0.
     """
 
     def __init__(
@@ -95,22 +95,22 @@ class MetaTrace(TorchDispatchMode):
         drawn: Callable[[], frozenset[int]],
         real: bool = False,
     ) -> None:
-        """`drawn()`: the sources of what is drawn at random now; `real`: the tensors have elements, nothing is made up."""
+        """`drawn()`: returns the sources of a tensor drawn at random now; `real`: tensors have elements, so values are real."""
         super().__init__()
         self.real = real
         self._params = {p.untyped_storage()._cdata: p for p in params}
         self._sources: dict[int, frozenset[int]] = {}
-        self._alive: list[Any] = [p.untyped_storage() for p in params]  # or another storage would get the same address
+        self._alive: list[Any] = [p.untyped_storage() for p in params]  # else another storage could reuse an address
         self._read, self._decide, self._drawn = read, decide, drawn
         self.flops = 0
-        """Floating point operations so far, as torch's flop counter counts them."""
+        """Floating-point operations so far, as torch's flop counter counts them."""
 
     def sources(self, tensor: torch.Tensor) -> frozenset[int]:
-        """What `tensor` was computed from."""
+        """The sources that `tensor` was computed from."""
         return self._sources.get(tensor.untyped_storage()._cdata, frozenset())
 
     def mark(self, tensor: torch.Tensor, sources: frozenset[int]) -> torch.Tensor:
-        """Give `tensor` these sources besides the ones it has."""
+        """Add these sources to those of `tensor`, and return it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._sources:
             self._alive.append(storage)
@@ -118,7 +118,7 @@ class MetaTrace(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation: its result on meta, with sources."""
+        """Run one operation; returns its result on meta, with sources."""
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         packet = func.overloadpacket
@@ -137,8 +137,8 @@ class MetaTrace(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and not sources:
             sources = self._drawn()
         if packet is aten.lt and not isinstance(args[1], torch.Tensor) and args[1] <= 0 and sources == {RANDOM}:
-            sources = frozenset()  # layer drop with probability 0: no draw is below it
-        if packet is aten._grouped_mm and not self.real:  # on meta it takes bf16 only
+            sources = frozenset()  # layer drop with probability 0: no draw is below 0
+        if packet is aten._grouped_mm and not self.real:  # on meta it accepts only bf16
             out, flops = _grouped_mm(*args[:2])
             self.flops += flops
         else:
@@ -146,7 +146,7 @@ class MetaTrace(TorchDispatchMode):
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         if packet is aten.copy_ and out.numel() * out.itemsize == out.untyped_storage().nbytes():
-            self._sources[out.untyped_storage()._cdata] = self._of(args[1])  # nothing of the old value is left
+            self._sources[out.untyped_storage()._cdata] = self._of(args[1])  # the old value is fully overwritten
             return out
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -159,9 +159,9 @@ class MetaTrace(TorchDispatchMode):
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Empty result and floating point operations of a grouped product; one of a, b, the result is split into groups."""
+    """Empty result and floating-point operations of a grouped product, in which a, b or the result has a group dimension."""
     rows, columns = a.shape[-2], b.shape[-1]
-    grouped = a.dim() == b.dim()  # both have a group dimension, or both are concatenated and the result has one
+    grouped = a.dim() == b.dim()  # both have a group dimension, or both are concatenated and only the result has one
     groups = a.shape[0] if a.dim() == 3 else b.shape[0] if b.dim() == 3 else 1
     shape = (groups, rows, columns) if grouped else (rows, columns)
     return a.new_empty(shape), 2 * rows * columns * a.shape[-1] * (groups if a.dim() == b.dim() == 3 else 1)

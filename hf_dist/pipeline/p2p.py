@@ -1,13 +1,13 @@
-"""Tensors between neighbouring pipeline ranks over torch.distributed: gloo or NCCL, shapes free to change.
+"""Point-to-point transfers between neighbouring pipeline ranks over torch.distributed (gloo or NCCL), with changing shapes.
 
-Every channel (directed edge, activations or gradients) has its own process group, and is used in one order on both ends, so
-transfers in opposite directions cannot wait for each other. The first transfer of a key is preceded by its shapes; both
-ends remember them, later ones carry data only and are posted ahead. Data travels as bytes: no dtype is special.
+Every channel (directed edge, activations or gradients) has its own process group and is used in the same order on both ends,
+so transfers in opposite directions cannot block each other. Shapes precede the first transfer of a key, and both ends remember
+them. Later transfers carry only data and are posted ahead. Data is sent as bytes, so all dtypes are treated alike.
 
-[Note: channels over NCCL] The first operation of a communicator blocks the host until the peer begins its own, so ranks that
-meet theirs in different orders wait for each other for ever: `connect` uses every channel once, in one order, before there is
-a schedule. A lone tensor and several at once would use two communicators; all go the way of several. A receive that waits
-holds a part of the GPU: see `waits_on_device`.
+[Note: channels over NCCL] The first operation of a communicator blocks the host until the peer starts its own. Ranks that
+first use their communicators in different orders would deadlock, so `connect` uses every channel once, in one order, before
+any schedule runs. A single tensor and a batch of tensors would use two communicators, so a single tensor is sent as a batch.
+A waiting receive occupies a part of the GPU: see `waits_on_device`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ChannelEnds:
 def make_channels(
     rows: Sequence[Sequence[int]], *, ring: bool, rank: int, group_of: Callable[..., dist.ProcessGroup | None]
 ) -> dict[Channel, ChannelEnds]:
-    """Channels that this process is an end of. Collective over the whole job: every process, the same `rows`.
+    """Make the channels that this process is an end of. Collective over the whole job, with the same `rows`.
 
-    `rows`: the global ranks of every pipeline of the job, first stage first; `ring`: also from the last rank to the first
-    (several stages per rank); `rank`: of this process; `group_of`: `GroupMaker.one_of`.
+    `rows`: the global ranks of every pipeline of the job, first stage first; `ring`: add channels from the last rank to the
+    first (for several stages per rank); `rank`: of this process; `group_of`: `GroupMaker.one_of`.
     """
     mine: dict[Channel, ChannelEnds] = {}
     size = len(rows[0])
@@ -65,7 +65,7 @@ def make_channels(
 
 @dataclass
 class _Arriving:
-    """A receive under way."""
+    """A receive in flight."""
 
     specs: list[TensorSpec]
     buffers: list[torch.Tensor]
@@ -76,11 +76,11 @@ class P2PTransport:
     """`runtime.Transport` between processes."""
 
     def __init__(self, channels: dict[Channel, ChannelEnds], device: torch.device) -> None:
-        """`device`: where received tensors are wanted; over gloo those of a GPU go by way of the host."""
+        """`device`: target of received tensors. Over gloo, GPU tensors pass through the host."""
         self.channels = channels
         self.device = device
         self.sent_nbytes = 0
-        """Bytes this rank has sent."""
+        """Bytes that this rank has sent."""
         self.waits_on_device = any(self._is_nccl(ends) for ends in channels.values())
         """See `runtime.Transport`."""
         self._known: dict[tuple[Channel, Any], list[TensorSpec]] = {}
@@ -88,8 +88,8 @@ class P2PTransport:
         self._leaving: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
 
     def connect(self) -> None:
-        """Use every channel once; see [Note: channels over NCCL]. Collective: both ends of each, right after they were made."""
-        for ends in self.channels.values():  # in the order in which every process made them
+        """Use every channel once; see [Note: channels over NCCL]. Collective over all ends, right after `make_channels`."""
+        for ends in self.channels.values():  # in the order of creation, equal on every process
             if self._is_nccl(ends):
                 token = torch.zeros(1, dtype=torch.uint8, device=self.device)
                 for work in self._start(ends, [token], receive=dist.get_rank() == ends.target):
@@ -103,7 +103,7 @@ class P2PTransport:
             )
 
     def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Start sending; see `runtime.Transport`. Raises `ModelError` when what is sent has other shapes than `key` had."""
+        """Start sending; see `runtime.Transport`. Raises `ModelError` if the shapes differ from earlier ones of `key`."""
         ends = self.channels[channel]
         specs = [TensorSpec.of(t) for t in tensors]
         if key is not None:
@@ -138,7 +138,7 @@ class P2PTransport:
         arriving = self._arriving[channel].popleft()
         for work in arriving.works:
             work.wait()
-        # gradients are handed to autograd, which asks for no history
+        # key None: gradients, which autograd takes without history
         return [
             buffer.to(self.device)
             .view(spec.dtype)

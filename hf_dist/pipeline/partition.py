@@ -1,8 +1,8 @@
-"""Which blocks go to which stage: contiguous ranges, exact for the given costs. Pure arithmetic.
+"""Assigns blocks to stages as contiguous ranges, optimal for the given costs. Pure arithmetic.
 
 A partition of N blocks into S stages is `bounds`, S + 1 ascending numbers from 0 to N; stage s has blocks bounds[s] up to
-bounds[s+1]. What runs before the first block (embeddings) belongs to stage 0, what runs after the last (norm, head) to the
-last stage; their costs are `first` and `last`. Nothing here asks how many ranks there are: S = P * V when interleaved.
+bounds[s+1]. Modules before the first block (embeddings) belong to stage 0, modules after the last (norm, head) to the last
+stage; their costs are `first` and `last`. The number of ranks does not matter here: S = P * V when interleaved.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["BlockCosts", "Partition", "balance", "partition", "uniform"]
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What a partition is made from; `blocks` and `first`, `last` in any one unit."""
+    """Input of a partition. `blocks`, `first` and `last` share any one unit."""
 
     blocks: tuple[float, ...]
     """Time of every block, in execution order."""
     first: float = 0.0
-    """Time of what runs before the first block."""
+    """Time of the modules before the first block."""
     last: float = 0.0
-    """Time of what runs after the last block: norm, LM head, loss."""
+    """Time of the modules after the last block: norm, LM head, loss."""
     params: tuple[int, ...] = ()
     """Number of parameters of every block."""
     first_params: int = 0
@@ -39,11 +39,11 @@ class BlockCosts:
 
 @dataclass(frozen=True)
 class Partition:
-    """Bounds and what they cost."""
+    """Bounds of the stages, and the stages' costs."""
 
     bounds: tuple[int, ...]
     costs: tuple[float, ...]
-    """Per stage, in the unit of the costs it was made from."""
+    """Cost of each stage, in the unit of the input costs."""
 
     @property
     def efficiency(self) -> float:
@@ -54,9 +54,9 @@ class Partition:
 def partition(costs: BlockCosts, num_stages: int, method: str | Sequence[int] = "cost") -> Partition:
     """Split by `method` (`pipeline.partition_method`).
 
-    "cost": the smallest maximum of time, embedding and head counted; "parameters": the same over parameters; "uniform":
-    equally many blocks; "type:REGEX": equally many blocks whose class name matches (case ignored), as DeepSpeed;
-    a list: blocks per stage. Raises `TopologyError` when there are fewer blocks than stages, or the list does not add up.
+    "cost": minimise the largest time of a stage, including embedding and head; "parameters": the same for parameters;
+    "uniform": equal numbers of blocks; "type:REGEX": equal numbers of blocks whose class name matches (ignoring case), as in
+    DeepSpeed; a list: blocks per stage. Raises `TopologyError` for fewer blocks than stages, or a list that does not add up.
     """
     num_blocks = len(costs.blocks)
     if num_stages > num_blocks:
@@ -82,15 +82,15 @@ def partition(costs: BlockCosts, num_stages: int, method: str | Sequence[int] = 
 
 
 def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Sizes that differ by at most one, the longer ones first (later stages hold the head)."""
+    """Bounds of stages whose sizes differ by at most one, larger ones first (the last stage also holds the head)."""
     size, longer = divmod(num_blocks, num_stages)
     return tuple(s * size + min(s, longer) for s in range(num_stages + 1))
 
 
 def balance(blocks: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Bounds of the contiguous split with the smallest maximum; among those, with the smallest sum of squares.
+    """Bounds of the contiguous split with the smallest maximum cost and, among those, the smallest sum of squares.
 
-    Exact, O(N^2 S). Every stage gets at least one block. `first` counts to stage 0 and `last` to the last stage.
+    Exact, O(N^2 S). Every stage gets at least one block. `first` is added to stage 0, `last` to the last stage.
     """
     count = len(blocks)
     prefix = [0.0, *itertools.accumulate(blocks)]
@@ -102,10 +102,10 @@ def balance(blocks: Sequence[float], num_stages: int, first: float = 0.0, last: 
     def solve(limit: float) -> tuple[float, float, tuple[int, ...]]:
         """Smallest (maximum, sum of squares, bounds) over splits whose stages cost at most `limit`.
 
-        The maximum alone has optimal substructure, and so has the sum of squares under a fixed limit; together they have
-        not, hence two passes: one without a limit that minimises the maximum, one under it that minimises the squares.
+        The maximum alone has optimal substructure, and so does the sum of squares under a fixed limit, but not both together.
+        Hence two passes: one without a limit minimises the maximum; one with that limit minimises the squares.
         """
-        # best[n]: of the first n blocks in the stages so far
+        # best[n]: best split of the first n blocks into the stages so far
         best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
         for stage in range(num_stages):
             after: dict[int, tuple[float, float, tuple[int, ...]]] = {}

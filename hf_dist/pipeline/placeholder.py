@@ -1,4 +1,4 @@
-"""What stands where a parameter of another stage was: zeros of its shape that take no memory and are no parameter."""
+"""Placeholders for parameters of other stages: zeros of the same shape that take no memory and are not parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Placeholders"]
 
 
 class Placeholders:
-    """All placeholders of one model, on the device of the parameters that stay."""
+    """All placeholders of one model, on the device of its remaining parameters."""
 
     def __init__(
         self, model: nn.Module, kept: Set[int], compute_dtype: Callable[[str, torch.dtype], torch.dtype]
     ) -> None:
-        """Replace every parameter of `model` whose id is not in `kept`, by zeros in its `compute_dtype(name, dtype)`.
+        """Replace every parameter of `model` whose id is not in `kept` by zeros in `compute_dtype(name, dtype)`. Local.
 
-        Modules left without parameters answer `dtype` and `device`, which HF reads off the first parameter.
+        Modules without remaining parameters get fixed properties `dtype` and `device`, which HF reads from the first parameter.
         """
         self.tensors: list[torch.Tensor] = []
         self._anchor = _first_kept(model, kept)
@@ -47,7 +47,7 @@ class Placeholders:
         self._place()
 
     def follow(self) -> None:
-        """Move to where the model's parameters are now: it may have been split on meta, or been moved."""
+        """Move the placeholders to the current device of the parameters: the model may have been split on meta, or moved."""
         if (device := self._device_now()) != self.device:
             self.device = device
             self._place()
@@ -67,7 +67,7 @@ class Placeholders:
 
 
 def _first_kept(model: nn.Module, kept: Set[int]) -> tuple[nn.Module, str] | None:
-    """Where the first parameter that stays is; the parameter itself may be replaced when weights are loaded."""
+    """(module, attribute) of the first kept parameter; the parameter object itself may be replaced when weights are loaded."""
     for module in model.modules():
         for attribute, param in module._parameters.items():
             if param is not None and id(param) in kept:

@@ -1,4 +1,4 @@
-"""From a model and an example batch to a checked plan, and the table that a start-up report shows."""
+"""Turns a model and an example batch into a verified plan, and describes it for the start-up report."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SMALL_NBYTES = 2 << 30
 
 @dataclass(frozen=True)
 class PlannedSplit:
-    """A plan that passed `verify`, with what it was chosen by."""
+    """A plan that passed `verify`, with the partition it was made from."""
 
     plan: StagePlan
     partition: Partition
     nbytes: tuple[int, ...]
-    """Bytes of the parameters of every stage, shared ones counted on each."""
+    """Bytes of each stage's parameters; shared parameters count on every stage that holds them."""
 
     def describe(self) -> str:
-        """One line per stage: its blocks, share of the time, bytes; then the efficiency of the split."""
+        """One line per stage with its blocks, share of the time and bytes; then the efficiency of the split."""
         plan, total = self.plan, sum(self.partition.costs) or 1.0
         lines = []
         for stage in range(plan.num_stages):
@@ -52,10 +52,10 @@ def plan_stages(
     method: str | Sequence[int] = "cost",
     run: Callable[[nn.Module, dict[str, Any]], Any] | None = None,
 ) -> PlannedSplit:
-    """Probe, partition, cut and verify; local and the same on every rank, `model` (real or on meta) is left as it was.
+    """Probe, partition, cut and verify. Local, with the same result on every rank; leaves `model` (real or meta) unchanged.
 
     `num_stages`: ranks times stages per rank. `method`: see `partition`. `run(model, batch)`: how training calls the model.
-    Raises `TopologyError` for a partition that is not possible, `ModelError` for a model that cannot be split rightly.
+    Raises `TopologyError` for an impossible partition, `ModelError` for a model that cannot be split correctly.
     """
     recompute = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     real = False
@@ -80,6 +80,6 @@ def plan_stages(
 
 
 def _is_small(model: nn.Module) -> bool:
-    """Whether a copy may be made to try a forward with elements."""
+    """Whether the model is real and small enough to copy for a forward with elements."""
     params = list(model.parameters())
     return not any(p.is_meta for p in params) and sum(p.numel() * p.element_size() for p in params) <= _SMALL_NBYTES

@@ -1,7 +1,7 @@
-"""One forward on meta: which blocks run in which order, what they take, and which parameters each thing depends on.
+"""One forward on meta that records the order of block calls, their arguments, and the parameters that each tensor depends on.
 
-Positions: `p` is the number of block calls that have begun. A *source* numbers the parameters a tensor was computed from, in
-execution order: 2p for modules outside the blocks that run at position p, 2k + 1 for block call k.
+Position `p` is the number of block calls that have begun. A *source* is a number for a set of parameters that a tensor was
+computed from, in execution order: 2p for modules outside the blocks that run at position p, 2k + 1 for block call k.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Argument", "BlockCall", "Probe", "SameAs", "TensorSpec", "is_leaf", 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor without its elements, for the batch of the probe."""
+    """Shape, dtype and `requires_grad` of a tensor, for the batch of the probe."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,19 +45,19 @@ class Argument:
     """A tensor among the arguments of a block call."""
 
     index: int
-    """Place among the leaves of (args, kwargs)."""
+    """Position among the leaves of (args, kwargs)."""
     path: str
-    """The same for people: `[1]['position_bias']`."""
+    """The position in readable form: `[1]['position_bias']`."""
     value: int
-    """Equal for arguments that are the same tensor object."""
+    """Number of the tensor; equal for arguments that are the same tensor object."""
     spec: TensorSpec
     sources: frozenset[int]
-    """See the module; `RANDOM` for what was drawn."""
+    """Its sources (see the module docstring); `RANDOM` for a random draw."""
 
 
 @dataclass(frozen=True)
 class SameAs:
-    """In the template of a result: as the argument at `index`; an unknown tensor if that is None."""
+    """In the template of a result: a value like the argument at `index`, or an unknown tensor if `index` is None."""
 
     index: int | None
 
@@ -72,20 +72,20 @@ class BlockCall:
     """Paths of the leaves of (args, kwargs), tensors or not."""
     arguments: tuple[Argument, ...]
     result: Any
-    """What it returns, each tensor replaced by `SameAs`."""
+    """Its result, with each tensor replaced by `SameAs`."""
     collected: tuple[tuple[str, int], ...]
-    """What HF had collected when the call began: (name of the list, its length)."""
+    """Tensors that HF had collected when the call began: (name of the list, its length)."""
     collected_specs: tuple[TensorSpec, ...]
 
     @cached_property
     def values(self) -> frozenset[int]:
-        """Numbers of the tensors it takes."""
+        """Numbers of its argument tensors."""
         return frozenset(argument.value for argument in self.arguments)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one forward of a model did."""
+    """The record of one forward of a model."""
 
     calls: tuple[BlockCall, ...]
     blocks: frozenset[str]
@@ -93,20 +93,20 @@ class Probe:
     outside: frozenset[str]
     """Paths of the modules with parameters outside the blocks."""
     params: tuple[tuple[str, ...], ...]
-    """All names of each parameter; the first is the one of `named_parameters`."""
+    """All names of each parameter; the first is the name in `named_parameters`."""
     positions: dict[str, frozenset[int]]
-    """By first name: the sources (see the module) under which the parameter was read by the module that holds it."""
+    """First name -> sources (see the module docstring) at which the parameter's own module read it."""
     loose_reads: dict[str, frozenset[int]]
-    """By first name: positions at which the parameter was read by the code around the modules."""
+    """First name -> positions at which code around the modules read the parameter."""
     flops: tuple[int, ...]
-    """Of the forward, by source."""
+    """Floating-point operations of the forward, by source."""
     numel: tuple[int, ...]
-    """Parameters that were read, by the source that read them first."""
+    """Numbers of parameters, by the source that read them first."""
     classes: tuple[str, ...]
     """Class name of the block of each call."""
 
     def costs(self, recompute: bool = False) -> BlockCosts:
-        """For `partition`. Backward is twice the forward; `recompute` (activation checkpointing) runs blocks once more."""
+        """Costs for `partition`. A backward costs two forwards; `recompute` (activation checkpointing) adds one per block."""
         around = self.flops[0::2]
         scale = 4.0 if recompute else 3.0
         blocks = [scale * f + 3.0 * extra for f, extra in zip(self.flops[1::2], [0, *around[1:-1]], strict=True)]
@@ -119,7 +119,7 @@ class Probe:
 
 
 def is_leaf(value: Any) -> bool:
-    """Caches and other objects are leaves; plain containers and HF's outputs (dicts) are not."""
+    """Whether `value` is a leaf: caches and other objects are; plain containers and HF's outputs (dicts) are not."""
     return not isinstance(value, tuple | list | dict)
 
 
@@ -130,11 +130,11 @@ def probe(
     *,
     real: bool = False,
 ) -> Probe:
-    """Run `model` once on meta with tensors like those of `batch`; local, allocates nothing, leaves `model` as it was.
+    """Run `model` once on meta with tensors like those of `batch`. Local; allocates nothing and leaves `model` unchanged.
 
-    `batch` must be like the batches of training (same keys). `run(model, batch)`: how the model is called, `model(**batch)`
-    by default. `real`: on a copy of the model that has memory, where it does not run on meta. Raises `ModelError` when the
-    model has no blocks, or cannot run.
+    `batch` must have the keys of training batches. `run(model, batch)`: how the model is called, `model(**batch)` by default.
+    `real`: run a copy with memory instead, for a model that does not run on meta. Raises `ModelError` if the model has no
+    blocks or cannot run.
     """
     twin = meta_twin(model, real=real)
     recorder = _Recorder(twin, real)
@@ -156,7 +156,7 @@ def probe(
 
 
 class _Recorder:
-    """Watches the probe's forward."""
+    """Records the probe's forward."""
 
     def __init__(self, twin: nn.Module, real: bool) -> None:
         self.blocks = find_blocks(twin)
@@ -199,7 +199,7 @@ class _Recorder:
         holds = frozenset(id(p) for p in module.parameters())
 
         def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._stack:  # inside another one: not a place to cut
+            if self._stack:  # inside another block or module: not a place to cut
                 return call(*args, **kwargs)
             before = collected.flatten()
             source = 2 * self.position + 1 if is_block else 2 * self.position
@@ -219,7 +219,7 @@ class _Recorder:
         return handler
 
     def _mark(self, inputs: Any, result: Any, source: int) -> None:
-        """What a module made is its own even when no parameter went into it (T5's empty position bias)."""
+        """Mark a module's new tensors with its source, even if no parameter went into them (T5's empty position bias)."""
         storages = {t.untyped_storage()._cdata for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in storages:

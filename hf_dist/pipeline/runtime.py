@@ -1,4 +1,4 @@
-"""The one interpreter of schedules: executes a rank's actions on its stages, over any transport."""
+"""The only interpreter of schedules: executes a rank's actions on its stages, over any transport."""
 
 from __future__ import annotations
 
@@ -24,73 +24,73 @@ Run = Callable[[nn.Module, Any], Any]
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _BUFFERS = 2
-"""Receives posted ahead on each channel: one arrives while the other is used. One where a receive waits on the device."""
+"""Receives posted ahead per channel: one arrives while the other is used. Only one is posted if receives wait on the device."""
 
 
 class Transport(Protocol):
     """Moves lists of tensors between neighbouring stages; each channel is first in, first out."""
 
     waits_on_device: bool
-    """Whether a receive that was posted holds a part of the device until its data comes (NCCL's kernels do)."""
+    """Whether a posted receive occupies a part of the device until its data arrives (NCCL kernels do)."""
 
     def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Start sending. `key` equal means shapes equal, on both ends."""
+        """Start sending. Equal keys mean equal shapes, on both ends."""
 
     def can_post(self, channel: Channel, key: Any) -> bool:
         """Whether the shapes of `key` are known, so that a receive can be posted before it is needed."""
 
     def post(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> None:
-        """Start the next receive of the channel; `specs` None: those known for `key`."""
+        """Start the next receive of the channel; `specs` None means those known for `key`."""
 
     def receive(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
-        """Tensors of the next transfer, posted or not; blocks. Leaves, `requires_grad` as on the sender."""
+        """Wait for the next transfer, posted or not; returns leaf tensors with the sender's `requires_grad`."""
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends are complete."""
 
 
 class Hooks:
-    """Moments of a step for an engine that shards or reduces; every method does nothing here.
+    """Callbacks for an engine that shards or reduces; each method does nothing by default.
 
-    Stages are those of the pipeline, not of ZeRO. With several stages on a rank each has its own last backward.
+    "Stage" means a pipeline stage, not a ZeRO stage. If a rank has several stages, each has its own last backward.
     """
 
     def before_forward(self, stage: int, microbatch: int) -> None:
-        """Right before the model runs; the root's post-forward does not run (the stage leaves by an exception)."""
+        """Called right before the model runs. The root's post-forward hook may not run: a stage ends by an exception."""
 
     def after_forward(self, stage: int, microbatch: int) -> None:
-        """Right after it, also when the stage left early."""
+        """Called right after the forward, also if the stage ended it early."""
 
     def before_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
-        """Before a backward that adds to weights: B, I (weights that several nodes lead to) or W.
+        """Called before a backward that adds weight gradients: B, I (for weights that several nodes lead to) or W.
 
-        `is_last`: no other one of this stage follows in the step.
+        `is_last`: no other such backward of this stage follows in the step.
         """
 
     def after_backward(self, stage: int, microbatch: int, is_last: bool) -> None:
-        """After it."""
+        """Called after that backward."""
 
     def action(self, action: Action) -> None:
-        """Before every action, sends and receives too; for tracing."""
+        """Called before every action, including sends and receives; for tracing."""
 
 
 def signature(microbatch: Any) -> tuple[Any, ...]:
-    """Shapes and dtypes of a microbatch: what the shapes between stages follow from."""
+    """Shapes and dtypes of a microbatch, which determine the shapes between stages."""
     leaves = tree_leaves(microbatch)
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
 
 
 class ScheduleRun:
-    """One step of one rank: the schedule, the microbatches, and what is in flight.
+    """One step of one rank: the schedule, the microbatches, and the tensors in flight.
 
-    Every rank of the pipeline makes one from the same schedule and the same microbatches, and calls `run` (or performs the
-    actions one by one). A failing action is logged with the grid and its place, then raised.
+    Every rank of the pipeline creates one with the same schedule and microbatches, and calls `run` (or performs the actions
+    one by one). The error of a failing action is raised after logging the grid and the action's position in it.
     """
 
     def __init__(
         self, staged: StagedModel, schedule: Schedule, rank: int, transport: Transport, hooks: Hooks | None = None
     ) -> None:
-        """`schedule`: with communication; `rank`: this process's coordinate on the pipeline axis."""
+        """`schedule`: including communication; `rank`: this process's coordinate on the pipeline axis."""
         self.staged = staged
         self.schedule = schedule
         self.rank = rank
@@ -98,7 +98,7 @@ class ScheduleRun:
         self.transport = transport
         self.hooks = hooks or Hooks()
         self.results: list[Any] = [None] * schedule.num_microbatches
-        """On the rank of the last stage: what `function` returned, by microbatch (a training loss is detached)."""
+        """On the rank of the last stage: results of `function`, by microbatch (training losses are detached)."""
         self._perform: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -110,19 +110,19 @@ class ScheduleRun:
             Kind.RECV_BACKWARD: self._receive_backward,
         }
         self._train = any(a.kind is not Kind.FORWARD and a.kind.computes for a in self.actions)
-        # Recomputed activations would be recomputed for each part of a backward, so there I does all of it.
+        # Activation checkpointing would recompute for each part of a split backward, so `I` then does the whole backward.
         self._splits = not (any(a.kind is Kind.BACKWARD_INPUT for a in self.actions) and staged.recomputes)
         kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT if self._splits else Kind.BACKWARD_INPUT)
         self._backwards_left = Counter(a.stage for a in self.actions if a.kind in kinds)
         self._graphs: dict[tuple[int, int], StageGraph] = {}
-        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # received by (stage, microbatch)
-        self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # to be sent
-        self._specs: dict[tuple[int, int], list[TensorSpec]] = {}  # of what was sent: the gradients have them too
-        self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # arrived for what was sent
-        self._to_return: dict[tuple[int, int], list[torch.Tensor]] = {}  # for what was received
+        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # (stage, microbatch) -> received activations
+        self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # activations to send
+        self._specs: dict[tuple[int, int], list[TensorSpec]] = {}  # of sent activations and so of their gradients
+        self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # received gradients of sent activations
+        self._to_return: dict[tuple[int, int], list[torch.Tensor]] = {}  # gradients of received activations, to send
         self._unposted: dict[Channel, deque[Action]] = defaultdict(deque)
         self._ahead = 1 if transport.waits_on_device else _BUFFERS
-        self._sends_before: dict[Action, int] = {}  # of a receive: sends of its microbatch that it may depend on
+        self._sends_before: dict[Action, int] = {}  # receive -> number of its microbatch's sends that it may depend on
         self._sent: Counter[int] = Counter()  # sends so far, by microbatch
         sends: Counter[int] = Counter()
         for action in self.actions:
@@ -133,8 +133,8 @@ class ScheduleRun:
         self._posted: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def run(self, microbatches: Sequence[Any], function: Run) -> list[Any]:
-        """Execute everything. `function(model, microbatch)` runs the model once; in training it returns the loss to
-        differentiate, already scaled. Returns `results`."""
+        """Execute all actions and return `results`. `function(model, microbatch)` runs the model once; in training it returns
+        the scaled loss to differentiate. Collective over pp."""
         self.begin(microbatches, function)
         for action in self.actions:
             self.perform(action)
@@ -142,7 +142,7 @@ class ScheduleRun:
         return self.results
 
     def begin(self, microbatches: Sequence[Any], function: Run) -> None:
-        """Take the step's data, before the first `perform`."""
+        """Set the step's data, before the first `perform`."""
         assert len(microbatches) == self.schedule.num_microbatches
         self._microbatches = microbatches
         self._signatures = [signature(m) for m in microbatches]
@@ -155,7 +155,7 @@ class ScheduleRun:
         try:
             self._perform[action.kind](action)
         except Exception as error:
-            if not lost_peer(error):  # who ended first says where
+            if not lost_peer(error):  # the rank that failed first logs its position
                 logger.error(self._where(action))
             raise
         self._sent[action.microbatch] += action.kind in _SENDS
@@ -167,7 +167,7 @@ class ScheduleRun:
         received = self._inputs.pop(at, [])
         self.hooks.before_forward(stage, microbatch)
         with torch.set_grad_enabled(self._train):
-            # Views, as these are no leaves in the whole model: autocast would keep one cast of a leaf for all its uses.
+            # Pass views, since the tensors are not leaves in the whole model: autocast caches casts of leaves only.
             given = [t.view_as(t) for t in received]
             output = self.staged.forward(
                 stage, lambda model: self._function(model, self._microbatches[microbatch]), given
@@ -196,7 +196,7 @@ class ScheduleRun:
         if not self._splits:
             return self._backward(action)
         graph, gradients = self._take(action)
-        # A weight that several nodes lead to is not put off: its gradient arrives here, and the last one with W at the latest.
+        # Weights that several nodes lead to get their gradients here, but never last: W of this microbatch follows.
         self._hooked(action, False, lambda: graph.backward_input(gradients))
         self._hand_back(action, graph)
         self._graphs[action.stage, action.microbatch] = graph
@@ -260,10 +260,10 @@ class ScheduleRun:
         assert queue.popleft() == action, "receives stand in the order of their channel"
 
     def _post_ahead(self) -> None:
-        """Post receives in each channel's order, as far as their shapes are known and buffers are left.
+        """Post receives in each channel's order, as far as their shapes are known and buffers are free.
 
-        Where they wait on the device only what no send of this rank is needed for any more: a send that is queued behind the
-        receive that waits for its answer would never begin, and devices have few queues.
+        If receives wait on the device, post only those that do not depend on a future send of this rank: such a send could be
+        queued behind the receive of its own answer and never start, since devices have few queues.
         """
         for channel, queue in self._unposted.items():
             posted = self._posted[channel]
@@ -289,7 +289,7 @@ class ScheduleRun:
         return [spec for spec in self._specs[action.stage, action.microbatch] if spec.requires_grad]
 
     def _key(self, stage: int, microbatch: int) -> Any:
-        """What the shapes from `stage` to the next one follow from."""
+        """The key that determines the shapes sent from `stage` to the next one."""
         return stage, self._train, self._signatures[microbatch]
 
     def _channel(self, action: Action) -> Channel:

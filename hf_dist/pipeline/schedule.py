@@ -1,7 +1,7 @@
-"""The schedules: what every rank computes (`actions.py`), from a pure function of P, M and V.
+"""The schedules: every rank's computations (`actions.py`) as pure functions of P, M and V.
 
-P ranks, V stages per rank, stage s on rank s % P; M microbatches. In every schedule each stage takes the backwards of its
-microbatches in the order 0 .. M-1, so that the last microbatch is the last one everywhere (gradients are reduced in it).
+P ranks, V stages per rank, stage s on rank s % P; M microbatches. In every schedule, each stage runs the backwards of its
+microbatches in the order 0 .. M-1, so the last microbatch is the last everywhere (gradients are reduced in it).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, virtual_stages: int = 1) 
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, virtual_stages: int = 2) -> Schedule:
-    """1F1B over V stages per rank: microbatches go through in rounds of about P. (Megatron-LM, Narayanan et al. 2021.)
+    """1F1B over V stages per rank: microbatches run in rounds of about P. (Megatron-LM, Narayanan et al. 2021.)
 
-    Any M: the rounds are as equal as they can be, none below P where M allows. Where the paper's warm-up dead-locks, it is
-    made longer by the fewest forwards that run through, found by trying.
+    Accepts any M: rounds are as equal as possible and, if M allows, never smaller than P. If the paper's warm-up deadlocks,
+    it gets the smallest number of additional forwards that works, found by trial.
     """
     rounds = _rounds(num_ranks, num_microbatches)
     total = num_microbatches * virtual_stages
@@ -68,7 +68,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, virtual_stages: int 
 def zb_h1(num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
     """Zero-bubble H1: 1F1B whose weight gradients on rank r lag r microbatches behind and fill the end of the step.
 
-    At most P microbatches are in flight on every rank, as in 1F1B's first. (Qi et al. 2023, "Zero Bubble Pipeline
+    At most P microbatches are in flight on every rank, as on the first rank of 1F1B. (Qi et al. 2023, "Zero Bubble Pipeline
     Parallelism".)
     """
     _require_one_stage_per_rank("zb_h1", virtual_stages)
@@ -89,7 +89,7 @@ def zb_h1(num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Sch
 
 
 def forward_only(num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """Evaluation: every rank takes the microbatches as they come, in rounds of P when it has several stages."""
+    """Evaluation: every rank runs the microbatches in order, in rounds of about P if it has several stages."""
     rounds = _rounds(num_ranks, num_microbatches)
 
     def actions(rank: int) -> Iterator[Action]:
@@ -105,7 +105,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved_1f1b": interleaved_1f1b,
     "zb_h1": zb_h1,
 }
-"""Training schedules by the name that `pipeline.schedule` takes: f(P, M, V) -> Schedule."""
+"""Value of `pipeline.schedule` -> training schedule f(P, M, V)."""
 
 
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
@@ -128,7 +128,7 @@ def _rounds(num_ranks: int, num_microbatches: int) -> list[range]:
 
 
 def _one_by_one(forward: Order, backward: Order, warm_up: int) -> Iterator[Action]:
-    """`warm_up` forwards, then one backward and one forward in turn, then the backwards that are left."""
+    """`warm_up` forwards, then one backward and one forward alternately, then the remaining backwards."""
     f = [Action(s, Kind.FORWARD, m) for s, m in forward]
     b = [Action(s, Kind.BACKWARD, m) for s, m in backward]
     warm_up = min(warm_up, len(f))

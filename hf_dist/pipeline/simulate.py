@@ -1,4 +1,4 @@
-"""Check and time a schedule without a tensor: dead-locks, order, microbatches in flight, bubble."""
+"""Checks and times a schedule without tensors: deadlocks, order, microbatches in flight, bubble."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Costs:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    """From the end of what is sent until it can be used on the other rank; it does not occupy either rank."""
+    """Time from the end of the sending computation until the data can be used on the other rank; occupies neither rank."""
 
     def of(self, kind: Kind) -> float:
-        """How long an action of this kind keeps its rank busy."""
+        """How long an action of this kind occupies its rank."""
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward_input + self.backward_weight,
@@ -43,22 +43,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule does with time and memory."""
+    """Times and microbatches in flight of a schedule."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """Computations of every rank in order, sends and receives left out."""
+    """Computations of every rank in order, without sends and receives."""
     makespan: float
-    """From the first action to the end of the last."""
+    """Time from the start of the first action to the end of the last."""
     bubble: float
     """Idle share of all ranks' time, 0 to 1."""
     in_flight: tuple[int, ...]
-    """Per stage, the most microbatches whose forward has run and whose (weight) backward has not ended."""
+    """Per stage, the largest number of microbatches whose forward has run but whose (weight) backward has not ended."""
 
 
 def validate(schedule: Schedule) -> None:
     """Raise `ScheduleError` unless every stage runs every microbatch once, in an order that can be run.
 
-    Takes a schedule with or without its sends and receives.
+    Accepts a schedule with or without sends and receives.
     """
     split = _has(schedule, Kind.BACKWARD_INPUT)
     backwards = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,)
@@ -92,9 +92,9 @@ def runs_through(schedule: Schedule) -> bool:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Play a schedule: every rank takes its actions in order, waiting for what it receives; sends do not wait.
+    """Simulate a schedule: every rank runs its actions in order and waits for its receives; sends do not wait.
 
-    Raises `ScheduleError`, with the grid, when all ranks wait for each other.
+    Raises `ScheduleError`, with the grid, if the ranks deadlock.
     """
     costs = costs or Costs()
     schedule = schedule if _communicates(schedule) else add_communication(schedule)
@@ -129,7 +129,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def _ready_at(action: Action, done: dict[Action, float], costs: Costs) -> float | None:
-    """When what an action waits for is there; None if that has not been played yet."""
+    """Time at which an action's input is available; None if its send has not been simulated yet."""
     if action.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
         sent = done.get(matching_send(action))
         return None if sent is None else sent + costs.transfer
@@ -147,7 +147,7 @@ def _in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Both ends of every channel must name the same transfers in the same order."""
+    """Raise `ScheduleError` unless both ends of every channel list the same transfers in the same order."""
     sends, receives = defaultdict(list), defaultdict(list)
     for channel, action in _transfers(schedule):
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):

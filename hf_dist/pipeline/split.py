@@ -1,9 +1,10 @@
-"""A model that runs as stages: its own forward, with earlier parts standing in, tensors received and an early exit.
+"""A model that runs as stages: its own forward, with stand-ins for earlier stages, received tensors and an early exit.
 
-A stage calls the whole model's forward on the whole batch. Blocks before its first pass their input through; other modules
-with parameters that ran before answer zeros of the right shape; at its first block the received tensors take their places;
-the call of the next stage's first block ends the forward and hands over what that call was given. So masks, positions,
-heads and losses stay the model's own code, and every parameter its name. See [Note: what must travel] in README.md.
+A stage calls the whole model's forward on the whole batch. Blocks of earlier stages pass their input through. Other modules
+with parameters that run before the stage return zeros of the right shape. At the stage's first block, the received tensors
+replace these stand-ins. The call of the next stage's first block ends the forward; its arguments are sent. So masks,
+positions, heads and losses remain the model's own code, and parameters keep their names. See [Note: what must travel] in
+README.md.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ _FIRST = "[0][0]"
 
 @dataclass(frozen=True)
 class Alignment:
-    """Arguments of a block call of one structure, seen from the example's call."""
+    """How the arguments of a block call correspond to those of the example's call."""
 
     spec: TreeSpec
     order: list[int | None]
-    """By leaf of the example: its place here."""
+    """For each leaf of the example's call, its position in this call; None if absent."""
     new: dict[int, str]
-    """Leaves that the example had not: place -> path."""
+    """Leaves that the example's call did not have: position -> path."""
 
 
 class StageExit(Exception):
-    """Leaves the model's forward at the end of a stage. An `Exception`, so that `always_call` hooks run."""
+    """Exits the model's forward at the end of a stage. An `Exception`, so that `always_call` hooks run."""
 
     def __init__(self, sent: list[torch.Tensor]) -> None:
         super().__init__("the stage ends here; this is caught by hf_dist, not by the model")
@@ -63,12 +64,12 @@ class StageExit(Exception):
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What the forward of a stage gave."""
+    """Result of a stage's forward."""
 
     sent: tuple[torch.Tensor, ...] | None
-    """For the next stage, with their graph; None on the last stage."""
+    """Tensors for the next stage, with their graph; None on the last stage."""
     result: Any = None
-    """What the given function returned, on the last stage."""
+    """On the last stage, the result of the given function."""
 
 
 class StagedModel:
@@ -82,14 +83,13 @@ class StagedModel:
         compute_dtype: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
         visit: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Keep `stages` (several when interleaved) of `model`, which may be on meta; local.
+        """Keep only `stages` (several if interleaved) of `model`, which may be on meta. Local.
 
-        `compute_dtype(name, dtype)`: the dtype that a parameter will have at work, in which stand-ins are made.
-        `visit(path)`: brings the parameters of a module here for a call outside a pass; the model keeps it, and goes on calling
-        it when this object is gone.
+        `compute_dtype(name, dtype)`: compute dtype of a parameter, used for stand-ins. `visit(path)`: context manager that
+        fetches the parameters of a module for a call outside a pass. The model keeps calling it even after this object is gone.
 
-        Parameters that stay keep object, name and alias names; the others are no parameters of the model any more, so
-        `named_parameters`, `state_dict` and an engine that shards the model see the stages' own only.
+        Kept parameters keep their object, name and aliases. The others are no longer parameters of the model, so
+        `named_parameters`, `state_dict` and an engine that shards the model see only those of the stages.
         """
         self.model = model
         self.plan = plan
@@ -97,7 +97,7 @@ class StagedModel:
         self.pass_: StagePass | None = None
         self.visit = visit
         self.alignments: dict[int, Alignment] = {}
-        """By call: how its arguments stood to those of the example when last seen."""
+        """Index of a block call -> its latest alignment with the example's call."""
         model.register_forward_pre_hook(self._see_inputs(), with_kwargs=True)
         self._check(model)
         self.stand_ins = {}
@@ -115,10 +115,10 @@ class StagedModel:
     def forward(
         self, stage: int, run: Callable[[nn.Module], Any], received: Sequence[torch.Tensor] = ()
     ) -> StageOutput:
-        """Run `stage` of one microbatch: `run(model)` must call the model once, on the whole microbatch.
+        """Run `stage` of one microbatch. `run(model)` must call the model once, on the whole microbatch. Local.
 
-        `received`: what stage - 1 sent, in the plan's order. Raises `ModelError` when the model takes another path than in
-        the probe.
+        `received`: the tensors sent by stage - 1, in the plan's order. Raises `ModelError` if the model's block calls differ
+        from those in the probe.
         """
         self.placeholders.follow()
         self.pass_ = StagePass(self, stage, received)
@@ -175,7 +175,7 @@ class StagedModel:
             )
 
     def _handler(self, path: str, is_block: bool) -> Callable[..., Any]:
-        # Weak: the model's modules hold this, and a cycle would keep the weights until the cyclic collector comes.
+        # Weak: the model's modules hold this handler, and a cycle would keep the weights until the cyclic collector runs.
         me, visit = weakref.ref(self), self.visit
 
         def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,7 +194,7 @@ class StagedModel:
 
 
 class StagePass:
-    """One forward of one stage under way."""
+    """One running forward of one stage."""
 
     def __init__(self, staged: StagedModel, stage: int, received: Sequence[torch.Tensor]) -> None:
         self.plan = staged.plan
@@ -206,16 +206,16 @@ class StagePass:
         self.is_last = self.stop == len(self.plan.calls)
         self.next_block = 0
         self.inputs: list[torch.Tensor] = []
-        """Tensors that the model was called with."""
+        """Tensors among the arguments of the model's call."""
         self.inside = False
-        """Whether a module of this stage is running: what is in it runs as always."""
+        """Whether a module of this stage is running; its submodules then run normally."""
         self._written: set[int] = set()
         boundary = self.plan.boundaries[stage - 1] if stage else None
         after = () if self.is_last else self.plan.boundaries[stage].values
         self._moved = frozenset(after if boundary is None else (*boundary.values, *after))
-        """Values that cross a boundary of the stage."""
+        """Numbers of the values that cross a boundary of the stage."""
         self._ends = {self.start, self.stop}
-        """Calls whose arguments are looked at whatever they are."""
+        """Calls whose arguments are always inspected."""
         expected = len(boundary.specs) if boundary else 0
         assert len(received) == expected, f"stage {stage} was given {len(received)} tensors instead of {expected}"
         self.held = dict(zip(boundary.values, received, strict=False)) if boundary else {}
@@ -225,11 +225,11 @@ class StagePass:
 
     @property
     def before_start(self) -> bool:
-        """Whether what runs now belongs to an earlier stage."""
+        """Whether the code that runs now belongs to an earlier stage."""
         return 0 < self.start >= self.next_block
 
     def block(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a block: passed over, run with the right arguments, or the end of the stage."""
+        """Handle a block call: skip it, run it with the received tensors, or end the stage."""
         index = self.next_block
         expected = self.plan.calls[index] if index < len(self.plan.calls) else None
         if expected is None or expected.module != path:
@@ -251,23 +251,23 @@ class StagePass:
         return self._run(call, args, kwargs)
 
     def outside(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of another module with parameters: run here, or answered by its stand-in."""
+        """Handle a call of another module with parameters: run it, or let its stand-in answer."""
         if self.before_start:
             return self.stand_in(self.stand_ins[path].answer(args, kwargs, self.device))
         return self._run(call, args, kwargs)
 
     def enter_block(self, call: BlockCall, leaves: Leaves) -> None:
-        """Called before a block of this stage runs, with its arguments in the example's order; the plan-time check looks at
+        """Called before a block of this stage runs, with its arguments in the example's order. `verify` overrides it to check
         them."""
 
     def stand_in(self, value: Any) -> Any:
-        """Called with every value that stands in for one of an earlier stage; the plan-time check marks them."""
+        """Called with every stand-in for a value of an earlier stage. `verify` overrides it to mark them."""
         if not self.plan.in_place:
             return value
         return tree_map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, value, is_leaf=is_leaf)
 
     def finish(self, result: Any) -> Any:
-        """The model's output, with what was received in place of what stood in for it."""
+        """The model's output, with stand-ins replaced by the received tensors."""
         if not isinstance(result, dict):
             return result
         for key, value in result.items():
@@ -285,7 +285,7 @@ class StagePass:
     def _pass_over(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.plan.calls[index]
         if call.result == SameAs(0) and call.leaves[0] == _FIRST and args and isinstance(args[0], torch.Tensor):
-            return self.stand_in(args[0])  # the common block, without a walk over its arguments
+            return self.stand_in(args[0])  # fast path for the common block, without flattening its arguments
         if any(x == SameAs(None) for x in tree_leaves(call.result)):
             return self.stand_in(self.stand_ins[call.module].answer(args, kwargs, self.device))
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
@@ -302,10 +302,10 @@ class StagePass:
         return self.stand_in(tree_map(argument, call.result))
 
     def _align(self, index: int, inputs: Any, leaves: Leaves, spec: TreeSpec) -> list[int | None]:
-        """Where the leaves of the example's call are among those of this one.
+        """For each leaf of the example's call, its position among the leaves of this call.
 
-        Callers may leave out what follows from the batch, and add keywords of the model's own call (`num_items_in_batch`).
-        Anything else that is new could come from another stage, where nobody planned to fetch it.
+        Callers may omit arguments that depend on the batch alone, and add keywords of the model's own call
+        (`num_items_in_batch`). Any other new tensor might be computed on another stage, from which the plan does not send it.
         """
         known, call = self.alignments.get(index), self.plan.calls[index]
         if known is None or known.spec != spec:
@@ -331,10 +331,10 @@ class StagePass:
         )
 
     def _substitute(self, call: BlockCall, leaves: Leaves, order: list[int | None]) -> None:
-        """Put what was received where this process has a stand-in, and remember what later stages need again."""
+        """Replace stand-ins by received tensors, and keep values that later stages need again."""
         for argument in call.arguments:
             place = order[argument.index]
-            if place is None:  # a keyword that follows from the batch, and this batch has none
+            if place is None:  # an argument that depends on the batch alone, absent for this batch
                 continue
             if argument.value in self.held:
                 leaf = leaves[place]
@@ -344,7 +344,7 @@ class StagePass:
                         self._written.add(id(leaf))
                         self._replaced[id(leaf)] = (leaf, leaf)
                     continue
-                self._replaced[id(leaf)] = (leaf, self.held[argument.value])  # holds the stand-in: its id stays its own
+                self._replaced[id(leaf)] = (leaf, self.held[argument.value])  # keeps the stand-in and so its id
                 leaves[place] = self.held[argument.value]
             elif argument.value in self._moved:
                 self.held[argument.value] = leaves[place]

@@ -1,4 +1,4 @@
-"""The plan of a split: what each stage runs, holds, receives and sends. Plain data, the same on every rank."""
+"""The plan of a split: the calls, parameters, inputs and outputs of each stage. Plain data, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["Boundary", "SharedParameter", "StagePlan", "make_plan"]
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses from one stage to the next, in this order: the values, then what HF collected."""
+    """The tensors sent from one stage to the next: first `values`, then those that HF collected."""
 
     values: tuple[int, ...]
     """Numbers of the tensors (`Argument.value`)."""
     paths: tuple[str, ...]
-    """Where each of them is first passed, for messages."""
+    """Argument path at which each is first passed, for messages."""
     collected: tuple[tuple[str, int], ...]
     specs: tuple[TensorSpec, ...]
-    """Of all tensors, for the batch of the probe; shapes may differ in every microbatch."""
+    """Specs of all tensors for the probe's batch; shapes may differ in every microbatch."""
 
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several stages hold a copy of; its gradient is the sum over them."""
+    """A parameter of which several stages hold a copy; its gradient is the sum over these stages."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -39,21 +39,21 @@ class StagePlan:
     bounds: tuple[int, ...]
     """Stage s runs the block calls from bounds[s] up to bounds[s + 1]."""
     boundaries: tuple[Boundary, ...]
-    """boundaries[s]: from stage s to stage s + 1."""
+    """boundaries[s]: the tensors sent from stage s to stage s + 1."""
     blocks: frozenset[str]
     outside: frozenset[str]
     owners: dict[str, tuple[int, ...]]
-    """Parameter, by its name in `named_parameters` of the whole model -> stages that hold it."""
+    """Name of a parameter in `named_parameters` of the whole model -> stages that hold it."""
     shared: tuple[SharedParameter, ...]
     loose: frozenset[str]
-    """Parameters that code around the modules reads itself."""
+    """Parameters that code around the modules reads directly."""
     in_place: bool = False
-    """Write what is received into the stand-ins, so that code around the blocks (a residual past one) sees it too; costs a
-    copy. Otherwise it only takes their places among the arguments of blocks."""
+    """Copy received tensors into the stand-ins, so that code around the blocks (a residual past a block) sees them too.
+    Otherwise they only replace the stand-ins among the arguments of blocks."""
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.bounds) - 1
 
     def names_of(self, stage: int) -> tuple[str, ...]:
@@ -62,12 +62,12 @@ class StagePlan:
 
 
 def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
-    """Cut the probed model at `bounds` (see `partition`)."""
+    """The plan for cutting the probed model at `bounds` (see `partition`). Pure."""
     bounds = tuple(bounds)
     num_stages = len(bounds) - 1
 
     def stage_of(source: int) -> int:
-        # What runs between two calls prepares the later one, and is done by the stage that ends there.
+        # Modules between two block calls prepare the later call, but run on the stage of the earlier one.
         call, is_call = divmod(source, 2)
         position = call if is_call else max(call - 1, 0)
         return next(s for s in range(num_stages) if position < bounds[s + 1])
@@ -76,7 +76,7 @@ def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
     for names in probe.params:
         first = names[0]
         stages = {stage_of(source) for source in probe.positions.get(first, ())}
-        # Code around the modules runs on every stage until it leaves, so what it reads must be there.
+        # Code around the modules runs on every stage up to its exit, so these stages need the parameters it reads.
         for position in probe.loose_reads.get(first, ()):
             stages |= set(range(stage_of(2 * position), num_stages))
         owners[first] = tuple(sorted(stages or {0}))
@@ -95,8 +95,8 @@ def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
 
 
 def _boundary(calls: tuple[BlockCall, ...], cut: int) -> Boundary:
-    """Whatever the call at `cut` takes that was computed from parameters (or drawn at random), and what later ones take
-    again that an earlier one took: the next stage cannot make these itself."""
+    """The tensors that the next stage cannot compute itself: arguments of the call at `cut` that depend on parameters or
+    random draws, and arguments of earlier calls that later calls take again."""
     here = [a for a in calls[cut].arguments if a.sources]
     earlier = {a.value for call in calls[:cut] for a in call.arguments if a.sources}
     again = [a for call in calls[cut + 1 :] for a in call.arguments if a.value in earlier]

@@ -1,4 +1,4 @@
-"""What a module of another stage would return, by shape: it runs on meta, once per signature of its arguments."""
+"""Stand-ins for the outputs of another stage's module: it runs on meta, once per signature of its arguments."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["StandIn"]
 
 
 class StandIn:
-    """Answers calls of a module with zeros shaped like its outputs."""
+    """Answers calls of a module with zeros in the shapes of its outputs."""
 
     def __init__(self, twin: nn.Module) -> None:
-        """`twin`: the module on meta."""
+        """`twin`: a copy of the module on meta."""
         self.twin = twin
         self._seen: dict[Any, Any] = {}
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-        """Zeros on `device`, new ones in every call (the caller may write into them)."""
+        """Zeros on `device`, newly allocated in every call because the caller may write into them."""
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
         key = (str(spec), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
         with _disable_current_modes():

@@ -1,4 +1,4 @@
-"""Run each stage alone on meta, and refuse a plan whose stages would compute something else than the whole model."""
+"""Runs each stage alone on meta and refuses a plan whose stages would not compute the same as the whole model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_dist.pipeline.stage_plan import StagePlan
 __all__ = ["verify"]
 
 _STAND_IN = frozenset({0})
-"""The mark of everything that was computed from a stand-in's values."""
+"""The mark of all values computed from a stand-in."""
 _WATCHED = ("loss", "logits")
 
 
@@ -30,11 +30,11 @@ def verify(
     *,
     real: bool = False,
 ) -> None:
-    """Raise `ModelError`, naming stage and place, if `plan` cannot be right; local, allocates nothing.
+    """Raise `ModelError`, naming stage and place, if `plan` is wrong. Local; allocates nothing.
 
-    Checked for every stage: no value of a stand-in reaches a block of the stage, what it hands over, or the loss and
-    logits; every tensor it gives its blocks requires grad exactly where it does in the whole model; Python asks for no
-    value that depends on a stand-in. Arguments as in `probe`.
+    Checked for every stage: no value of a stand-in reaches a block of the stage, the tensors it sends, the loss or the logits;
+    every tensor argument of its blocks requires grad exactly if it does in the whole model; Python reads no value that depends
+    on a stand-in. Arguments as in `probe`.
     """
     for stage in range(plan.num_stages):
         twin = meta_twin(model, real=real)
@@ -62,7 +62,7 @@ def _verify_stage(
 
 
 class _CheckedModel(StagedModel):
-    """One stage of a model on meta, with a trace of what its stand-ins reach."""
+    """One stage of a model on meta, with a trace of the values that depend on stand-ins."""
 
     def __init__(self, twin: nn.Module, plan: StagePlan, stage: int, real: bool) -> None:
         super().__init__(twin, plan, (stage,))
@@ -78,7 +78,7 @@ class _CheckedModel(StagedModel):
         )
 
     def received(self) -> list[torch.Tensor]:
-        """Empty tensors as the previous stage would send them."""
+        """Zeros shaped like the tensors that the previous stage would send."""
         if self.stage == 0:
             return []
         specs = self.plan.boundaries[self.stage - 1].specs
@@ -98,7 +98,7 @@ class _CheckedModel(StagedModel):
         return isinstance(value, torch.Tensor) and bool(self.trace.sources(value))
 
     def check_output(self, output: StageOutput) -> None:
-        """What leaves the stage must not depend on stand-ins."""
+        """Raise `ModelError` if a tensor that leaves the stage depends on stand-ins."""
         if output.sent is not None:
             boundary = self.plan.boundaries[self.stage]
             labels = [*boundary.paths, *(f"collected {name}" for name, n in boundary.collected for _ in range(n))]
@@ -123,7 +123,7 @@ class _CheckedModel(StagedModel):
 
 
 class _CheckedPass(StagePass):
-    """A forward that marks its stand-ins and looks at the arguments of its blocks."""
+    """A forward that marks its stand-ins and checks the arguments of its blocks."""
 
     def __init__(self, staged: _CheckedModel, stage: int, received: list[torch.Tensor]) -> None:
         super().__init__(staged, stage, received)
@@ -131,7 +131,7 @@ class _CheckedPass(StagePass):
         self._ends = set(range(len(self.plan.calls)))
 
     def stand_in(self, value: Any) -> Any:
-        # A new tensor: what a block passes through may be an input of the user's, which is as it should be.
+        # Mark a new tensor: the passed-through value may be a user's input, which must stay unmarked.
         def mark(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf

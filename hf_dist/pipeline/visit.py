@@ -1,6 +1,6 @@
-"""A forward outside a schedule (`generate`, a probe): every rank runs every block, with weights that come for the call.
+"""A forward outside a schedule (`generate`, a probe): every rank runs every block, with weights fetched for each call.
 
-Slow, as weights travel in every call, but any code around the model works: caches, encoders called alone, sampling loops.
+Slow, because every call sends weights, but any code around the model works: caches, encoders called alone, sampling loops.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["Visits"]
 
 @dataclass(frozen=True)
 class _Attribute:
-    """Where a module of the visited subtree has a parameter."""
+    """The place of a parameter in the visited subtree: a module and its attribute."""
 
-    _owner: weakref.ref[nn.Module]  # weak: the modules hold the visits
+    _owner: weakref.ref[nn.Module]  # weak: the modules hold the `Visits`
     attribute: str
     name: str
-    """Of the parameter in the whole model."""
+    """Name of the parameter in the whole model."""
 
     def read(self) -> torch.Tensor:
         owner: Any = self._owner()
-        own: torch.Tensor | None = owner._parameters.get(self.attribute)  # what a property of the class hides, too
+        own: torch.Tensor | None = owner._parameters.get(self.attribute)  # even if a property of the class hides it
         value: torch.Tensor = getattr(owner, self.attribute) if own is None else own
         return value
 
@@ -44,7 +44,7 @@ class _Attribute:
 
 
 class Visits:
-    """Brings the parameters of a module to all pipeline ranks for the time of a call, and takes them away again."""
+    """Brings the parameters of a module to all pipeline ranks for the duration of a call."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Visits:
         axis: MeshAxis,
         compute_dtype: Callable[[str, torch.dtype], torch.dtype],
     ) -> None:
-        """`model`: before its parameters were dropped. `axis`: pp. `compute_dtype`: as for `StagedModel`."""
+        """`model`: before its parameters are dropped. `axis`: pp. `compute_dtype`: as for `StagedModel`. Local."""
         self.axis = axis
         self.model_name = type(model).__name__
         self._read: Callable[[str], torch.Tensor] = lambda name: torch.empty(0)
@@ -69,7 +69,7 @@ class Visits:
         self._inside = False
 
     def keep_slices(self, slices: Mapping[str, TensorSlice]) -> None:
-        """A rank has `slices` of these parameters also inside: of experts, to which tokens travel. Local."""
+        """Keep these parameters as `slices` inside visits too: those of experts, to which tokens are sent. Local."""
         for name, held in slices.items():
             self._shapes[name] = self._shapes[name][0], held.shape
 
@@ -79,10 +79,11 @@ class Visits:
         swap: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
         use_whole: Callable[[bool], None] | None,
     ) -> None:
-        """How parameters of this rank are whole inside. Local.
+        """Set how this rank's parameters are made whole for a visit. Local.
 
-        `read(name)`: as it is inside, collective over the ranks of its stage that share it. `swap(param, data)`: sets `.data`,
-        returns what it was. `use_whole`: told whether the model computes with whole parameters, where they are cut along `tp`.
+        `read(name)`: returns the parameter for the visit; collective over the ranks of its stage that share it. `swap(param,
+        data)`: sets `.data` and returns the old one. `use_whole`: for a model cut along `tp`, called with True when it starts
+        to compute with whole parameters and with False when it stops.
         """
         self._read, self._swap, self._use_whole = read, swap, use_whole
 
@@ -90,9 +91,9 @@ class Visits:
     def __call__(self, path: str) -> Iterator[None]:
         """Inside, the module at `path` has all its parameters on every rank. Collective over pp, in the same order.
 
-        Raises `ModelError` when a gradient is asked for, or when the code around the modules reads a parameter itself.
+        Raises `ModelError` if gradients are enabled, or if code around the modules reads a parameter directly.
         """
-        if self._inside:  # what is in a visited module came with it
+        if self._inside:  # the parameters of submodules came with the visited module
             yield
             return
         self._check()
@@ -101,7 +102,7 @@ class Visits:
             "between the stages in every call; correct, but slow"
         )
         self._inside = True
-        # What every stage has is there, unless it is cut along tp: a stage that lacks the rest computes with whole parameters.
+        # Parameters that every stage holds need no fetch, unless the model is cut along tp: then all must be whole.
         missing = [p for p in self._attributes[path] if self._use_whole or p.name not in self._everywhere]
         before = [(p, p.read()) for p in missing]
         own: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -114,7 +115,7 @@ class Visits:
                     arrived[at.name] = self._fetch(at.name, value)
                 if not isinstance(value, nn.Parameter):
                     at.write(arrived[at.name])
-                elif value.shape != arrived[at.name].shape:  # once for all places of a tied one
+                elif value.shape != arrived[at.name].shape:  # once for all places of a tied parameter
                     own.append((value, self._swap(value, arrived[at.name])))
             yield
         finally:
