@@ -1,7 +1,7 @@
 """The only package that imports transformers and accelerate.
 
-Whatever is imported of it, checkpoints know how HF models are written; the Trainer costs a second and 100 MB and is not needed
-for that.
+Other packages import only the parts that know how HF names and writes models. The Trainer, which takes a second and 100 MB
+to import, stays out of those parts.
 """
 
 import hf_dist.hf.model_files  # noqa: F401

@@ -1,4 +1,4 @@
-"""`DistAccelerator`: the seam. The Trainer, TRL and raw `accelerate` loops all go through this object."""
+"""`DistAccelerator`, the one seam to accelerate: the Trainer, TRL and raw `accelerate` loops all call it."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ from hf_dist.window import joint_clip
 
 
 class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
-    """An `Accelerator` whose `prepare` shards the model in place, as the JSON says; everything else is accelerate's.
+    """An `Accelerator` whose `prepare` shards the model in place as the JSON says. Everything else behaves as in accelerate.
 
-    `DistAccelerator(dist_config="zero3.json", ...)` for a loop of one's own, with accelerate's other arguments; without
-    `dist_config` the one that HF_DIST_CONFIG or `accelerate launch` names. The Trainer's accelerator is adopted.
+    In a custom loop: `DistAccelerator(dist_config="zero3.json", ...)`, with accelerate's other arguments. Without
+    `dist_config`, HF_DIST_CONFIG or `accelerate launch` names the config. The Trainer's accelerator is converted by `adopt`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         wanted = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         settings = LauncherSettings.from_environment(os.environ)
         if settings is not None:
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # otherwise accelerate would start DeepSpeed
         read = load_config(loop_config.named(dist_config, settings), launcher=settings)
         read = with_parallelism(read, given_parallelism(kwargs.pop("parallelism_config", None)))
         loop_config.take_accumulation(read.gradient_accumulation_steps, kwargs)
@@ -96,13 +96,13 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
             launcher_precision=str(wanted),
         )
         self._init_dist(resolve(read, sources))
-        self._asked = asked  # `_init_dist` knows the resolved one
+        self._asked = asked  # `_init_dist` has set it to the resolved config
         if read.hf_dist.lazy_load:
             stream_while_alive(self)
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, config: DistConfig) -> DistAccelerator:
-        """Turn an existing accelerator into this class; references that others hold to it stay valid."""
+        """Turn an existing accelerator into this class. References that other objects hold to it stay valid."""
         accelerator.__class__ = cls
         adopted: Any = accelerator
         adopted._init_dist(config)
@@ -124,30 +124,30 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
             )
         self.dist_config = config
         self.axes = axes_of(config, launch.world_size)
-        """Who reads which rows, who holds which layers."""
+        """Which ranks read which rows and hold which layers."""
         self.engines: list[Engine] = []
-        """Of the models that are trained, in the order they were prepared."""
+        """Engines of the trained models, in the order of `prepare`."""
         self.frozen: list[Engine] = []
-        """Of models prepared for evaluation only: reference, reward, teacher."""
+        """Engines of models prepared for evaluation only: reference, reward, teacher."""
         self.own_model: nn.Module | None = None
-        """The Trainer's model; None in a loop of one's own."""
+        """The Trainer's model; None in a custom loop."""
         self.calls_model: Callable[[nn.Module, dict[str, Any]], Any] | None = None
-        """How training calls the model with a batch; None: `model(**batch)`."""
+        """How training calls the model with a batch. None means `model(**batch)`."""
         self.modules_beside: Callable[[], list[nn.Module]] = list
-        """What the Trainer trains beside its model: a loss with parameters of its own."""
+        """Modules that the Trainer trains beside its model, such as a loss with parameters."""
         self._example_loader: Any = None
         self.shorter_batch = ShorterBatch()
         self.timeout: timedelta = DEFAULT_TIMEOUT
         self._mesh: ParallelMesh | None = None
-        self._first_model: nn.Module | None = None  # that a loop of one's own has prepared
+        self._first_model: nn.Module | None = None  # the first model that a custom loop prepared
         self._may_reduce = True
         self._asked = config
-        """As it was read: with the optimizer and scheduler that the dummies of a loop of one's own stand for."""
+        """The config as read, with the optimizer and scheduler that a custom loop's dummies stand for."""
         self._micro_batch: int | None = None
-        """Rows per rank and batch of the loader that a loop of one's own trains with, once it is known."""
+        """Rows per rank and batch of a custom loop's training loader; None until `prepare` sees the loader."""
 
     def draw_alike(self) -> None:
-        """Ranks that read the same rows go on with the same random numbers: scripts may have seeded each rank by its number.
+        """Give ranks that read the same rows the same random state, because a script may have seeded each rank differently.
 
         Every rank calls it.
         """
@@ -156,7 +156,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
 
     @property
     def mesh(self) -> ParallelMesh:
-        """Axes and groups; made at the first use, by all ranks."""
+        """Axes and process groups, created at the first use. All ranks must make that first use together."""
         if self._mesh is None:
             model = self.own_model or self._first_model
             self._mesh = mesh_for(self.dist_config, device=self.device, timeout=self.timeout, model=model)
@@ -164,13 +164,13 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained (the first one, if there are several)."""
+        """The engine of the trained model (of the first one, if there are several)."""
         if not self.engines:
             raise ModelError("no model was prepared yet: call accelerator.prepare(model, optimizer, ...) first")
         return self.engines[0]
 
     def _engine_holding(self, params: Any) -> Engine:
-        """The engine whose model has the first of these parameters; a single engine is taken on trust."""
+        """The engine whose model owns the first of `params`. With a single engine nothing is checked."""
         if len(self.engines) > 1:
             first = next(iter(params), None)
             for engine in self.engines:
@@ -179,29 +179,29 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return self.engine
 
     def _ends_window(self) -> bool:
-        """Whether the microbatch under way is the last one before a step, as accelerate counts."""
+        """Whether the current microbatch is the last one before an optimizer step, by accelerate's count."""
         return bool(self.sync_gradients and self._may_reduce)
 
     def engine_of(self, model: nn.Module) -> Engine | None:
-        """The engine of `model`, None if it was not prepared here, or was prepared elsewhere since."""
+        """The engine of `model`; None if this accelerator did not prepare it, or another one has prepared it since."""
         return next((e for e in self._current_engines() if e.model is model), None)
 
     def _current_engines(self) -> Iterator[Engine]:
         return (e for e in (*self.engines, *self.frozen) if shards_of(e.model) is e.sharded)
 
     def engine_containing(self, part: nn.Module) -> Engine | None:
-        """The engine of the model that `part` belongs to (a base model whose adapters were merged, say), or None."""
+        """The engine of the model that contains `part` (for example a base model whose adapters were merged), or None."""
         return next((e for e in self._current_engines() if any(m is part for m in e.model.modules())), None)
 
     def end_training(self) -> None:
-        """accelerate's, which ends all process groups, when every rank is here and its GPU is done with them. Collective."""
+        """Like accelerate's, which destroys all process groups, but first waits for every rank and its GPU. Collective."""
         wait_for_job()
         super().end_training()
 
     # ------------------------------------------------------------------- prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard models, bind optimizers to them, wrap loaders and schedulers; same order as given. Every rank calls it."""
+        """Shard models, bind optimizers to them, wrap loaders and schedulers. Returns them in the given order. Collective."""
         if self._micro_batch is None:
             self._micro_batch = loop_config.micro_batch(args, self.num_processes if self.split_batches else 1)
         ready: dict[int, Any] = {}
@@ -237,9 +237,9 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         known = next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
         if known is not None:
             if evaluation_mode and shards_of(model) is not None:
-                return model  # whoever has it now: a forward asks for no more
+                return model  # a forward works whichever accelerator owns the model now
             check_owner(model, known.sharded)
-            set_up_checkpointing(model, self.dist_config)  # a second `train()` has used HF's switch again
+            set_up_checkpointing(model, self.dist_config)  # HF's switch was set again by a second `train()`
         else:
             trainable = not evaluation_mode or model is self.own_model
             self._first_model = self._first_model or model
@@ -257,7 +257,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
                 )
             engine.window.asks = _held_weakly(self._ends_window)
             if self.engines and engine.scaler is not None:
-                engine.scaler = self.engines[0].scaler  # one loss may be of several models: there is one scale
+                engine.scaler = self.engines[0].scaler  # one loss may span several models, so they share one loss scale
             let_adapters_work(engine)
             cover_trl(engine)
             self._give_no_sync(model)
@@ -269,7 +269,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return model
 
     def _give_no_sync(self, model: nn.Module) -> None:
-        """`model.no_sync()`, which a model has that DDP has wrapped, and loops call."""
+        """Add `model.no_sync()`, which DDP models have and training loops call."""
         me = weakref.ref(self)
 
         def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -280,7 +280,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
             replace_method(model, "no_sync", no_sync)
 
     def _config_for(self, model: nn.Module) -> DistConfig:
-        """Settled but for the schedule, whose length is known only when it is made."""
+        """The config, fully resolved except for the schedule, whose length is known only when it is created."""
         width = hidden_size_of(getattr(model, "config", None))
         config = self.dist_config
         if self.own_model is None:
@@ -299,7 +299,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return BatchSizes(micro * steps * self.num_processes, micro, steps, self.num_processes)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """accelerate's, with batches that a resume can seek."""
+        """Like accelerate's, but the result can seek to any batch on resume."""
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
         if self._shares_rows or self.dist_config.local_sgd.enabled:
             self._share_data(given)
@@ -310,20 +310,20 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return sought
 
     def _share_data(self, loader: Any) -> None:
-        """Ranks that read the same batches (those of a pipeline) do so each for itself, and so do replicas that train alone."""
+        """Let every process read its data itself, as pipeline ranks (same batches) and local_sgd replicas need."""
         if self.dispatch_batches:
             raise ConfigError(
                 Problem(
                     "dispatch_batches",
                     "True",
-                    "one process would deal batches to all others, of which several share a batch when a model or its "
-                    "sequences are split, or train alone (local_sgd)",
+                    "one process would send batches to all others, but several processes share a batch (the model or its "
+                    "sequences are split), or replicas train alone (local_sgd)",
                     "Remove it; every process then reads the data itself.",
                 )
             )
         self.dataloader_config.dispatch_batches = False
         init = getattr(loader, "worker_init_fn", None)
-        if isinstance(init, functools.partial) and "rank" in init.keywords:  # HF's: seeds of the workers
+        if isinstance(init, functools.partial) and "rank" in init.keywords:  # HF's worker seeds
             loader.worker_init_fn = functools.partial(
                 init.func, *init.args, **{**init.keywords, "rank": self.process_index}
             )
@@ -344,14 +344,14 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
     # ---------------------------------------------------------------------- step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of one microbatch; reduces gradients when the window ends (`sync_gradients`)."""
+        """Backward of one microbatch. Reduces the gradients at the end of the accumulation window (`sync_gradients`)."""
         kwargs.pop("learning_rate", None)
         kwargs.pop("scale_wrt_gas", None)
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backwards inside are not the last of their window; the result is the same without it, at every stage."""
+        """No backward inside ends the accumulation window. Gradients are the same with or without it, at every stage."""
         before, self._may_reduce = self._may_reduce, False
         try:
             yield
@@ -359,22 +359,22 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
             self._may_reduce = before
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Refused: a rank that has no batch left cannot take part in gathering the weights of the others' batches."""
+        """Refused: a rank without batches cannot take part in the all-gathers that the other ranks' batches need."""
         raise NotImplementedError(
             "join_uneven_inputs: every rank needs the same number of batches when weights are sharded. Leave "
             "even_batches on (accelerate's default), or set drop_last=True in the DataLoader."
         )
 
     def free_memory(self, *objects: Any) -> Any:
-        """accelerate's: forget what was prepared. In a loop of one's own that includes the engines."""
+        """Like accelerate's: forget all prepared objects. In a custom loop that includes the engines."""
         freed = super().free_memory(*objects)
-        if self.own_model is None:  # the Trainer calls this and goes on with its model
+        if self.own_model is None:  # the Trainer calls this and keeps using its model
             self.engines.clear()
             self.frozen.clear()
         return freed
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """accelerate's, which counts processes, counting data ranks."""
+        """Like accelerate's, but counts data ranks instead of processes."""
         prepared = super().prepare_scheduler(scheduler)
         if self._shares_rows and self._schedulers[-1] is prepared:
             self._schedulers[-1] = prepared = DataRankScheduler.of(prepared, self.mesh.data.size)
@@ -387,7 +387,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return self._schedulers[-1]
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """accelerate's, for what a loop computes beside the model: on with `torch_autocast`, else nothing to cast."""
+        """Like accelerate's, for computations outside the model. Casts only with `torch_autocast`."""
         if not self.dist_config.torch_autocast.enabled:
             casts: AbstractContextManager[Any] = super().autocast(autocast_handler)
             return casts
@@ -397,7 +397,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Global norm of the gradients of `parameters` before clipping; equal on every rank.
 
-        They may be of several models, a part of one, or tensors of an optimizer's param groups, as in torch.
+        `parameters` may span several models, be part of one model, or be tensors of an optimizer's param groups, as in torch.
         """
         if norm_type != 2:
             raise NotImplementedError(f"norm_type={norm_type}: only the L2 norm (2) is available")
@@ -414,7 +414,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         return joint_clip(listed.windows, float(max_norm), listed.plain)
 
     def _own_clipping(self) -> float:
-        """`gradient_clipping` of the JSON in a loop of one's own (the Trainer clips to `max_grad_norm`); 0 without."""
+        """`gradient_clipping` of the JSON in a custom loop, 0 if unset. The Trainer clips to `max_grad_norm` instead."""
         clipping = self.dist_config.gradient_clipping
         return float(clipping) if self.own_model is None and isinstance(clipping, (int, float)) else 0.0
 
@@ -428,7 +428,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because of a gradient that is not finite."""
+        """Whether the last step was skipped because a gradient was not finite."""
         return any(engine.schedule_waits for engine in self.engines)
 
     # ----------------------------------------------------------------- state
@@ -452,7 +452,7 @@ show_stock(DistAccelerator, Accelerator)
 
 
 def _held_weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """`method` of an object that is not kept alive by it: the memory of a model must not wait for the cyclic collector."""
+    """Wrap `method` without keeping its object alive, so that freeing a model need not wait for the cyclic collector."""
     reference = weakref.WeakMethod(method)
 
     def call() -> bool:

@@ -39,7 +39,7 @@ _FOREIGN_ENGINES = ("ACCELERATE_USE_FSDP",)
 
 
 def config_from_environment(launcher: LauncherSettings | None) -> Any:
-    """The config that HF_DIST_CONFIG or `accelerate launch` names, for scripts that name none; None without one."""
+    """The config named by HF_DIST_CONFIG or `accelerate launch`, for scripts that name none; None if neither does."""
     named = os.environ.get(CONFIG_VARIABLE)
     if named or launcher is None:
         return named or None
@@ -50,9 +50,9 @@ def config_from_environment(launcher: LauncherSettings | None) -> Any:
 class DistArgsMixin:
     """Put it before any TrainingArguments class: `class MyArgs(DistArgsMixin, SFTConfig)`, with `@dataclass`.
 
-    `deepspeed="ds_config.json"` is taken as `dist_config`, without the deepspeed package; for scripts that cannot be
-    edited the variable HF_DIST_CONFIG names the file. Under `accelerate launch` with a DeepSpeed configuration, that is
-    the config, and must agree with any of the others. Without all of these the class behaves like its base.
+    `deepspeed="ds_config.json"` means `dist_config`; the deepspeed package is not needed. For scripts that cannot be edited,
+    the variable HF_DIST_CONFIG names the file. `accelerate launch` with a DeepSpeed configuration also supplies the config.
+    Configs from several of these must agree. Without any of them the class behaves like its base.
     """
 
     dist_config: str | None = field(
@@ -68,13 +68,13 @@ class DistArgsMixin:
 
     _counts_processes = False
     speaks_alone = False
-    """Whether HF's helpers that gather over all processes are to take this one for the only one."""
+    """Whether HF's gather helpers treat this process as the only one."""
 
     def __post_init__(self) -> None:
         deepspeed = getattr(self, "deepspeed", None)
         launcher = LauncherSettings.from_environment(os.environ)
         if launcher or deepspeed is not None or self.dist_config is not None or os.environ.get(CONFIG_VARIABLE):
-            failure.install()  # before anything that can be wrong
+            failure.install()  # first, so that it also reports the errors below
         if deepspeed is not None and self.dist_config is not None and deepspeed != self.dist_config:
             raise ConfigError(
                 Problem(
@@ -84,7 +84,7 @@ class DistArgsMixin:
         source: Any = self.dist_config if self.dist_config is not None else deepspeed
         source = source if source is not None else config_from_environment(launcher)
         if launcher is not None:
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # else accelerate would start that engine
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # otherwise accelerate would start DeepSpeed
         # HF's own path would import the deepspeed package and check its version.
         self.deepspeed: Any = None
         self.dist_config = source
@@ -104,16 +104,16 @@ class DistArgsMixin:
         asked.parallelism_config = None
         _choose_hardware(self)
         prepare_start()
-        self._dist = config  # TRL's GRPO counts its batches with `world_size` in here
+        self._dist = config  # `world_size` below needs it: TRL's GRPO counts its batches with it
         super().__post_init__()  # type: ignore[misc]
-        watchdog.start(config.hf_dist.stall_report_seconds)  # scripts tokenise and load before there is a mesh
+        watchdog.start(config.hf_dist.stall_report_seconds)  # before the mesh: scripts tokenise and load data first
         self._take_over(config)
 
     def _take_over(self, config: DistConfig) -> None:
-        """Resolve what TrainingArguments know; mixed precision is ours from here on."""
+        """Resolve the values that TrainingArguments know. From here on hf_dist handles mixed precision."""
         arguments: Any = self
         wanted = arguments.mixed_precision
-        arguments._dist = config  # `world_size` asks it
+        arguments._dist = config  # `world_size` reads it
         _check_axes(self, config)
         _take_elastic_batch(arguments, config)
         sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
@@ -125,28 +125,28 @@ class DistArgsMixin:
         if config.hf_dist.lazy_load:
             stream_while_alive(self)
         if getattr(arguments, "enable_jit_checkpoint", False) and config.hf_dist.save_on_signal:
-            arguments.enable_jit_checkpoint = False  # both would take SIGTERM over
+            arguments.enable_jit_checkpoint = False  # both would handle SIGTERM
             say_once(
                 "enable_jit_checkpoint has no effect: hf_dist.save_on_signal saves on SIGTERM, on all ranks together"
             )
-        if arguments.n_gpu > 1:  # plain `python` on a machine with several GPUs: one rank, never nn.DataParallel
+        if arguments.n_gpu > 1:  # plain `python` on a machine with several GPUs: use one rank, never nn.DataParallel
             arguments._n_gpu = 1
 
     @property
     def parallel_mode(self) -> Any:
-        """HF's; "not parallel" for a moment while replicas log that train alone."""
+        """Like HF's, but "not parallel" while local_sgd replicas log."""
         return ParallelMode.NOT_PARALLEL if self.speaks_alone else super().parallel_mode  # type: ignore[misc]
 
     @property
     def world_size(self) -> int:
-        """Number of processes that read different rows: the ranks of a pipeline share theirs. HF counts batches with it."""
+        """Number of processes that read different rows (the ranks of a pipeline share theirs). HF counts batches with it."""
         processes: int = super().world_size  # type: ignore[misc]
         config: DistConfig | None = getattr(self, "_dist", None)
         return processes if config is None or self._counts_processes else axes_of(config, processes).size("data")
 
     @contextmanager
     def main_process_first(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """HF's, which waits for nobody when `world_size` is 1: here it has to count the ranks of a pipeline, too."""
+        """Like HF's, which does not wait when `world_size` is 1. This one waits for the ranks of a pipeline, too."""
         first: Any = super().main_process_first(*args, **kwargs)  # type: ignore[misc]
         self._counts_processes = True
         try:
@@ -163,7 +163,7 @@ class DistArgsMixin:
 
     @property
     def dist(self) -> DistConfig | None:
-        """The configuration, resolved as far as these arguments know; None when hf_dist is off."""
+        """The configuration, resolved as far as these arguments allow; None when hf_dist is off."""
         return self._dist
 
 
@@ -195,7 +195,7 @@ def _refuse_other_engines(args: Any) -> None:
 
 
 def _more_problems(args: Any, config: DistConfig, known: list[Problem]) -> list[Problem]:
-    """What the arguments disagree with in a config that is wrong already, so that one round shows everything."""
+    """Conflicts between the arguments and an already invalid config, so that one error shows all problems."""
     try:
         ranks = axes_of(config, detect_launch().world_size).size("data")
     except ConfigError as error:
@@ -204,7 +204,7 @@ def _more_problems(args: Any, config: DistConfig, known: list[Problem]) -> list[
 
 
 def _take_compile(args: Any, config: DistConfig) -> DistConfig:
-    """`torch_compile` of TrainingArguments is the `compile` section: HF would compile the model whole, hooks and all."""
+    """Move `torch_compile` into the `compile` section, because HF would compile the whole model with the engine's hooks."""
     backend, mode = getattr(args, "torch_compile_backend", None), getattr(args, "torch_compile_mode", None)
     if mode is not None:
         problem = "is not available together with dist_config: blocks are compiled in torch's default mode"
@@ -219,7 +219,7 @@ def _take_compile(args: Any, config: DistConfig) -> DistConfig:
 
 
 def _take_elastic_batch(args: Any, config: DistConfig) -> None:
-    """`elasticity` decides the batch sizes; the Trainer's loader and accumulation read them in the arguments."""
+    """Copy the batch sizes chosen by `elasticity` into the arguments, where the Trainer's loader and accumulation read them."""
     if config.elasticity.enabled:
         sizes = with_elastic_batch(config, args.world_size)
         args.per_device_train_batch_size = settled(sizes.train_micro_batch_size_per_gpu)
@@ -233,7 +233,7 @@ def _check_axes(args: Any, config: DistConfig) -> None:
             Problem(
                 "train_sampling_strategy",
                 "batch_rebalance",
-                "deals batches to processes, of which several share a batch when a model or its sequences are split",
+                "sends batches to processes, but several processes share a batch when a model or its sequences are split",
                 'Use "random" or "group_by_length".',
             )
         )
@@ -242,12 +242,12 @@ def _check_axes(args: Any, config: DistConfig) -> None:
 def _choose_hardware(args: Any) -> None:
     """Let accelerate see the job that the launcher started.
 
-    On a machine without accelerators accelerate takes each of several ranks for a single process unless it is told to use
-    the CPU, and then every rank would train alone on the same data.
+    On a machine without accelerators, accelerate treats each rank as a single process unless it is told to use the CPU. Every
+    rank would then train alone on the same data.
     """
     launch = detect_launch()
     if torch.accelerator.is_available():
         return
-    args.use_cpu = True  # also in one process: HF refuses bf16 without it
+    args.use_cpu = True  # also needed with one process: HF refuses bf16 without it
     if launch.world_size > 1:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints: saved as one atomic folder, found, resumed from on any layout."""
+"""The Trainer's checkpoints: saved as one atomic folder, found, and resumed from on any layout."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class CheckpointingMixin:
 
     @property
     def dist_engine(self) -> Engine | None:
-        """The engine of the model that is trained; None before `train()` or `evaluate()` made it."""
+        """The engine of the trained model; None until `train()` or `evaluate()` creates it."""
         if self.dist is None or not isinstance(self.accelerator, DistAccelerator):
             return None
         return self.accelerator.engine_of(self.model)
 
     @property
     def deepspeed(self) -> Any:
-        """The engine under a config, else what HF has put there.
+        """The engine if there is a config, otherwise the value that HF set.
 
-        Many scripts end with `if trainer.deepspeed: trainer.save_model(folder)`, and else read `state_dict()` on the main rank.
-        HF itself asks `is_deepspeed_enabled` first, which is false.
+        Many scripts end with `if trainer.deepspeed: trainer.save_model(folder)`, else call `state_dict()` on the main rank.
+        HF itself checks `is_deepspeed_enabled` first, which is false.
         """
         return self.__dict__.get("deepspeed") if self.dist is None else self.dist_engine
 
@@ -78,7 +78,7 @@ class CheckpointingMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """HF's `train`. `resume_from_checkpoint`: a path, True (the newest complete checkpoint of the output folder), or
-        "auto" (the same, and a fresh start when there is none, so that a restarted job continues by itself)."""
+        "auto" (the same, but starts fresh when there is none, so that a restarted job continues by itself)."""
         if self.dist is not None and resume_from_checkpoint:
             resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if self.dist is None:
@@ -100,13 +100,13 @@ class CheckpointingMixin:
             self._stop = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """HF's, unless a rank was told to stop: then all save and leave here."""
+        """HF's, but if a rank received a stop signal, all ranks save and exit here."""
         self._leave_if_told()
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, with the same question: an evaluation may take longer than the time that is left."""
+        """HF's, with the same check, because an evaluation may take longer than the grace period."""
         if self.is_in_train and self.accelerator.even_batches:  # type: ignore[attr-defined]
             self._leave_if_told(in_evaluation=True)
         return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
@@ -132,13 +132,13 @@ class CheckpointingMixin:
         raise SystemExit(RESTART_CODE)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's; the random states before a window are kept, for a save in the middle of it."""
+        """HF's, but keeps the random states before each window, for a save in the middle of it."""
         if self.dist is not None:
             self._before_window = (self.state.global_step, self._raw_states())
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _find_checkpoint(self, wanted: str | bool) -> str | None:
-        """The folder to resume from, the same on every rank. Collective."""
+        """The folder to resume from, equal on every rank. Collective."""
         root = Path(self.args.output_dir)
         found: str | None = None
         problem: str | None = None
@@ -164,13 +164,13 @@ class CheckpointingMixin:
 
     @property
     def checkpoint_writer(self) -> CheckpointWriter:
-        """Writes this run's checkpoints; `checkpoint_writer.wait()` waits for the one in the background."""
+        """Writes this run's checkpoints. `checkpoint_writer.wait()` waits for a background save."""
         engine = self.dist_engine
         assert engine is not None, "made by train() or evaluate()"
         return engine.writer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """`checkpoint-N`: a complete HF folder and the training state, under its name only when it is complete."""
+        """Write `checkpoint-N`: a complete HF folder and the training state. It gets this name only when it is complete."""
         engine = self.dist_engine
         if engine is None:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -230,7 +230,7 @@ class CheckpointingMixin:
             self.state.best_model_checkpoint = str(best)
 
     def _write_trainer_state(self, working: Path) -> None:
-        """As HF does: callbacks that export a state leave it in the trainer state."""
+        """Like HF's: callbacks that export a state store it in the trainer state."""
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name, value = type(callback).__name__, callback.state()
@@ -242,10 +242,10 @@ class CheckpointingMixin:
         self.state.save_to_json(str(working / "trainer_state.json"))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that `from_pretrained` loads, at every ZeRO stage. Every rank calls it, or rank 0 where it has all weights.
+        """Write a folder that `from_pretrained` loads, at every ZeRO stage. Collective; rank 0 alone if it holds all weights.
 
-        `_save_checkpoint` calls it as HF's does, for the sake of overrides, with the folder that will be `checkpoint-N`; the
-        weights are then written with the rest, after it returns.
+        `_save_checkpoint` calls it as HF's does, so that overrides run, with the folder that becomes `checkpoint-N`. It writes
+        the weights with the other files, after this method returns.
         """
         engine = self.dist_engine
         target = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -254,7 +254,7 @@ class CheckpointingMixin:
             if sharded is None:
                 super().save_model(output_dir, _internal_call)  # type: ignore[misc]
                 return
-            # Another Trainer has taken the model over; the weights are in its shards.
+            # Another Trainer owns the model now, so its shards hold the weights.
             state = full_state_dict(sharded, keep=self.args.should_save)
             if self.args.should_save:
                 self._save(str(target), state_dict=state)  # type: ignore[attr-defined]
@@ -277,7 +277,7 @@ class CheckpointingMixin:
     # -------------------------------------------------------------------- resume
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights of a checkpoint. Before sharding nothing is read: each rank reads its part when it has its shard."""
+        """Load the weights of a checkpoint. Before sharding nothing is read: each rank reads its part once it has its shard."""
         directory = Path(resume_from_checkpoint)
         program = foreign.program_of(directory)
         if self.dist is None or (self.dist_engine is None and read_plan(directory) is None and program is None):
@@ -292,7 +292,7 @@ class CheckpointingMixin:
         if plan is not None and not loads_by_itself(engine):
             load_weights(engine, directory, plan, names)
             return
-        with loading(engine):  # of another program: HF and PEFT know its names; or the model loads by itself
+        with loading(engine):  # of another program: HF and PEFT know the names, or the model loads them itself
             super()._load_from_checkpoint(str(directory))  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -326,7 +326,7 @@ class CheckpointingMixin:
             )
 
     def _import_foreign(self, engine: Engine, directory: Path, program: str) -> None:
-        """What can be had of a checkpoint that another program wrote; one line says what that was. Collective."""
+        """Import as much as possible from a checkpoint of another program, and report it in one line. Collective."""
         imported = foreign.load_foreign(engine, directory, program)
         if not imported.weights:
             self._restore_weights(directory)
@@ -334,7 +334,7 @@ class CheckpointingMixin:
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
             schedule = torch.load(scheduler, map_location="cpu", weights_only=True)
-            # The state of a schedule does not set the rates; those of the param groups may not have been read.
+            # A schedule's state does not set the rates, and the rates of the param groups may not have been read.
             load_schedule(self.lr_scheduler, schedule, own_options=True)
             taken.append("schedule")
         engine.global_steps = self.state.global_step
@@ -342,7 +342,7 @@ class CheckpointingMixin:
         say(f"{directory} was written by {imported.program}; taken: {', '.join(taken)}{left}")
 
     def _load_best_model(self) -> None:
-        """The fp32 master weights of the best checkpoint where it has them, else its HF weights."""
+        """Load the fp32 master weights of the best checkpoint, or its HF weights if it has no master weights."""
         engine = self.dist_engine
         if engine is None:
             super()._load_best_model()  # type: ignore[misc]
@@ -358,12 +358,12 @@ class CheckpointingMixin:
     # ------------------------------------------------- random states and the data
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """In the training state, under the rank."""
+        """Nothing to do under a config: the training state holds the random state of each rank."""
         if self.dist is None:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's; the random states before it are kept: a run that is stopped inside begins with the whole evaluation."""
+        """HF's, but keeps the random states from before: a run stopped in an evaluation resumes with the whole evaluation."""
         self._before_evaluation = self._raw_states() if self.dist is not None else None
         try:
             return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
@@ -371,7 +371,7 @@ class CheckpointingMixin:
             self._before_evaluation = None
 
     def _evaluate_if_due(self) -> None:
-        """The evaluation in which the run was stopped, at its place between two steps, and the save that follows one."""
+        """Run the evaluation that the stop interrupted, between two steps as before, and the save that follows it."""
         if self._evaluation_due is None:
             return
         self._evaluation_due = None
@@ -392,21 +392,21 @@ class CheckpointingMixin:
         if self._before_evaluation is not None:
             return as_tensors(self._before_evaluation)
         step, before = self._before_window
-        # After a step the window is used up, and the generators are where the next one begins.
+        # After a step the window is consumed, and the generators are where the next window begins.
         return as_tensors(before if step == self.state.global_step and before is not None else self._raw_states())
 
     def _raw_states(self) -> dict[str, Any]:
         return {"": random_state.raw(), **(self._batches.states() if self._batches is not None else {})}
 
     def _data_position(self) -> dict[str, Any]:
-        """Epoch, and samples of it that are used up over all ranks; HF knows steps, whose size may change."""
+        """Epoch, and the number of its samples consumed over all ranks. HF records steps, whose size may change."""
         whole, part = divmod(self.state.epoch or 0.0, 1.0)
         length = len(self._batches) if self._batches is not None else 0
         per_batch = self.args.per_device_train_batch_size * self.args.world_size
         return {"epoch": int(whole), "samples": round(part * length) * per_batch}
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """HF's, which takes the position from the number of steps; with another global batch it is taken from the samples."""
+        """HF's, which derives the position from the number of steps. After a change of the global batch the samples give it."""
         epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
         manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
@@ -420,7 +420,7 @@ class CheckpointingMixin:
         return position["epoch"], windows * self.args.gradient_accumulation_steps
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Unless the batches already did, between collating the first and the second of the resumed epoch."""
+        """Skipped if the batches already restored it, between collating the first and second batch of the resumed epoch."""
         if self.dist is None or checkpoint is None or not (Path(checkpoint) / folder.STATE).is_dir():
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif self._batches is None or not self._batches.restored:
@@ -429,12 +429,12 @@ class CheckpointingMixin:
             self._evaluate_if_due()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, after asking a last time, and when all checkpoints are there: it deletes those beyond a limit of one."""
-        if self._evaluation_due is not None:  # that after the last step; no epoch has put the generators back
+        """HF's, after a last check for a stop signal and after all saves: HF deletes the checkpoints beyond a limit of one."""
+        if self._evaluation_due is not None:  # due after the last step: no epoch has restored the generators
             self._load_rng_state(str(self._evaluation_due))
         if self._stop is not None:
             self._leave_if_told()
-            self._leave_if_told()  # what is heard now; the call before brought the answer to the last microbatch
+            self._leave_if_told()  # completes the previous check, and covers signals received since
         if self.dist_engine is not None:
             self.checkpoint_writer.wait()
         result = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
@@ -443,12 +443,12 @@ class CheckpointingMixin:
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """HF's; the first batches of a resumed epoch are sought instead of drawn and thrown away."""
+        """HF's, but seeks the first batch of a resumed epoch instead of drawing and discarding the batches before it."""
         self._batches = seekable_of(kwargs.get("train_dataloader"))
         if self.dist is not None and self._batches is not None:
             self._batches.set_epoch(
                 kwargs["epoch"]
-            )  # below accelerate's `SkipBatchSampler` older versions do not reach it
+            )  # older accelerate versions do not pass the epoch on below `SkipBatchSampler`
         skip, checkpoint = kwargs.get("steps_trained_in_current_epoch"), kwargs.get("resume_from_checkpoint")
         in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
         if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:

@@ -1,4 +1,4 @@
-"""Batches cut to a length, for a curriculum of growing lengths."""
+"""Batches cut to a length, for a curriculum of growing sequence lengths."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 __all__ = ["cut_batches"]
 
 _OF_TOKENS = ("input_ids", "attention_mask", "labels")
-"""Names of tensors, or their endings, whose second axis is the length."""
+"""Names, or name endings, of tensors whose second axis is the sequence length."""
 
 
 def cut_batches(batches: Iterator[Any], length: int) -> Iterator[Any]:
-    """The same batches with at most `length` tokens a row; one is read for each that is asked for."""
+    """The same batches with at most `length` tokens per row. Reads one batch for each one requested."""
     for batch in batches:
         yield _cut(batch, length)
 
 
 def _cut(batch: Any, length: int) -> Any:
-    """A batch without what stands behind `length` along every axis that is as long as its rows of tokens."""
+    """A batch cut to `length` along every axis that is as long as its rows of tokens."""
     if not isinstance(batch, Mapping):
         return batch
     lengths = {
@@ -28,7 +28,7 @@ def _cut(batch: Any, length: int) -> Any:
         for key, value in batch.items()
         if key.endswith(_OF_TOKENS) and torch.is_tensor(value) and value.dim() > 1 and value.shape[1] > length
     }
-    # The first axis is of rows, whose number may be a length by chance.
+    # The first axis holds rows; their number may equal a length by chance.
     cut = {
         key: _narrowed(value, lengths, length) if torch.is_tensor(value) and value.dim() > 1 else value
         for key, value in batch.items()

@@ -1,7 +1,7 @@
-"""Batches that can begin anywhere in an epoch: the position is sought, not replayed, and random collators draw the same.
+"""Batches that can start anywhere in an epoch: resume seeks the position without replay, and random collators draw the same.
 
-HF and accelerate resume by drawing and throwing away every batch before the position, forget the epoch's seed on the way
-when there are several ranks, and restore random states after the first batch was collated instead of before.
+HF and accelerate resume by drawing and discarding every batch before the position. With several ranks they also lose the
+epoch's seed, and they restore random states after the first batch was collated instead of before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORKER_SECONDS = 30
 
 
 class SeekableBatches(BatchSampler):
-    """Yields what `inner` yields, from any position on, and remembers the random states that a resume needs."""
+    """Yields what `inner` yields, from any position, and keeps the random states that a resume needs."""
 
     def __init__(self, inner: BatchSampler) -> None:
         self.inner = inner
@@ -39,13 +39,13 @@ class SeekableBatches(BatchSampler):
         self._at_epoch: dict[str, Any] | None = None
         self._at_fetch: dict[str, Any] | None = None
         self.restored = False
-        """Whether this pass put the random states of a resume back in place."""
+        """Whether this pass has restored the random states of a resume."""
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def set_epoch(self, epoch: int) -> None:
-        """Reach the sampler that shuffles, however deep it is wrapped."""
+        """Set the epoch of the sampler that shuffles, however deeply it is wrapped."""
         layer: Any = self.inner
         while layer is not None:
             if hasattr(layer, "set_epoch"):
@@ -55,19 +55,19 @@ class SeekableBatches(BatchSampler):
     def seek(
         self, num_batches: int, state: Mapping[str, torch.Tensor] | None, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin the next pass after `num_batches` batches of this rank, with the random states that `states()` gave.
+        """Start the next pass after `num_batches` batches of this rank, with the random states that `states()` returned.
 
-        `then` is called when they are back in place, after the first batch was collated.
-        The first `num_batches` items of that pass are empty placeholders: accelerate's `SkipBatchSampler` drops as many.
+        `then` is called once the states are restored, after the first batch was collated.
+        The first `num_batches` items of that pass are empty placeholders, which accelerate's `SkipBatchSampler` drops.
         """
         self._skip = num_batches
         self._resume = state
         self._then = then
 
     def states(self) -> dict[str, Any]:
-        """Random states at the beginning of the epoch, and before the batch was collated that is fetched but not used.
+        """Random states at the start of the epoch, and before the collation of the batch that is fetched but not yet used.
 
-        Raw, for `as_tensors`; microseconds.
+        Raw, for `as_tensors`; takes microseconds.
         """
         return {p: raw for p, raw in ((_EPOCH, self._at_epoch), (_FETCH, self._at_fetch)) if raw is not None}
 
@@ -84,7 +84,7 @@ class SeekableBatches(BatchSampler):
             if resume is not None and count == 0:
                 _restore(resume, _FETCH)
             if resume is not None and count == 1:
-                # The batch before is collated; from here on the generators are where training left them.
+                # The previous batch is collated, so the generators continue where training left them.
                 _restore(resume, "")
                 self.restored = True
                 self._then()
@@ -94,7 +94,7 @@ class SeekableBatches(BatchSampler):
 
 
 def as_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Raw random states by prefix, for a checkpoint."""
+    """Raw random states as tensors, named by prefix, for a checkpoint."""
     return {prefix + key: v for prefix, raw in states.items() for key, v in random_state.as_tensors(raw).items()}
 
 
@@ -105,7 +105,7 @@ def _restore(state: Mapping[str, torch.Tensor], prefix: str) -> None:
 
 
 def make_seekable(loader: Any) -> Any:
-    """The same loader with `SeekableBatches`, if it reads a map-style dataset by batches of indices; else `loader`."""
+    """The loader with `SeekableBatches` if it reads a map-style dataset by batches of indices, otherwise `loader` unchanged."""
     sampler = getattr(loader, "batch_sampler", None)
     known = type(sampler) in (BatchSampler, BatchSamplerShard)
     if type(loader) is not DataLoaderShard or not known or isinstance(loader.dataset, IterableDataset):
@@ -123,12 +123,12 @@ def make_seekable(loader: Any) -> Any:
         worker_init_fn=partial(_stay_a_while, loader.worker_init_fn),
         **{name: getattr(loader, name) for name in kept.split() if hasattr(loader, name)},
     )
-    seekable.iteration = loader.iteration  # no argument before accelerate 1.12
+    seekable.iteration = loader.iteration  # not a constructor argument before accelerate 1.12
     return seekable
 
 
 def _stay_a_while(init: Callable[[int], None] | None, worker_id: int) -> None:
-    """Schedulers send SIGTERM to every process of a job; without its workers' batches training could not stop in order."""
+    """Keep a worker alive after SIGTERM, which schedulers send to every process: an orderly stop still needs its batches."""
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_SECONDS))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if init is not None:
@@ -154,13 +154,13 @@ def _batches_from(sampler: Any, start: int) -> Iterator[list[int]]:
         return
     size, round_size = inner.batch_size, inner.batch_size * ways
     samples = iter(inner.sampler)
-    head = list(islice(samples, round_size))  # an incomplete last round is filled up from the beginning
+    head = list(islice(samples, round_size))  # an incomplete last round is filled from the start of the set
     rest: Iterator[int] = islice(samples, (start - 1) * round_size, None)
     while batch := list(islice(rest, round_size)):
         if len(batch) < round_size:
             if inner.drop_last:
                 return
-            if not shard:  # one process keeps a short last batch
+            if not shard:  # a single process keeps a short last batch
                 yield batch
                 return
             batch += islice(_cycle(head), round_size - len(batch))

@@ -1,7 +1,7 @@
-"""FP8 and MXFP4 checkpoints that are trained in bf16: each rank reads and dequantises its own part only.
+"""FP8 and MXFP4 checkpoints trained in bf16: each rank reads and dequantises only its own part.
 
-transformers dequantises while it loads, if the quantization config says so (it does by itself where there is no GPU for the
-format). While ours loads, its two functions answer stored tensors with leaves that are dequantised as they are read.
+transformers dequantises on load if the quantization config says so, and always where no GPU supports the format. During a
+streamed load, two of its functions are replaced: they return lazy tensors that are dequantised when they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METHODS = ("fp8", "mxfp4")
 
 
 def dequantises(quantizer: Any) -> bool:
-    """Whether a load with this quantizer gives ordinary weights, in a way that is followed here."""
+    """Whether a load with this quantizer yields ordinary weights, by a conversion that this module supports."""
     config = quantizer.quantization_config
     method = str(getattr(config.quant_method, "value", config.quant_method))
     return method in _METHODS and bool(getattr(config, "dequantize", False))
@@ -31,7 +31,7 @@ def dequantises(quantizer: Any) -> bool:
 
 @contextmanager
 def dequantised_as_read() -> Iterator[None]:
-    """Inside, transformers' conversions of stored FP8 and MXFP4 tensors read nothing."""
+    """Inside, transformers' conversions of stored FP8 and MXFP4 tensors read no data."""
     fp8: Any = importlib.import_module("transformers.integrations.finegrained_fp8")
     mxfp4: Any = importlib.import_module("transformers.integrations.mxfp4")
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""accelerate's `DummyOptim` and `DummyScheduler`: a script leaves the optimizer and its schedule to the JSON.
+"""accelerate's `DummyOptim` and `DummyScheduler`, with which a script leaves optimizer and schedule to the JSON.
 
-Values of the JSON win; "auto" takes what the dummy was given. Source: accelerate `Accelerator._prepare_deepspeed`.
+Values of the JSON win. "auto" takes the value given to the dummy. Source: accelerate `Accelerator._prepare_deepspeed`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hf_dist.optim.schedules import build_scheduler
 
 __all__ = ["DummyOptim", "DummyScheduler", "real_optimizer", "real_scheduler"]
 
-for _dummy in (DummyOptim, DummyScheduler):  # accelerate shows them only where the package deepspeed is installed
+for _dummy in (DummyOptim, DummyScheduler):  # accelerate exports them only if the deepspeed package is installed
     if not hasattr(utils, _dummy.__name__):
         setattr(utils, _dummy.__name__, _dummy)
 
 
 def real_optimizer(dummy: DummyOptim, config: DistConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the section, over the parameters of `dummy` (of `model`, in the groups of the script). Local.
+    """The optimizer of the JSON section over the parameters of `dummy` (parameters of `model`, in the script's groups). Local.
 
-    Raises `ConfigError` where there is no section, or it cannot be made of it.
+    Raises `ConfigError` if the section is missing or no optimizer can be made from it.
     """
     section = config.optimizer
     if section is None:
         raise ConfigError(_missing("optimizer", "DummyOptim", "a torch optimizer"))
     params = _filled(section.params, {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs})
     groups = list(dummy.params)
-    if section.type == "Muon":  # sorts the parameters of the model by their names
+    if section.type == "Muon":  # it sorts the model's parameters by name
         return optimizer_for(model, section.type, params)
     return build_optimizer(section.type, params, groups)
 
@@ -46,10 +46,10 @@ def real_optimizer(dummy: DummyOptim, config: DistConfig, model: nn.Module) -> t
 def real_scheduler(
     dummy: DummyScheduler, config: DistConfig, optimizer: Any, *, ranks: int, options: Mapping[str, Any]
 ) -> AcceleratedScheduler:
-    """The schedule of the section on a prepared `optimizer`, or what `lr_scheduler_callable` makes. Local.
+    """The schedule of the JSON section on a prepared `optimizer`, or the result of `lr_scheduler_callable`. Local.
 
-    It steps once with each step of the optimizer, as DeepSpeed's engine does. `ranks`: processes that read rows of their own;
-    scripts count `total_num_steps` before their loader is cut, unless `options["split_batches"]`.
+    It steps once per optimizer step, as in DeepSpeed's engine. `ranks`: number of processes that read different rows.
+    Scripts count `total_num_steps` before their loader is split over ranks, unless `options["split_batches"]`.
     """
     section, plain = config.scheduler, optimizer.optimizer
     if section is not None:
@@ -58,7 +58,7 @@ def real_scheduler(
             total = math.ceil(total / ranks)
         rate = plain.defaults.get("lr")
         given = {"warmup_min_lr": 0.0, "warmup_max_lr": rate, "total_num_steps": total}
-        given["warmup_num_steps"] = max(1, dummy.warmup_num_steps)  # none is one step, as accelerate has it
+        given["warmup_num_steps"] = max(1, dummy.warmup_num_steps)  # zero means one step, as in accelerate
         scheduler = build_scheduler(section.type, _filled(section.params, given), plain)
     elif dummy.lr_scheduler_callable is not None:
         scheduler = dummy.lr_scheduler_callable(plain)
@@ -68,7 +68,7 @@ def real_scheduler(
 
 
 def _filled(params: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` with "auto" replaced by what was given; without the key where nothing was, for the default of the class."""
+    """`params` with each "auto" replaced by the given value. A key without a given value is dropped, for the class default."""
     filled = {key: given.get(key) if is_auto(value) else value for key, value in params.items()}
     return {key: value for key, value in filled.items() if value is not None}
 

@@ -1,16 +1,16 @@
-"""Evaluation counts every sample of the set once, and gives one process's loss, at any number of ranks.
+"""Evaluation counts every sample of the set once and yields the loss of one process, on any number of ranks.
 
-The loader fills the last batches with samples from the start of the set, so that every rank has as many batches. accelerate
-drops their predictions, but the mean loss of the batch that holds some of each still counts them; and HF divides the loss of
-a batch by the tokens of all ranks' batches. Source: transformers 5.23 `Trainer.evaluation_loop`, `Seq2SeqTrainer.evaluate`;
-accelerate 1.15 `BatchSamplerShard`, `GradientState`.
+The loader fills the last batches with samples from the start of the set, so that every rank has equally many batches.
+accelerate drops the predictions for repeated samples, but the mean loss of a partly filled batch still counts them. HF also
+divides the loss of a batch by the tokens of all ranks' batches. Source: transformers 5.23 `Trainer.evaluation_loop`,
+`Seq2SeqTrainer.evaluate`; accelerate 1.15 `BatchSamplerShard`, `GradientState`.
 
 [Note: rows and samples]
 
-A collator may make two rows of one sample (TRL's preferences: all chosen, then all rejected), or none that can be told
-(images of several sizes). Only where every value of a batch has one entry per sample are samples taken out of it; other
-batches are computed as they are, which counts the filling in the loss, as stock HF does. The batch of one rank is then shorter
-than the others', and whatever gathers in the step or after it would meet tensors of several lengths: `even_rows`.
+A collator may make two rows of one sample (TRL's preferences: all chosen, then all rejected), or rows that cannot be assigned
+to samples (images of several sizes). Repeated samples are removed only where every value of a batch has one entry per sample.
+Other batches are computed unchanged and count the repeated samples in the loss, as stock HF does. Where samples are removed,
+the batch of one rank is shorter than the others, so gathers would meet tensors of different lengths: `even_rows` pads them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ShorterBatch", "each_batch_by_itself", "even_rows", "gathers_by_itse
 
 @contextmanager
 def each_batch_by_itself(args: Any) -> Iterator[None]:
-    """Inside, a batch's loss is divided by its own number of tokens, not by that of all ranks' batches."""
+    """Inside, a batch's loss is divided by its own number of tokens, not by the tokens of all ranks' batches."""
     before = args.average_tokens_across_devices
     args.average_tokens_across_devices = False
     try:
@@ -43,22 +43,22 @@ def each_batch_by_itself(args: Any) -> Iterator[None]:
 
 
 class ShorterBatch:
-    """Whether the ranks' batches may have several lengths: from the step of a filled batch until its loader ends."""
+    """Whether the ranks' batches may differ in length: true from the step of a filled batch until its loader ends."""
 
     def __init__(self) -> None:
         self._loader: Callable[[], Any] = lambda: None
 
     def begin(self, loader: Any) -> None:
-        """On every rank, whether its own batch is shorter or not."""
+        """Call it on every rank, whether or not its own batch is shorter."""
         self._loader = weakref.ref(loader)
 
     def is_here(self, state: Any) -> bool:
-        """Alike on all ranks; `state`: accelerate's GradientState."""
+        """Equal on all ranks. `state`: accelerate's GradientState."""
         return state.active_dataloader is not None and self._loader() is state.active_dataloader
 
 
 def even_rows(axis: MeshAxis, value: Any) -> Any:
-    """Tensors, nested or not, with their last row repeated until they have as many as the longest of the ranks. Collective."""
+    """Tensors, nested or not, padded by repeating the last row up to the longest rank's number of rows. Collective."""
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim():
@@ -72,7 +72,7 @@ def even_rows(axis: MeshAxis, value: Any) -> Any:
 def gathers_by_itself(loss: Any) -> bool:
     """Whether a Trainer's `loss` (sentence-transformers: a module, or one per dataset) compares rows of all ranks.
 
-    It gathers with torch's own calls, for which all ranks need equally many rows.
+    Such a loss gathers with torch's own calls, which need equally many rows on all ranks.
     """
     losses = loss.values() if isinstance(loss, dict) else [loss]
     modules = [module for one in losses if isinstance(one, nn.Module) for module in one.modules()]
@@ -80,10 +80,10 @@ def gathers_by_itself(loss: Any) -> bool:
 
 
 def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]) -> Any:
-    """`step(inputs)` on the samples that are there for the first time: [Note: rows and samples].
+    """`step(inputs)` on those samples of the batch that were not evaluated before: [Note: rows and samples].
 
-    Its results may have fewer rows than `inputs`; the accelerator's gathers fill them up, and `gather_for_metrics` drops
-    what was filled. A batch without any new sample is computed as it is.
+    The results may have fewer rows than `inputs`. The accelerator's gathers pad them; `gather_for_metrics` drops the padding.
+    A batch without any new sample is computed unchanged.
     """
     state = accelerator.gradient_state
     if not state.end_of_dataloader or state.remainder <= 0:
@@ -97,14 +97,14 @@ def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]
 
 
 def _samples(state: Any, num_processes: int) -> int:
-    """Samples of this rank's last batch, with those that fill it; 0 where the loader does not say."""
-    if isinstance(state.active_dataloader, DataLoaderDispatcher):  # one batch of all ranks, cut evenly
+    """Samples in this rank's last batch, including repeated ones; 0 where the loader does not tell."""
+    if isinstance(state.active_dataloader, DataLoaderDispatcher):  # one batch for all ranks, split evenly
         return -(-int(state.remainder) // num_processes)
     return int(getattr(state.active_dataloader, "total_batch_size", 0)) // num_processes
 
 
 def _has_a_row_per_sample(inputs: Any, count: int) -> bool:
-    """Whether all values of a batch have `count` entries, but for settings (`return_loss=True`)."""
+    """Whether all values of a batch have `count` entries, except settings (`return_loss=True`)."""
     if not isinstance(inputs, Mapping):
         return False
     rows = [value for value in inputs.values() if not _is_setting(value)]

@@ -1,4 +1,4 @@
-"""Who counts as a process for accelerate, and what it gathers over: the ranks that read different rows."""
+"""Which ranks accelerate counts as processes and gathers over: those that read different rows."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class GathersMixin:
     gradient_state: Any
     shorter_batch: Any
     _rows = "data"
-    """The ranks that read different rows, as `num_processes` counts them: of the job, or for a moment of a replica."""
+    """The mesh axis that `num_processes` counts: the ranks of the job that read different rows, or temporarily a replica's."""
 
     @property
     def num_processes(self) -> int:
-        """Processes that read different rows: the ranks of a pipeline share theirs. Loaders and losses count with it."""
+        """Number of processes that read different rows; pipeline ranks share theirs. Loaders and losses count with it."""
         return self.axes.size(self._rows) if "axes" in vars(self) else int(self.state.num_processes)
 
     @property
     def process_index(self) -> int:
-        """Coordinate among `num_processes`; `is_main_process` still means one process of the job."""
+        """This rank's coordinate within `num_processes`. `is_main_process` still means one process of the job."""
         rank = int(self.state.process_index)
         return self.axes.coordinate(self._rows, rank) if "axes" in vars(self) else rank
 
     @contextmanager
     def in_replica(self) -> Iterator[None]:
-        """Inside, processes are counted and gathered over within this rank's replica: those of others train alone."""
+        """Inside, processes are counted and gathered within this rank's replica, because replicas train alone."""
         before, self._rows = self._rows, "dp_shard"
         try:
             yield
@@ -49,23 +49,23 @@ class GathersMixin:
 
     @property
     def _data(self) -> MeshAxis:
-        """The ranks that are gathered over."""
+        """The axis that gathers run over."""
         own: Any = self
         found: MeshAxis = (own.mesh if self._rows == "data" else own.engine.mesh).data
         return found
 
     @property
     def _shares_rows(self) -> bool:
-        """Whether several ranks read the same rows, so that accelerate's own gathers would count them more than once."""
+        """Whether several ranks read the same rows, so that accelerate's own gathers would count those rows more than once."""
         return self.axes.size("batch") > 1
 
     @property
     def _own_gathers(self) -> bool:
-        """Whether accelerate's gathers are over other ranks than those that are meant."""
+        """Whether accelerate's own gathers would run over the wrong ranks."""
         return self._shares_rows or self._rows != "data"
 
     def gather(self, tensor: Any) -> Any:
-        """accelerate's, over the data ranks: the ranks of a pipeline hold the same."""
+        """Like accelerate's, but over the data ranks only, because pipeline ranks hold equal tensors."""
         if self.shorter_batch.is_here(self.gradient_state):
             tensor = even_rows(self._data, tensor)
         if not self._own_gathers:
@@ -73,7 +73,7 @@ class GathersMixin:
         return recursively_apply(self._gather, tensor, error_on_other_type=True)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A single row of a larger tensor counts as contiguous, with any stride.
+        # torch reports a single row of a larger tensor as contiguous whatever its stride.
         rows = (tensor[None] if tensor.ndim == 0 else tensor).clone(memory_format=torch.contiguous_format)
         axis, own = self._data, rows.view(-1).view(torch.uint8)
         full = torch.empty(axis.size * own.numel(), dtype=torch.uint8, device=own.device)
@@ -82,7 +82,7 @@ class GathersMixin:
         return full.view(tensor.dtype).view(axis.size * rows.shape[0], *rows.shape[1:])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """accelerate's, over the data ranks."""
+        """Like accelerate's, over the data ranks."""
         if not self._own_gathers or not (use_gather_object or _has_objects(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
         rows = [row for rows in collectives.all_gather_object(self._data, input_data) for row in rows]
@@ -90,7 +90,7 @@ class GathersMixin:
         return rows[: self.gradient_state.remainder] if last else rows
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """accelerate's, over the data ranks."""
+        """Like accelerate's, over the data ranks."""
         if not self._own_gathers or reduction == "none":
             return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
 

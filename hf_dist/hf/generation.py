@@ -1,4 +1,4 @@
-"""`generate` of a model whose weights rest sharded: gathered once per call where that fits, else unit by unit and token."""
+"""`generate` of a sharded model: gathers the weights once per call where they fit, otherwise unit by unit for every token."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hf_dist.sizes import size_text
 __all__ = ["let_generate"]
 
 _SHARE = 0.5
-"""Of the free memory for the weights; the rest is for the cache of keys and values, and for activations."""
+"""Share of the free memory for full weights. The rest holds the key-value cache and activations."""
 
 
 def let_generate(engine: Engine) -> None:
-    """Have the prepared model, and what contains all its units, gather the weights once per `generate(_batch)`. Local.
+    """Make the prepared model, and every module that contains all its units, gather the weights once per `generate(_batch)`.
 
-    Collective then: every rank calls `generate`, with any number of prompts and any lengths. Inside the caller's own
-    `with hf_dist.gathered(model):` nothing is sent, and each rank may call it as often as it likes. Nothing changes
-    where each rank has all weights.
+    Local, but `generate` is collective afterwards: every rank calls it, with any number of prompts and any lengths. Inside the
+    caller's own `with hf_dist.gathered(model):` nothing is sent, and each rank may call it as often as it likes. Nothing
+    changes where each rank has all weights.
     """
     sharded = engine.sharded
     shares = sharded.placements.params is Placement.SHARD and sharded.mesh.shard.size > 1
     if not shares and sharded.mesh.axes.size("ep") == 1:
         return
     for module in containers(sharded.model, sharded.units):
-        # HF's `generate` then keeps all ranks in step until the longest is done.
+        # It makes HF's `generate` keep all ranks in step until the longest sequence is done.
         module.__dict__["_is_fsdp_managed_module"] = True
         for name, instead in (("generate", _generate), ("generate_batch", _generate_batch)):
             if hasattr(type(module), name):
@@ -49,39 +49,39 @@ def _generate(reference: weakref.ref[ShardedModel], model: Any, *args: Any, **kw
     sharded = reference()
     if sharded is None:
         return generate(model, *args, **kwargs)
-    # Tokens travel to experts in every forward: a rank that is done must go on for the others.
+    # Every forward sends tokens to experts on other ranks, so a rank that is done must continue for the others.
     spread = sharded.mesh.axes.size("ep") > 1
-    if all(group.pins and group.fresh for group in sharded.groups):  # in a block that gathered everything
+    if all(group.pins and group.fresh for group in sharded.groups):  # inside a block that gathered everything
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
     every_rank(sharded.mesh, "model.generate()")
     needed = sum(g.layout.numel * g.full.element_size() for g in sharded.groups if not g.resident)
     if not _fits(sharded, needed):
         say_once(
-            f"generate: the {size_text(needed)} of full weights do not fit beside what is in memory; every token "
-            "gathers them unit by unit, which is slow. More ranks, shorter prompts, or offloaded optimizer state make room."
+            f"generate: the {size_text(needed)} of full weights do not fit into the free memory, so every token gathers them "
+            "unit by unit, which is slow. Use more ranks, shorter prompts, or offload optimizer state to make room."
         )
         return generate(model, *args, **{**kwargs, "synced_gpus": True})
     with unsharded(sharded.model, settle=lambda group, changed: None, slices=True):
-        # No rank waits for another inside: one that is done need not go on for the others.
+        # No rank waits for another inside, so a rank that is done need not continue.
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
 
 
 def _generate_batch(reference: weakref.ref[ShardedModel], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """HF's continuous batching, on weights gathered once: ranks take other numbers of forwards, in a thread of its own."""
+    """HF's continuous batching on weights gathered once. Ranks run different numbers of forwards, each in its own thread."""
     generate = type(model).generate_batch
     sharded = reference()
     if sharded is None:
         return generate(model, *args, **kwargs)
     if sharded.mesh.axes.size("ep") > 1:
         raise ModelError(
-            "generate_batch: tokens travel to experts on other ranks (expert_parallel) in every forward, and the ranks take "
-            "different numbers of them. Use model.generate, or set expert_parallel.enabled to false."
+            "generate_batch: every forward sends tokens to experts on other ranks (expert_parallel), and the ranks run "
+            "different numbers of forwards. Use model.generate, or set expert_parallel.enabled to false."
         )
     with unsharded(sharded.model, settle=lambda group, changed: None, slices=True):
         return generate(model, *args, **kwargs)
 
 
 def _fits(sharded: ShardedModel, needed: int) -> bool:
-    """Whether all ranks of `shard` have room for `needed` more bytes; equal on each of them. Collective over shard."""
+    """Whether all ranks of `shard` have room for `needed` more bytes. Equal on those ranks. Collective over `shard`."""
     mine = needed <= _SHARE * (free_nbytes(sharded.mesh.device) or 0)
     return all(collectives.all_gather_object(sharded.mesh.shard, mine))

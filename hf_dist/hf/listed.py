@@ -1,4 +1,4 @@
-"""Which gradients a list of parameters means: of one engine, of several, of a part of a model, of plain tensors."""
+"""The gradients that a list of parameters refers to: of one engine, several engines, part of a model, or plain tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Listed:
     """The gradients of some parameters."""
 
     windows: list[tuple[Window, set[int] | None]]
-    """With the ids of the parameters that were listed, None for all that train; never empty."""
+    """Each with the ids of its listed parameters, or None for all trainable ones. Never empty."""
     plain: list[torch.Tensor]
-    """Of tensors that no engine holds."""
+    """Gradients of tensors that no engine holds."""
 
 
 def listed_gradients(engines: Sequence[Engine], parameters: Any) -> Listed:
-    """The gradients of `parameters`: a tensor or an iterable of parameters, or of tensors in an optimizer's param groups.
+    """The gradients of `parameters`: one tensor, or an iterable of parameters or of tensors from an optimizer's param groups.
 
-    Local. Raises `ModelError` for a part of the parameters under a pipeline, where the stages could not know of each other.
+    Local. Raises `ModelError` for a subset of the parameters under a pipeline: one stage cannot see the others' subsets.
     """
     tensors: Iterable[Any] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     listed = {id(p): p for p in tensors}
@@ -43,11 +43,11 @@ def listed_gradients(engines: Sequence[Engine], parameters: Any) -> Listed:
             del listed[i]
         if not known:
             continue
-        is_all = found == own and not by_fragment  # which fragments there are differs by rank
+        is_all = found == own and not by_fragment  # the set of fragments differs by rank
         if not is_all and not by_fragment and engine.mesh.pp.size > 1:
             raise ModelError(
-                f"{len(found)} of {len(own)} trainable parameters were given to be clipped: with pipeline.stages above 1 pass "
-                "model.parameters(), the stages clip together"
+                f"clipping got {len(found)} of {len(own)} trainable parameters: with pipeline.stages above 1 pass "
+                "model.parameters(), because the stages clip together"
             )
         windows.append((engine.window, None if is_all else found))
     plain = [p.grad for p in listed.values() if p.grad is not None]

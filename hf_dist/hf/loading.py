@@ -1,8 +1,8 @@
-"""`from_pretrained` that reads nothing yet: parameters stay in their files until they are sharded, or read.
+"""`from_pretrained` without reading weights: parameters stay in their files until they are sharded or read.
 
-HF's own loader runs unchanged, on tensors that record what is done to them (`checkpoint/recording.py`): renames, weight
-conversions, dtype policy, tied weights, missing, unexpected and mismatched keys are HF's. Afterwards each parameter that was
-"loaded" becomes lazy (`sharding/lazy.py`). Buffers are read at once; new heads are initialised by HF.
+HF's own loader runs unchanged on tensors that record the operations applied to them (`checkpoint/recording.py`). Renames,
+weight conversions, dtype policy, tied weights, missing, unexpected and mismatched keys are therefore HF's. Afterwards each
+"loaded" parameter becomes lazy (`sharding/lazy.py`). Buffers are read at once; HF initialises new heads.
 Source of the hook: transformers/modeling_utils.py, `PreTrainedModel._load_pretrained_model`.
 """
 
@@ -26,16 +26,16 @@ from hf_dist.sharding.lazy import LazyWeight
 __all__ = ["from_pretrained", "stream_while_alive", "streaming"]
 
 _HOOK = "_load_pretrained_model"
-_stock: Any = None  # the static method of transformers while ours stands in for it
+_stock: Any = None  # transformers' static method, while `_load` replaces it
 _users = 0
 
 
 def from_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
-    """`model_class.from_pretrained(*args, **kwargs)`, with weights that are read when the model is prepared.
+    """`model_class.from_pretrained(*args, **kwargs)`, with weights that are read only when the model is prepared.
 
-    Any class with HF's `from_pretrained` (an `AutoModel...`, a model class). Local: no other rank is needed. Each rank then
-    reads only its part; a parameter that is read or changed before is loaded in full on this rank. The result equals the
-    stock one in every parameter, buffer and message. Not streamed, with a line that says why: models that stay quantized,
+    `model_class`: any class with HF's `from_pretrained` (an `AutoModel...`, a model class). Local. At `prepare` each rank reads
+    only its part. A parameter that is read or changed earlier is loaded in full on this rank. The result equals the stock one
+    in every parameter, buffer and message. Loaded in full, with one line that gives the reason: models that stay quantized,
     `device_map`, `.bin` and GGUF files, `state_dict=`.
     """
     with streaming():
@@ -44,7 +44,7 @@ def from_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def streaming() -> Iterator[None]:
-    """Inside, every `from_pretrained` of this process streams."""
+    """Inside, every `from_pretrained` of this process streams its weights."""
     _begin()
     try:
         yield
@@ -53,7 +53,7 @@ def streaming() -> Iterator[None]:
 
 
 def stream_while_alive(owner: Any) -> None:
-    """Have every `from_pretrained` of this process stream until `owner` (training arguments) is gone."""
+    """Make every `from_pretrained` of this process stream until `owner` (training arguments) is garbage-collected."""
     _begin()
     weakref.finalize(owner, _end).atexit = False
 
@@ -69,7 +69,7 @@ def _begin() -> None:
 def _end() -> None:
     global _users
     _users -= 1
-    # If somebody has put something of their own over ours it stays, and ours below it does what the stock one does.
+    # If other code has wrapped `_load` meanwhile, `_load` stays in place and calls the stock loader.
     if _users == 0 and getattr(PreTrainedModel.__dict__[_HOOK], "__func__", None) is _load:
         setattr(PreTrainedModel, _HOOK, _stock)
 
@@ -91,12 +91,12 @@ def _load(
             if result is not None:
                 return result
             reason = "a weight conversion failed"
-        except Exception as error:  # whatever it is, loading it the ordinary way is not worse than without us
+        except Exception as error:  # whatever the error, the ordinary load does no worse than without hf_dist
             reason = f"{type(error).__name__}: {error}"
     if expected_keys is None:
         say_once(
             f"{type(model).__name__} is not streamed from its files but loaded in full on every rank ({reason}); it is "
-            "sharded when it is prepared"
+            "sharded later, when it is prepared"
         )
     return stock(*arguments)
 
@@ -120,7 +120,7 @@ def _reason_not_to_stream(
 
 
 def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: Any) -> Any:
-    """What the stock loader returns, or None when it reported an error; then the model is to be loaded anew."""
+    """The stock loader's result, or None when it reported an error and the model must be loaded again."""
     stored: Any = recorded(t for f in checkpoint_files for t in SafetensorsFile(f).tensors().values())
     with dequantised_as_read():
         result = stock(model, stored, checkpoint_files, load_config)
@@ -132,12 +132,12 @@ def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, lo
 
 
 def _adopt(path: str, module: nn.Module) -> None:
-    """Replace what the loader has put into `module` by lazy parameters and by buffers that are read."""
+    """Replace the parameters that the loader put into `module` by lazy ones, and read the buffers."""
     for name, p in module._parameters.items():
         if isinstance(p, RecordedTensor):
             full_name = f"{path}.{name}" if path else name
             lazy = LazyWeight(p.source, full_name).parameter(requires_grad=p.requires_grad)
-            lazy._is_hf_initialized = True  # or HF would initialise it
+            lazy._is_hf_initialized = True  # otherwise HF would initialise it
             module._parameters[name] = lazy
     for name, buffer in module._buffers.items():
         if isinstance(buffer, RecordedTensor):

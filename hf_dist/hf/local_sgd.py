@@ -1,6 +1,6 @@
-"""accelerate's `LocalSGD` on our accelerator: the loop says when replicas meet, and they do it as the engine does.
+"""accelerate's `LocalSGD` on `DistAccelerator`: the loop decides when replicas average, and the engine averages them.
 
-Stock, it averages `param.data` of DDP's copies. Here a copy may be sharded, and the meeting is the outer step of `local_sgd`.
+The stock class averages `param.data` of DDP's copies. Here a copy may be sharded, so the outer step of `local_sgd` does it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["let_local_sgd_work"]
 
 @functools.cache  # once per process
 def let_local_sgd_work() -> None:
-    """Have accelerate's class ask the engine where its model has one. Local."""
+    """Make accelerate's `LocalSGD` call the engine if the model has one. Local."""
     enter, leave, average = LocalSGD.__enter__, LocalSGD.__exit__, LocalSGD._sync_and_avg_model_params
 
     @functools.wraps(enter)
@@ -48,7 +48,7 @@ def let_local_sgd_work() -> None:
         if engine is not None and engine.outer is not None:
             engine.outer.every = self._every
             if kind is not None:
-                return None  # a rank that failed meets nobody
+                return None  # a failed rank must not start a collective
         return leave(self, kind, error, trace)
 
     @functools.wraps(average)
@@ -64,7 +64,7 @@ def let_local_sgd_work() -> None:
 
 
 def _engine_of(context: Any) -> Engine | None:
-    """The engine of the model that the context was made with; None where it is off, or another accelerator's."""
+    """The engine of the context's model; None if the context is disabled or belongs to another accelerator."""
     if not context.enabled:
         return None
     find = getattr(context.accelerator, "engine_of", None)

@@ -1,7 +1,7 @@
-"""`save_state`, `load_state` and `save_model` of one's own accelerate loop: the same folders as the Trainer's.
+"""`save_state`, `load_state` and `save_model` of a custom accelerate loop: the same folders as the Trainer's.
 
-A state folder is an HF model folder with the training state in it. Beside them lie accelerate's own small files, under its
-names: `scheduler.bin`, `scheduler_1.bin`, ... and `custom_checkpoint_0.pkl`, ...
+A state folder is an HF model folder that contains the training state, plus accelerate's own small files under
+accelerate's names: `scheduler.bin`, `scheduler_1.bin`, ... and `custom_checkpoint_0.pkl`, ...
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class LoopCheckpointsMixin:
 
     @property
     def mesh(self) -> ParallelMesh:
-        """Axes and groups."""
+        """Axes and process groups."""
         raise NotImplementedError
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained."""
+        """The engine of the trained model."""
         raise NotImplementedError
 
     def save_state(
@@ -54,8 +54,8 @@ class LoopCheckpointsMixin:
         """Write the prepared model, optimizer, schedulers, registered objects and random states. Every rank calls it.
 
         Without `output_dir`, `ProjectConfiguration(automatic_checkpoint_naming=True)` names the folder
-        `checkpoints/checkpoint_N`, and `total_limit` of them are kept. Models prepared for evaluation are not in it. Returns
-        the folder; with `checkpoint.async_save` it has its name only when `engine.writer.wait()` returns. Raises
+        `checkpoints/checkpoint_N` and keeps the last `total_limit` of them. Models prepared for evaluation are left out.
+        Returns the folder; with `checkpoint.async_save` it gets its name only when `engine.writer.wait()` returns. Raises
         `CheckpointError` on every rank, `ValueError` where accelerate does.
         """
         if not safe_serialization:
@@ -95,10 +95,10 @@ class LoopCheckpointsMixin:
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
     ) -> None:
-        """Restore what `save_state` wrote on any number of ranks and at any ZeRO stage. Every rank calls it.
+        """Restore what `save_state` wrote, on any number of ranks and at any ZeRO stage. Every rank calls it.
 
-        Without `input_dir`, with automatic naming: the newest complete folder, and the next save gets the number after it.
-        Raises `CheckpointError` on every rank, `ValueError` when there is no such folder.
+        Without `input_dir`, automatic naming finds the newest complete folder, and the next save gets the next number.
+        Raises `CheckpointError` on every rank, `ValueError` if there is no such folder.
         """
         directory = self._found_folder(input_dir)
         for hook in self._load_model_state_pre_hook.values():  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class LoopCheckpointsMixin:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """A folder that `from_pretrained` loads, written by all ranks. Every rank calls it. Raises `CheckpointError`."""
+        """Write a folder that `from_pretrained` loads; all ranks write. Every rank calls it. Raises `CheckpointError`."""
         engine = self.engine_of(model)  # type: ignore[attr-defined]
         if engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)  # type: ignore[misc]
@@ -198,10 +198,10 @@ def _scheduler_name(index: int) -> str:
 
 
 def _plain(path: Path) -> Any:
-    """Nothing but tensors, numbers and strings is unpickled."""
+    """Load a file, unpickling only tensors, numbers and strings."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle have their own
+    except Exception as error:  # torch, zipfile and pickle each raise their own types
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {reason}). State dicts of schedulers and registered objects may "

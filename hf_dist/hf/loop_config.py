@@ -1,4 +1,4 @@
-"""The JSON in a loop of one's own: what a Trainer's arguments would fill and agree with, accelerate's objects do here."""
+"""The JSON in a custom loop: accelerate's objects fill and check the values that a Trainer's arguments would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_ENGINES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megat
 
 
 def refuse_other_engines(arguments: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for accelerate's plugins of other engines."""
+    """Raise `ConfigError` if the script passes accelerate's plugins of other engines."""
     problems = [
         Problem(
             name, "", "starts another engine", "Remove it; dist_config says the same (a DeepSpeed JSON can be given)."
@@ -32,7 +32,7 @@ def refuse_other_engines(arguments: Mapping[str, Any]) -> None:
 
 
 def named(given: Any, launcher: LauncherSettings | None) -> Any:
-    """The config the script gives, else the one named outside of it. Raises `ConfigError` without any."""
+    """The config the script gives, else the one named by HF_DIST_CONFIG or the launcher. Raises `ConfigError` without any."""
     source = given if given is not None else config_from_environment(launcher)
     if source is None:
         raise ConfigError(
@@ -47,7 +47,7 @@ def named(given: Any, launcher: LauncherSettings | None) -> Any:
 
 
 def take_accumulation(configured: Any, arguments: dict[str, Any]) -> None:
-    """One number of microbatches per step, from the JSON or from the script; both only if they agree."""
+    """Settle the number of microbatches per step. The JSON or the script may set it; both only if they agree."""
     plugin = arguments.get("gradient_accumulation_plugin")
     given = plugin.num_steps if plugin is not None else arguments.get("gradient_accumulation_steps")
     if not isinstance(configured, int):
@@ -66,7 +66,7 @@ def take_accumulation(configured: Any, arguments: dict[str, Any]) -> None:
 
 
 def without_trainer(config: DistConfig, accumulation: int) -> DistConfig:
-    """`config` without the parts that belong to a Trainer; "auto" means what the script does by itself."""
+    """`config` without the parts that belong to a Trainer. There "auto" means the script's own behaviour."""
     changes: dict[str, tuple[Any, str]] = {}
     if config.optimizer is not None or config.scheduler is not None:
         warn_once(
@@ -85,13 +85,13 @@ def without_trainer(config: DistConfig, accumulation: int) -> DistConfig:
 
 
 def micro_batch(objects: Iterable[Any], num_shares: int) -> int | None:
-    """Rows per rank of the first data loader among what is prepared, whose batches are cut into `num_shares`."""
+    """Rows per rank of the first data loader in `objects`, whose batches are split into `num_shares`."""
     sizes = [obj.batch_size for obj in objects if isinstance(obj, DataLoader)]
     return sizes[0] // num_shares if sizes and sizes[0] is not None else None
 
 
 def with_micro_batch(config: DistConfig, rows: int | None) -> DistConfig:
-    """`config` with the batch size of the script's loader; None while it is not known. Raises `ConfigError`."""
+    """`config` with the batch size of the script's loader, or None while that is unknown. Raises `ConfigError`."""
     changes: dict[str, tuple[Any, str]] = {}
     configured = config.train_micro_batch_size_per_gpu
     if not isinstance(configured, int):

@@ -1,9 +1,9 @@
-"""Does the model's own loss honour `num_items_in_batch`? Asked of the model, because its signature does not tell.
+"""Checks whether a model's own loss honours `num_items_in_batch`, by running the model: its signature does not tell.
 
-HF's Trainer believes that any model with `**kwargs` in its forward divides a sum by `num_items_in_batch`; then it multiplies
-the loss by the number of ranks and does not divide by the accumulation steps. Many classes (BertForSequenceClassification,
-all heads with a plain `CrossEntropyLoss`) take `**kwargs` and return a mean all the same, so their loss and gradient
-grow with the number of ranks and microbatches, and differ from one process.
+HF's Trainer assumes that any model with `**kwargs` in its forward divides a sum by `num_items_in_batch`. It then multiplies
+the loss by the number of ranks and does not divide by the accumulation steps. But many classes
+(BertForSequenceClassification, all heads with a plain `CrossEntropyLoss`) take `**kwargs` and return a mean. Their loss and
+gradient then grow with the number of ranks and microbatches, and differ from one process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hf_dist.log import say_once
 
 
 def counts_on_num_items(trainer: Any) -> bool:
-    """Whether the Trainer is about to rely on it, in a layout where that matters.
+    """Whether the Trainer will rely on `num_items_in_batch` in a layout where that matters.
 
-    TRL's trainers make the loss of logits themselves, and some generate where a batch is prepared: nothing is to be asked.
+    False for TRL's trainers: they compute the loss from logits themselves, and some generate while they prepare a batch.
     """
     return bool(
         trainer.model_accepts_loss_kwargs
@@ -32,9 +32,9 @@ def counts_on_num_items(trainer: Any) -> bool:
 
 
 def ignores_num_items(trainer: Any, model: nn.Module, inputs: Any) -> bool:
-    """Whether the loss of this batch is the same for another `num_items_in_batch`. Every rank calls it.
+    """Whether the loss of this batch stays the same for another `num_items_in_batch`. Every rank calls it.
 
-    Two forwards without gradient, in evaluation mode, at the first microbatch of a run; no random number is drawn.
+    Runs two forwards without gradient, in evaluation mode, at the first microbatch of a run. Draws no random numbers.
     """
     prepared = trainer._prepare_inputs(dict(inputs))
     was_training = model.training

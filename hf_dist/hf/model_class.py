@@ -1,4 +1,4 @@
-"""A model named on the command line: its config, made smaller or without chance, and the class that is named."""
+"""A model named on the command line: its class, and its config, optionally with fewer layers or without dropout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAYER_KEYS = (
 
 
 def model_config(model: str) -> Any:
-    """The HF config of a folder or an ID of the hub. Raises `ConfigError`."""
+    """The HF config of a folder or a hub ID. Raises `ConfigError`."""
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -32,12 +32,12 @@ def model_config(model: str) -> Any:
 
 
 def architecture_of(config: Any) -> str:
-    """The name of the class that was saved with `config`; empty if it does not say."""
+    """The name of the class that `config` was saved with; empty if unknown."""
     return next(iter(getattr(config, "architectures", None) or ()), "")
 
 
 def model_class(name: str) -> Any:
-    """`module:Class`, or a class of transformers by its name. Raises `ConfigError`."""
+    """The class named `module:Class`, or a class of transformers by its name. Raises `ConfigError`."""
     module, _, attribute = name.rpartition(":")
     try:
         return getattr(importlib.import_module(module or "transformers"), attribute)
@@ -47,13 +47,13 @@ def model_class(name: str) -> Any:
 
 
 def new_model(name: str, config: Any, **kwargs: Any) -> Any:
-    """A model of class `name` (see `model_class`) with new weights, or with none inside `torch.device("meta")`."""
+    """A model of class `name` (see `model_class`) with new weights; inside `torch.device("meta")` without data."""
     cls = model_class(name)
     return cls.from_config(config, **kwargs) if name.startswith("Auto") else cls._from_config(config, **kwargs)
 
 
 def keep_layers(config: Any, count: int) -> bool:
-    """Fewer layers, in every part of the model that has them; what is listed per layer is cut, too. Whether any went."""
+    """Keep `count` layers in every part of the model that has more, and cut per-layer lists. Whether any were dropped."""
     changed = False
     for part in _parts(config):
         for key in _LAYER_KEYS:
@@ -68,7 +68,7 @@ def keep_layers(config: Any, count: int) -> bool:
 
 
 def without_dropout(config: Any) -> None:
-    """Ranks draw other random numbers than one process, and engines than each other: nothing random can be compared."""
+    """Turn dropout off: ranks, one process and engines draw different random numbers, so results could not be compared."""
     for part in _parts(config):
         for name, value in list(vars(part).items()):
             if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The files of an HF or PEFT model, written as `save_pretrained` would and loaded by parts."""
+"""The files of an HF or PEFT model, written as `save_pretrained` would and loaded in parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HF_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def hf_model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles | None:
-    """Names, dtypes and files of `model.save_pretrained`; None for a plain module whose names are those of its parameters."""
+    """Names, dtypes and files of `model.save_pretrained`; None for a plain module, whose names are its parameters' names."""
     model: Any = sharded.model
     has_method = hasattr(model, "save_pretrained")
     if own_way(sharded):
@@ -49,9 +49,9 @@ register(hf_model_files)
 
 
 def trainer_files(trainer: Any, engine: Engine, *, alone: bool = False) -> ModelFiles:
-    """What the Trainer's `_save` writes: the model's files, tokenizer or processor, training arguments.
+    """The files that the Trainer's `_save` writes: the model's files, tokenizer or processor, training arguments.
 
-    `alone`: of weights that this rank has whole, local then; else collective.
+    `alone`: this rank holds the whole weights, and the call is local. Otherwise collective.
     """
     size = engine.config.checkpoint.max_shard_size
     if own_way(engine.sharded, trainer):
@@ -64,7 +64,7 @@ def trainer_files(trainer: Any, engine: Engine, *, alone: bool = False) -> Model
 
 
 def _no_weights(sharded: ShardedModel) -> dict[str, torch.Tensor]:
-    """The state dict for HF's own functions, which write everything else. PEFT picks its names, and must find them."""
+    """The state dict for HF's functions, which write everything except weights: empty, or for PEFT names with empty tensors."""
     model: Any = sharded.whole
     if isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False):
         return {}
@@ -72,12 +72,12 @@ def _no_weights(sharded: ShardedModel) -> dict[str, torch.Tensor]:
 
 
 def _save_state(model: torch.nn.Module, folder: str) -> None:
-    """As HF's Trainer and accelerate do it."""
+    """Write the state as HF's Trainer and accelerate do."""
     save_file(model.state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
 def _own_files(sharded: ShardedModel, save: Callable[[str], None], *, alone: bool = False) -> ModelFiles:
-    """Everything as the code of a library writes it, weights too."""
+    """Let the library's own code write everything, weights included."""
     everyone = functools.partial(lent, sharded, keep=sharded.mesh.world.rank == 0)
     weights = functools.partial(lent_here, sharded) if alone else everyone
     shapes = whole_shapes(sharded)
@@ -88,7 +88,7 @@ def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> Model
     plan = weight_plan_for(sharded.whole, loaded_dtypes(sharded), max_shard_size)
 
     def small_files(folder: Path) -> None:
-        # HF's own function writes everything but the weights: it is given none. What it makes of that is thrown away.
+        # HF's function gets no weights and writes all other files. Its files for the missing weights are discarded.
         with tempfile.TemporaryDirectory(prefix=".small-", dir=folder) as scratch:
             with _no_progress_bar():
                 save(scratch)
@@ -103,7 +103,7 @@ def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> Model
 
 
 def _needed(sharded: ShardedModel, plan: WeightPlan) -> dict[str, tuple[int, ...]]:
-    """What the files must hold: all but what the class leaves out by itself; of a model under adapters what PEFT has chosen."""
+    """What the files must hold: everything the class does not omit; for a model under adapters, what PEFT selected."""
     model: Any = sharded.whole
     shapes = whole_shapes(sharded)
     if isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False):
@@ -113,7 +113,7 @@ def _needed(sharded: ShardedModel, plan: WeightPlan) -> dict[str, tuple[int, ...
     lost = [n for n, p in model.named_parameters() if p.requires_grad and n not in plan.by_param]
     if lost:
         warn_once(
-            f"{len(lost)} trained parameters, the first is {lost[0]}, are not among what PEFT saves of this model, and are "
+            f"PEFT does not save {len(lost)} trained parameters of this model (the first is {lost[0]}), so they will be "
             "lost when it is loaded again. Name their modules in modules_to_save of the adapter's config."
         )
     return {}
@@ -121,7 +121,7 @@ def _needed(sharded: ShardedModel, plan: WeightPlan) -> dict[str, tuple[int, ...
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """HF draws one for the weights, of which it has none to write."""
+    """Hide HF's progress bar for weights, because there are none to write."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

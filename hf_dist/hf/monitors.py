@@ -1,4 +1,4 @@
-"""The monitor sections of the config as what a Trainer calls reporters: `report_to`, and their variables."""
+"""Turns the monitor sections of the config into the Trainer's `report_to` and the reporters' environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)
 
 
 def report_to_monitors(config: DistConfig, args: Any) -> None:
-    """Add the monitors that `config` turns on to `args.report_to`; what is set already, also in the environment, stays.
+    """Add the monitors that `config` enables to `args.report_to`. Existing values, also in the environment, stay.
 
     Raises ConfigError when the package of a monitor is not installed.
     """
@@ -33,7 +33,7 @@ def report_to_monitors(config: DistConfig, args: Any) -> None:
 
 
 def _variables(config: DistConfig) -> dict[str, str | None]:
-    """The variables by which HF's reporters are told the rest."""
+    """The environment variables that configure HF's reporters."""
     found: dict[str, str | None] = {}
     board, wandb = config.tensorboard, config.wandb
     if board.enabled and board.output_path:

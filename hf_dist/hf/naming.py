@@ -1,7 +1,7 @@
-"""From the names of a model in memory to the tensors that `save_pretrained` would write, without a value being read.
+"""Maps the names of a model in memory to the tensors that `save_pretrained` would write, without reading values.
 
-HF's own functions run on meta tensors: tied weights, keys to ignore, the reverse weight conversions (experts apart, fused
-weights split, renames), PEFT's adapter names. What they did to each element is then read off the result.
+HF's own functions run on meta tensors: tied weights, ignored keys, reverse weight conversions (experts split, fused weights
+split, renames), PEFT's adapter names. The result shows what they did to each element.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["buffer_parts", "weight_plan_for"]
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 UNLIMITED = 2**62
-"""PEFT writes an adapter as one file."""
+"""PEFT writes an adapter as a single file."""
 
 State = dict[str, torch.Tensor]
 
@@ -35,7 +35,7 @@ State = dict[str, torch.Tensor]
 def weight_plan_for(
     model: nn.Module, loaded_dtypes: Mapping[str, torch.dtype], max_shard_size: int | str = "50GB"
 ) -> WeightPlan:
-    """The files that `model.save_pretrained` would write, in the dtypes `loaded_dtypes` (others: as they are).
+    """The files that `model.save_pretrained` would write, in the dtypes `loaded_dtypes` (other tensors keep theirs).
 
     `loaded_dtypes`: by full parameter name. `max_shard_size` as in `save_pretrained`: bytes, or "5GB". Reads no values and
     sends nothing; equal on every rank. Raises `CheckpointError` for a quantised model, for ties that HF refuses, and for a
@@ -60,7 +60,7 @@ def weight_plan_for(
 
 
 def buffer_parts(model: nn.Module, plan: WeightPlan) -> list[OwnedPart]:
-    """The persistent buffers of `plan`, small and equal on every rank: rank 0 writes them beside its shards."""
+    """The persistent buffers of `plan`, small and equal on every rank. Rank 0 writes them beside its shards."""
     params = {id(p) for p in model.parameters()}
     return [
         OwnedPart(name, TensorSlice.all(value.shape), 0, value.numel(), value.detach().reshape(-1))
@@ -70,12 +70,12 @@ def buffer_parts(model: nn.Module, plan: WeightPlan) -> list[OwnedPart]:
 
 
 def _meta_state(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> State:
-    """`model.state_dict()` on meta, in whole shapes: one tensor per parameter or buffer, also under several names."""
+    """`model.state_dict()` on meta in full shapes: one tensor per parameter or buffer, shared by all its names."""
     names = {id(param): name for name, param in model.named_parameters()}
     seen: dict[int, torch.Tensor] = {}
     state: State = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):  # extra state; the safetensors format cannot hold it
+        if not isinstance(value, torch.Tensor):  # extra state, which the safetensors format cannot hold
             continue
         if id(value) not in seen:
             dtype = dtypes.get(names.get(id(value), name), value.dtype)
@@ -85,7 +85,7 @@ def _meta_state(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> State:
 
 
 def _canonical(model: nn.Module, state: State) -> Iterator[tuple[torch.Tensor, str]]:
-    """Each meta tensor once, with the name that the parameter has in `named_parameters`."""
+    """Each meta tensor once, with its parameter's name in `named_parameters`."""
     params = {name for name, _ in model.named_parameters()}
     seen: set[int] = set()
     for name, tensor in sorted(state.items(), key=lambda item: item[0] not in params):
@@ -95,7 +95,7 @@ def _canonical(model: nn.Module, state: State) -> Iterator[tuple[torch.Tensor, s
 
 
 def _written(model: nn.Module, state: State) -> Iterator[tuple[str, str, State]]:
-    """(folder below, weights file name, tensors in HF's order) for every set of weights that the model is saved as."""
+    """(subfolder, weights file name, tensors in HF's order) for every set of weights that `save_pretrained` writes."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         for adapter in model.peft_config:
@@ -127,7 +127,7 @@ def _as_on_disk(model: PreTrainedModel, state: State) -> State:
 
 
 def _without_aliases(state: State) -> State:
-    """A module that is not HF's: safetensors refuses two names for one tensor, the first one stays."""
+    """For a module that is not HF's: safetensors refuses two names for one tensor, so only the first name stays."""
     seen: set[int] = set()
     return {n: t for n, t in state.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
 

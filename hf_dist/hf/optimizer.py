@@ -1,4 +1,4 @@
-"""The optimizer as accelerate, HF schedulers and the Trainer see it; parameters that are nobody's model's."""
+"""The optimizer that accelerate, HF schedulers and the Trainer see, and parameters that belong to no model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DistOptimizer(AcceleratedOptimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, max_norm: float = 0.0, beside: Beside | None = None
     ) -> None:
-        """`max_norm`: clip to it, also where the loop has not asked (`gradient_clipping` of the JSON); 0: do not."""
+        """`max_norm`: clip to this norm even if the loop does not ask (`gradient_clipping` of the JSON). 0: no clipping."""
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.engine = engine
         self.beside = beside
@@ -31,9 +31,9 @@ class DistOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """At the end of a window: clip, step, gather replicated weights. Every rank calls it."""
+        """At the end of a window: clip, step, all-gather replicated weights. Every rank calls it."""
         if self.gradient_state.sync_gradients:
-            if closure is not None:  # its backward adds to what is clipped
+            if closure is not None:  # its backward adds to the gradients that are clipped
                 with torch.enable_grad():
                     closure()
             if self._max_norm:
@@ -44,18 +44,18 @@ class DistOptimizer(AcceleratedOptimizer):
                 self.beside.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the window's gradients."""
+        """Discard the window's gradients."""
         if self.gradient_state.sync_gradients:
             self.engine.zero_grad()
             if self.beside is not None:
                 self.beside.zero_grad()
 
     def train(self) -> None:
-        """The inner optimizer's `train`, if it has one: schedule-free ones keep other weights for it. Every rank calls it."""
+        """The inner optimizer's `train`, if any: schedule-free optimizers train on other weights. Every rank calls it."""
         self._switch("train")
 
     def eval(self) -> None:
-        """The inner optimizer's `eval`, likewise."""
+        """The inner optimizer's `eval`, if it has one. Every rank calls it."""
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
@@ -63,7 +63,7 @@ class DistOptimizer(AcceleratedOptimizer):
             self.engine.switch_optimizer(mode)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's fragments, by parameter name."""
+        """This rank's fragments of the optimizer state, by parameter name."""
         assert self.engine.fragments is not None
         return self.engine.fragments.state_dict()
 
@@ -74,13 +74,13 @@ class DistOptimizer(AcceleratedOptimizer):
 
 
 class Beside:
-    """Parameters in an optimizer that belong to no model but to a loss: each rank steps its own, as it does under DDP.
+    """Optimizer parameters that belong to a loss instead of a model. Each rank steps its own copy, as under DDP.
 
-    DDP exchanges the gradients of the model alone, and the Trainer clips, zeroes and saves those of the model alone.
+    DDP averages only the model's gradients, and the Trainer clips, zeroes and saves only the model's parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, apart: set[int]) -> None:
-        """Take the parameters with these ids out of `optimizer`, into one of the same class with the same options."""
+        """Move the parameters with these ids from `optimizer` into a second one of the same class and options."""
         self._source = optimizer
         self._own: Any = copy.copy(optimizer)
         self._own._optimizer_step_pre_hooks = OrderedDict()
@@ -94,22 +94,22 @@ class Beside:
             self._own.state.update({p: optimizer.state.pop(p) for p in own if p in optimizer.state})
 
     def step(self) -> None:
-        """With the options that the source has now: a schedule sets those. Local."""
+        """Step with the source's current options, because a schedule changes those. Local."""
         for group, source in zip(self._own.param_groups, self._source.param_groups, strict=False):
             group.update({key: value for key, value in source.items() if key != "params"})
-        type(self._own).step(self._own)  # of the class: a schedule has put its own on the source, and on this copy
+        type(self._own).step(self._own)  # the class's: a schedule has wrapped the source's `step`, also in the copy
 
     def zero_grad(self) -> None:
-        """Drop the gradients. Local."""
+        """Discard the gradients. Local."""
         for group in self._own.param_groups:
             for p in group["params"]:
                 p.grad = None
 
 
 def set_beside(optimizer: torch.optim.Optimizer, engine: Engine, modules: Iterable[nn.Module]) -> Beside | None:
-    """What `optimizer` steps of `modules`, which the Trainer has beside its model; None where it is nothing. Local.
+    """The parameters of `modules` (those a Trainer has beside its model) that `optimizer` steps; None without any. Local.
 
-    Raises `ModelError` under fp16, whose loss scale such gradients would keep.
+    Raises `ModelError` under fp16, because these gradients would stay multiplied by the loss scale.
     """
     model = {id(m) for m in engine.model.modules()}
     others = {id(m): m for module in modules for m in module.modules() if id(m) not in model}
@@ -121,15 +121,15 @@ def set_beside(optimizer: torch.optim.Optimizer, engine: Engine, modules: Iterab
     named = sorted({type(m).__name__ for m in modules})
     if engine.scaler is not None:
         raise ModelError(
-            f"{', '.join(named)} has parameters of its own, {len(apart)} of them, whose gradients no loss scale is taken from: "
-            "train with bf16 instead of fp16"
+            f"{', '.join(named)} has {len(apart)} parameters of its own, and their gradients would stay multiplied by the loss "
+            "scale: train with bf16 instead of fp16"
         )
     for tensor in _tensors(others.values()):
         tensor.data = tensor.data.to(engine.device)
     nbytes = size_text(sum(p.nbytes for p in apart.values()))
     say_once(
-        f"{', '.join(named)} has parameters of its own ({nbytes}): as under DDP each rank trains its own copy of them, and no "
-        "checkpoint has them"
+        f"{', '.join(named)} has parameters of its own ({nbytes}): as under DDP, each rank trains its own copy of them, and "
+        "checkpoints do not contain them"
     )
     return Beside(optimizer, set(apart))
 

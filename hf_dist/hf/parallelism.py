@@ -1,10 +1,10 @@
-"""accelerate's `ParallelismConfig`, as keys of the JSON: the same sizes, of our engine.
+"""accelerate's `ParallelismConfig` as keys of the JSON: the same sizes, run by this engine.
 
     cp_size, sp_size                     sequence_parallel_size
-    dp_shard_size beside dp_replicate    zero_optimization.mics_shard_size (of the ranks of a sequence, too)
+    dp_shard_size with dp_replicate      zero_optimization.mics_shard_size (includes the ranks of a sequence)
 
-It is taken away after that: accelerate would ask for FSDP2 or the deepspeed package. Source: accelerate 1.15
-`parallelism_config.py`, and what `accelerate launch --use_parallelism_config` exports.
+The `ParallelismConfig` is then removed, because accelerate would require FSDP2 or the deepspeed package. Source: accelerate
+1.15 `parallelism_config.py`, and the variables that `accelerate launch --use_parallelism_config` exports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CP, _SHARD = "sequence_parallel_size", "zero_optimization.mics_shard_size"
 
 
 def given_parallelism(given: Any) -> Any:
-    """The `ParallelismConfig` that was passed, or that the launcher exported; None without. accelerate sees neither."""
+    """The `ParallelismConfig` passed by the script or exported by the launcher, else None. It is hidden from accelerate."""
     if os.environ.get(_SWITCH, "false").lower() == "true":
         from accelerate.parallelism_config import ParallelismConfig
 
@@ -32,7 +32,7 @@ def given_parallelism(given: Any) -> Any:
 
 
 def with_parallelism(config: DistConfig, given: Any) -> DistConfig:
-    """`config` with the sizes of `given`. Raises `ConfigError` where the file says another size, or none of ours can be."""
+    """`config` with the sizes of `given`. Raises `ConfigError` if the file says another size, or the engine lacks the axis."""
     if given is None:
         return config
 

@@ -1,7 +1,7 @@
-"""What PEFT's models do with weights outside of a forward, on shards: merge and unmerge adapters, switch, load, add.
+"""PEFT operations that touch sharded weights outside of a forward: merge and unmerge adapters, switch, load, add.
 
-PEFT stays as it is: instances of the prepared model get stand-ins, as `save_pretrained` does. Nothing here is imported or
-done for a model without adapters. Source: peft 0.21, `tuners/tuners_utils.py`, `utils/other.py`, `peft_model.py`.
+PEFT itself is not patched. Instances of the prepared model get replacement methods, as for `save_pretrained`. A model without
+adapters imports and changes nothing. Source: peft 0.21, `tuners/tuners_utils.py`, `utils/other.py`, `peft_model.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def adapted_modules(model: nn.Module) -> list[Any]:
-    """Layers with adapters, and modules that PEFT trains in copies (`modules_to_save`)."""
+    """Layers with adapters, and modules of which PEFT trains a copy (`modules_to_save`)."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -45,12 +45,12 @@ def adapted_modules(model: nn.Module) -> list[Any]:
 
 
 def refuse_prompt_learning(model: nn.Module) -> None:
-    """Raise `ModelError` for PEFT methods that compute what they save: a rank alone would wait for the others there. Local."""
+    """Raise `ModelError` for PEFT methods that run the model to save: one rank alone would wait there for the others. Local."""
     for name, config in getattr(model, "peft_config", {}).items():
         if getattr(config, "is_prompt_learning", False):
             kind = str(getattr(config.peft_type, "value", config.peft_type))
             raise ModelError(
-                f"adapter {name!r} is {kind}: PEFT computes the virtual tokens that it saves with the model, and "
+                f"adapter {name!r} is {kind}: PEFT runs the model to compute the virtual tokens that it saves, but "
                 "hf_dist writes adapters from their shards. Use a method that changes layers (LoRA, DoRA, IA3, LoHa, "
                 "...), or train this one without a dist_config: only a few vectors are trained."
             )
@@ -58,10 +58,10 @@ def refuse_prompt_learning(model: nn.Module) -> None:
 
 @contextmanager
 def inactive_adapters_trainable(model: nn.Module) -> Iterator[None]:
-    """Around sharding: adapters that wait for `set_adapter` get room for gradients, and are frozen again afterwards.
+    """During sharding, give inactive adapters room for gradients; afterwards freeze them again.
 
-    PEFT freezes all adapters but the active one, and `set_adapter` may activate another at any step. Nothing changes for a
-    model that trains no adapter, or that has only one.
+    PEFT freezes all adapters but the active one, and `set_adapter` may activate another at any step. No effect on a model that
+    trains no adapter, or that has only one.
     """
     adapters: dict[str, list[nn.Parameter]] = {}
     for module in adapted_modules(model):
@@ -85,10 +85,10 @@ def inactive_adapters_trainable(model: nn.Module) -> Iterator[None]:
 
 
 def let_adapters_work(engine: Engine) -> None:
-    """Have the methods of a prepared model that read or write adapters work on shards, or say why they cannot. Local.
+    """Make a prepared model's adapter methods work on shards, or raise with the reason. Local.
 
-    `merge_adapter`, `unmerge_adapter`, `merge_and_unload` gather one layer at a time, `load_adapter` reaches the master
-    weights; all of them are collective then. What would bring new parameters, or take some away, raises `ModelError`.
+    `merge_adapter`, `unmerge_adapter` and `merge_and_unload` gather one layer at a time; `load_adapter` writes the master
+    weights. All of these become collective. Methods that would add or remove parameters raise `ModelError`.
     """
     model = engine.model
     adapted = adapted_modules(model)
@@ -112,25 +112,25 @@ def let_adapters_work(engine: Engine) -> None:
 
 
 def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """PEFT's own merge of one layer on its full weights, adapters in fp32; the sum becomes everyone's. Collective."""
+    """PEFT's own merge of one layer on its full weights, adapters in fp32. Every rank keeps its part of the sum. Collective."""
     refuse_packed(layer)
     with gathered(layer.parameters(), modifier_rank=0), _masters_in_place(layer):
         getattr(type(layer), method)(layer, *args, **kwargs)
 
 
 def refuse_packed(layer: Any) -> None:
-    """Raise `ModelError` for a layer whose base has four bits per weight: no sum fits into it. Local."""
+    """Raise `ModelError` for a layer whose base stores four bits per weight, which cannot hold the sum. Local."""
     packed = next((p for p in layer.get_base_layer().parameters() if type(p).__name__ == "Params4bit"), None)
     if packed is not None:
         raise ModelError(
-            f"{getattr(packed, OWNER)[1]}: an adapter cannot be merged into a 4-bit base that is sharded: the sum would "
-            "have to be quantised anew. Save the adapter, and merge it into the base in full precision: "
+            f"{getattr(packed, OWNER)[1]}: an adapter cannot be merged into a sharded 4-bit base, because the sum would "
+            "have to be quantised again. Save the adapter, and merge it into the base in full precision: "
             "`hf-dist export --merge-lora`, or PeftModel.from_pretrained(base, adapter).merge_and_unload()."
         )
 
 
 def _with_embeddings(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's own, which asks at its end whether the embeddings are still one tensor, by address. Collective."""
+    """PEFT's own method, which at its end compares addresses to see whether the embeddings are still tied. Collective."""
     tables = [find() for find in (tuner.model.get_input_embeddings, tuner.model.get_output_embeddings)]
     weights = [p for table in tables if isinstance(table, nn.Module) for p in table.parameters()]
     with gathered(weights, modifier_rank=0):
@@ -159,7 +159,7 @@ def _masters_in_place(layer: nn.Module) -> Iterator[None]:
 
 
 def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's own, into an adapter that the prepared model has. Collective."""
+    """PEFT's own method, into an adapter that the prepared model already has. Collective."""
     owner = engine()
     name = args[1] if len(args) > 1 else kwargs.get("adapter_name", "default")
     if owner is None or name not in getattr(model, "peft_config", {}):
@@ -172,7 +172,7 @@ def _refuse(method: str, model: Any, *args: Any, **kwargs: Any) -> Any:
     names = list(getattr(model, "peft_config", {}))
     raise ModelError(
         f"{type(model).__name__}.{method}: the model is sharded by hf_dist, and its adapters {names} are spread over the ranks "
-        "and known to the optimizer; none can be added or taken away. Add every adapter before the model is prepared (before "
-        "the Trainer is made): `set_adapter` switches between them at any step. To change the set of adapters later, "
-        "save the model and load it anew."
+        "and known to the optimizer, so none can be added or removed. Add every adapter before the model is prepared (before "
+        "the Trainer is created): `set_adapter` switches between them at any step. To change the set of adapters later, "
+        "save the model and load it again."
     )

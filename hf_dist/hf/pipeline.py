@@ -1,7 +1,7 @@
-"""The Trainer over pipeline stages: the accumulation window is the pipeline's batch; evaluation goes through the stages, too.
+"""The Trainer over pipeline stages. One accumulation window is one pipeline batch; evaluation uses the stages, too.
 
-HF's own `training_step` and `prediction_step` run on every stage, and leave at its end: losses, label smoothing, overrides of
-`compute_loss` stay the Trainer's. `accelerator.backward` hands the loss to the schedule.
+HF's own `training_step` and `prediction_step` run on every stage. Losses, label smoothing and overrides of `compute_loss`
+stay the Trainer's. `accelerator.backward` hands the loss to the schedule and ends the step on that stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PipelineMixin:
     _window: list[Any]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's; batches that an interrupted run has kept belong to no step of this one."""
+        """HF's, but first drops batches that an interrupted run had collected."""
         self._window = []
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         if engine is not None:
@@ -39,7 +39,7 @@ class PipelineMixin:
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """HF's; under a pipeline the window's microbatches are kept until the last one, which runs and reports them all."""
+        """HF's. Under a pipeline, collects the window's microbatches; the call for the last one runs and reports them all."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         if engine is None or not engine.runner.takes_windows:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -49,13 +49,13 @@ class PipelineMixin:
             return torch.zeros((), device=engine.device)
         window, self._window = self._window, []
         step = super().training_step  # type: ignore[misc]
-        # Copies: losses may take the labels out of their batch, and a rank with several stages runs each batch several times.
+        # Copies: losses may remove labels from their batch, and a rank with several stages runs each batch several times.
         return engine.run_window(window, lambda model, batch: step(model, _copy(batch), num_items_in_batch))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """HF's; under a pipeline every rank gets what the last stage computed."""
+        """HF's. Under a pipeline, every rank gets the outputs of the last stage."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         step = super().prediction_step  # type: ignore[misc]
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
@@ -72,13 +72,13 @@ def _copy(batch: Any) -> Any:
 
 
 def example_from(loader: DataLoader[Any] | None) -> dict[str, Any]:
-    """A small batch of `loader`, without moving it: two rows of its dataset through its collator. Local.
+    """A small batch for planning: two rows of the dataset of `loader` through its collator. `loader` does not advance. Local.
 
-    Random states are put back. Raises `ModelError` when there is no loader, or when it has no rows.
+    Restores the random states. Raises `ModelError` if there is no loader or it has no rows.
     """
     if loader is None:
         raise ModelError(
-            "pipeline.stages is above 1, and the model is prepared before any data loader: the stages are planned with a batch "
+            "pipeline.stages is above 1, but no data loader is prepared before the model: the stages are planned with a batch "
             "of the data. Prepare the loader first, or in the same call."
         )
     before = random_state.capture()

@@ -1,7 +1,8 @@
-"""What a DistTrainer tells Ray Train: its log, and its checkpoints once they are complete.
+"""Reports a DistTrainer's log and its complete checkpoints to Ray Train.
 
-Ray's own callback has every worker copy the whole folder to the same place; with `checkpoint.async_save` it is the one before
-the newest. Source: ray 2.60, train/huggingface/transformers/_transformers_utils.py, train/v2/api/train_fn_utils.py.
+With Ray's own callback every worker copies the whole folder to the same place, and with `checkpoint.async_save` it copies the
+checkpoint before the newest. Source: ray 2.60, train/huggingface/transformers/_transformers_utils.py,
+train/v2/api/train_fn_utils.py.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ __all__ = ["RayReportCallback"]
 
 
 class RayReportCallback(TrainerCallback):
-    """Reports at each save and at the end, from all workers, as Ray wants it; rank 0 gives the folders.
+    """Reports at each save and at the end, from all workers, as Ray requires. Only rank 0 passes the folders.
 
-    `upload=False` for an `output_dir` in Ray's own storage, with `run_config.storage_path/name`: nothing is copied then.
+    Use `upload=False` if `output_dir` is inside Ray's own storage (`run_config.storage_path/name`). Nothing is copied then.
     """
 
     def __init__(self, upload: bool = True) -> None:
@@ -25,12 +26,12 @@ class RayReportCallback(TrainerCallback):
         self._unreported: list[Path] = []
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report what is complete; the one that is being written in the background comes with the next."""
+        """Report complete checkpoints. One still being written in the background follows with the next report."""
         self._unreported.append(Path(args.output_dir, f"checkpoint-{state.global_step}"))
         self._report(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last log and checkpoint; the Trainer has waited for it."""
+        """Report the last log and checkpoint; the Trainer has waited for the save."""
         self._report(args, state)
 
     def _report(self, args: Any, state: Any) -> None:
@@ -39,7 +40,7 @@ class RayReportCallback(TrainerCallback):
 
         newest = None
         if args.process_index == 0:
-            ready = [path for path in self._unreported if path.is_dir()]  # named when it is complete
+            ready = [path for path in self._unreported if path.is_dir()]  # named only when complete
             newest = ready[-1] if ready else None
             self._unreported = [path for path in self._unreported if path not in ready]
         metrics = {key: value for entry in state.log_history for key, value in entry.items()}

@@ -1,9 +1,9 @@
-"""The Trainer over replicas that train alone: what it counts, logs, evaluates, saves and asks, without the link between them.
+"""The Trainer over replicas that train alone (`local_sgd`): how it counts, logs, evaluates, saves and handles signals.
 
-tokens of a window, their loss factor    of the replica
-training log                             the mean of the replica that rank 0 is in
-evaluation, checkpoints                  wait for the next meeting of the replicas; the last step is one
-signals                                  asked for at meetings
+token counts and their loss factor       those of the replica
+training log                             the mean over rank 0's replica
+evaluation, checkpoints                  wait for the next meeting of the replicas; the last step is a meeting
+signals                                  checked at meetings
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ class ReplicasMixin:
     accelerator: Any
     _stop: StopSignal | None
     _due: tuple[bool, bool] = (False, False)
-    """Whether an evaluation, and a save, wait for a meeting."""
+    """Whether an evaluation, and a save, are waiting for a meeting."""
     _asked_at = -1
     _logs_replica = False
 
     @property
     def outer(self) -> OuterOptimizer | None:
-        """Lets the replicas of the model meet; None where all ranks train together."""
+        """Averages the model's replicas at meetings; None where all ranks train together."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         return None if engine is None else engine.outer
 
     def _in_replica(self) -> AbstractContextManager[None]:
-        """Inside, the accelerator gathers over the replica and counts its processes."""
+        """Inside, the accelerator gathers within the replica and counts only its processes."""
         replica: AbstractContextManager[None] = nullcontext()
         if self.outer is not None:
             replica = self.accelerator.in_replica()
         return replica
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, which counts the items of the window."""
+        """HF's, which counts the items of the window; here within the replica."""
         with self._in_replica():
             return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """HF's, which multiplies a loss over those items by the number of processes."""
+        """HF's, which multiplies a loss over those items by the number of processes; here those of the replica."""
         with self._in_replica():
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """HF's, as if all replicas had as many."""
+        """HF's, as if all replicas had as many tokens."""
         before = self.state.num_input_tokens_seen
         with self._in_replica():
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]
@@ -70,14 +70,14 @@ class ReplicasMixin:
             self.state.num_input_tokens_seen += (self.state.num_input_tokens_seen - before) * (self.outer.axis.size - 1)
 
     def store_flos(self) -> None:
-        """HF's, over all ranks; a log between two meetings leaves it to the next save."""
+        """HF's, summed over all ranks. A log between two meetings leaves the sum to the next save."""
         if not self._logs_replica:
             super().store_flos()  # type: ignore[misc]
 
     # ------------------------------------------------------- what happens at a step
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """HF's, in two parts: the log of the replica; evaluation and save, once the replicas have met."""
+        """HF's, in two parts: the replica's log now, evaluation and save once the replicas have met."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         if engine is None or engine.outer is None:
             super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
@@ -101,7 +101,7 @@ class ReplicasMixin:
 
     @contextmanager
     def _only_own_replica(self) -> Iterator[None]:
-        """Inside, HF's helpers that gather over the whole job find a process by itself."""
+        """Inside, HF's helpers that gather over the whole job treat this process as the only one."""
         self._logs_replica = self.args.speaks_alone = True
         try:
             yield
@@ -109,7 +109,7 @@ class ReplicasMixin:
             self._logs_replica = self.args.speaks_alone = False
 
     def _postpone(self, met: bool) -> None:
-        """Evaluations and saves that are asked for between two meetings come at the next one. Local."""
+        """Postpone evaluations and saves requested between two meetings to the next meeting. Local."""
         evaluates = self._due[0] or self.control.should_evaluate
         saves = self._due[1] or self.control.should_save
         self._due = (False, False) if met else (evaluates, saves)
@@ -121,9 +121,9 @@ class ReplicasMixin:
             )
 
     def _told(self, in_evaluation: bool) -> int:
-        """The signal that some rank has received; 0 for none. Collective over all ranks, at meetings only where there are any.
+        """The signal that some rank received; 0 for none. Collective over all ranks; with replicas only at meetings.
 
-        There the answer is waited for: the next question comes a whole interval later. All ranks evaluate together.
+        At a meeting it waits for the answer, because the next check is a whole interval away. All ranks evaluate together.
         """
         if self._stop is None:
             return 0

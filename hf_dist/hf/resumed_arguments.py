@@ -1,4 +1,4 @@
-"""What a resumed run was started with before, and what a changed argument means for it."""
+"""Compares a resumed run's arguments with those in the checkpoint, and says what each change means."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MEANING = {
 
 
 def record(args: Any) -> dict[str, Any]:
-    """The arguments that matter for a resume, for the manifest. Local."""
+    """The arguments that matter for a resume, to store in the manifest. Local."""
     values = {name: getattr(args, name, None) for name in _MEANING if name != "global_batch"}
     values["global_batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     plain = (bool, int, float, str, type(None))
@@ -32,7 +32,7 @@ def record(args: Any) -> dict[str, Any]:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for every argument that is not what it was."""
+    """One line for every argument whose value changed."""
     lines = []
     for name, meaning in _MEANING.items():
         if name in saved and saved[name] != now.get(name):

@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture's routers in the Trainer and in TRL: `experts/router_loss.py` has what it is."""
+"""The auxiliary router loss of a mixture of experts in the Trainer and in TRL. Defined in `experts/router_loss.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cover_trl", "tell_router_loss"]
 
 
 def tell_router_loss(trainer: Any, steps: int) -> None:
-    """HF multiplies a loss that counts items by the ranks, and does not divide it by the `steps` of the window. Local."""
+    """Undo HF's scaling of a loss that counts items: times the ranks, not divided by the window's `steps`. Local."""
     engine: Engine | None = trainer.dist_engine
     if engine is not None and engine.router_loss is not None:
         averages = trainer.args.average_tokens_across_devices
@@ -19,7 +19,7 @@ def tell_router_loss(trainer: Any, steps: int) -> None:
 
 
 def cover_trl(engine: Engine) -> None:
-    """TRL's own forwards take the loss of every family from Mixtral's module. Local."""
+    """Cover TRL's own forwards, which use Mixtral's function for the auxiliary loss of every family. Local."""
     if engine.router_loss is not None and "trl" in sys.modules:
         from transformers.models.mixtral import modeling_mixtral
 

@@ -1,8 +1,8 @@
-"""Whoever saves, saves the model: a library's own save code runs on whole weights, on the rank that writes.
+"""A library's own save code runs on whole weights, on the rank that writes.
 
-The shards are written by all ranks only where the names in the files are known beforehand: HF's `Trainer._save` and
-`save_pretrained`, PEFT's, and `state_dict()` of a plain module. All others (sentence-transformers, wrappers with a value head,
-`_save` of a user's Trainer) decide themselves what they write; they find what they would find without us.
+All ranks write their shards only where the names in the files are known beforehand: HF's `Trainer._save` and
+`save_pretrained`, PEFT's, and `state_dict()` of a plain module. Other save code (sentence-transformers, wrappers with a value
+head, `_save` of a user's Trainer) chooses what it writes, so it finds the model as it would be without sharding.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from hf_dist.sharding.units import containers
 __all__ = ["is_spread", "keep_adapters", "lent", "lent_here", "let_save_pretrained", "own_way"]
 
 _LENT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose modules hold whole weights at the moment."""
+"""Models whose modules hold whole weights at this moment."""
 _ADAPTERS: weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, torch.Tensor]]] = weakref.WeakKeyDictionary()
-"""Trained weights of models with adapters as they were last saved, on the rank that writes, and how often they had changed."""
+"""By model with adapters, on the rank that writes: trained weights of the last save, and how often they had changed by then."""
 _WEIGHTS = {"model", "model_wrapped", "deepspeed", "accelerator"}
-"""Attributes of a Trainer by which one gets at weights."""
+"""Attributes of a Trainer through which code can reach the weights."""
 
 
 def own_way(sharded: ShardedModel, trainer: Any = None) -> str:
-    """Whose code decides what is in the files of this model, such as `Trainer._save`; "" for HF's and PEFT's. Local.
+    """The code that decides what this model's files hold, such as `Trainer._save`; "" for HF's and PEFT's. Local.
 
-    `trainer`: a Trainer that saves it; else its `save_pretrained` alone is asked.
+    `trainer`: the Trainer that saves the model. Without one only the model's `save_pretrained` counts.
     """
     for method in ("save_model", "_save") if trainer is not None else ():
         for cls in type(trainer).__mro__:
@@ -55,23 +55,22 @@ def own_way(sharded: ShardedModel, trainer: Any = None) -> str:
     model = sharded.model
     if hasattr(model, "save_pretrained") and (trainer is None or isinstance(model, _supported())):
         return own_save_pretrained(model)
-    # HF's Trainer, and `accelerator.save_model`, write what `state_dict()` gives.
+    # HF's Trainer and `accelerator.save_model` write what `state_dict()` returns.
     return "" if _says_names(sharded.whole) else f"{type(model).__name__}.state_dict"
 
 
 def own_save_pretrained(model: nn.Module) -> str:
-    """The name of the `save_pretrained` of `model`; "" for HF's and PEFT's, whose names in files are known. Local."""
+    """The name of the model's `save_pretrained`; "" for HF's and PEFT's, whose names in files are known. Local."""
     function = inspect.unwrap(type(model).save_pretrained)  # type: ignore[attr-defined]
     known = function.__module__ in ("transformers.modeling_utils", "peft.peft_model")
     return "" if known else str(function.__qualname__)
 
 
 def keep_adapters(engine: Engine) -> None:
-    """Until weights change the main rank can save adapters alone. Collective.
+    """Let the main rank save adapters alone until weights change. Collective.
 
-    `if args.should_save: model.save_pretrained(...)` is what callbacks do that hear of a checkpoint, and scripts after
-    `trainer.save_model()`. Does nothing for a model without
-    adapters, or whose weights each rank has whole.
+    Callbacks in `on_save`, and scripts after `trainer.save_model()`, run `if args.should_save: model.save_pretrained(...)`.
+    Does nothing for a model without adapters, or if each rank has all weights.
     """
     sharded = engine.sharded
     if is_spread(sharded) and any(_is_peft(m) for m in containers(sharded.model, sharded.units)):
@@ -95,26 +94,26 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _below(root: nn.Module, part: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`state` of `root` by the names that `part` of it has for the same parameters."""
+    """`state` of `root`, renamed to the names that `part` has for the same parameters."""
     whole = dict(root.named_parameters(remove_duplicate=False))
     own = {id(p): name for name, p in part.named_parameters()}
     return {own[id(whole[name])]: tensor for name, tensor in state.items() if id(whole[name]) in own}
 
 
 def _supported() -> tuple[type, ...]:
-    """What HF's Trainer saves by `save_pretrained`."""
+    """Classes that HF's Trainer saves with `save_pretrained`."""
     peft = sys.modules.get("peft")
     return (PreTrainedModel,) if peft is None else (PreTrainedModel, peft.PeftModel)
 
 
 def _says_names(model: nn.Module) -> bool:
-    """Whether `state_dict()` has the parameters under their own names."""
+    """Whether `state_dict()` contains the parameters under their own names."""
     names = {id(param): {name} for name, param in model.named_parameters()}
     for name, param in model.named_parameters(remove_duplicate=False):
         names[id(param)].add(name)
     try:
         state = model.state_dict(keep_vars=True)
-    except TypeError:  # written by somebody who thought of `state_dict()` alone
+    except TypeError:  # an override without the arguments of `nn.Module.state_dict`
         return False
     return all(name in names.get(id(value), {name}) for name, value in state.items()) and {
         id(value) for value in state.values()
@@ -122,7 +121,7 @@ def _says_names(model: nn.Module) -> bool:
 
 
 def _hands_on(function: Any, name: str) -> bool:
-    """Whether a method calls its base and does not touch the model itself."""
+    """Whether a method calls its base and does not use the model itself."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     found = set(_names(code)) if code is not None else set()
     return {"super", name} <= found and not found & _WEIGHTS
@@ -139,16 +138,16 @@ def _names(code: CodeType) -> Iterator[str]:
 def lent(sharded: ShardedModel, part: nn.Module | None = None, *, keep: bool = True) -> Iterator[None]:
     """Inside, the modules of the model hold whole weights on the CPU, in the dtype they were loaded in.
 
-    Collective at its beginning: every rank enters. On ranks with `keep=False` nothing changes. `part`: a module made of
-    parameters of the model (a base model whose adapters were merged, say). What is written into the weights is lost. Raises
-    `CheckpointError` on every rank for a model that is cut into pipeline stages. Inside another one it does nothing.
+    Collective at entry: every rank enters. On ranks with `keep=False` nothing changes. `part`: a module made of parameters of
+    the model (for example a base model whose adapters were merged). Writes into the weights are lost. Raises
+    `CheckpointError` on every rank for a model split into pipeline stages. Nested calls do nothing.
     """
     if sharded.model in _LENT:
         yield
         return
     if sharded.mesh.pp.size > 1:
         raise CheckpointError(
-            f"{type(sharded.model).__name__} is saved by code of its own, which needs all weights in one place, and it is cut "
+            f"{type(sharded.model).__name__} has its own save code, which needs all weights in one place, but it is split "
             "into pipeline stages. Save with trainer.save_model() of HF's Trainer, or without pipeline.stages."
         )
     sharded.synchronize_buffers()
@@ -163,7 +162,7 @@ def lent(sharded: ShardedModel, part: nn.Module | None = None, *, keep: bool = T
 
 @contextmanager
 def lent_here(sharded: ShardedModel) -> Iterator[None]:
-    """`lent` without the other ranks, of weights that this one has whole. Local."""
+    """`lent` without the other ranks, for weights that this rank holds whole. Local."""
     full = {}
     for group in sharded.groups:
         tensors = (
@@ -179,8 +178,8 @@ def lent_here(sharded: ShardedModel) -> Iterator[None]:
 
 @contextmanager
 def _put(sharded: ShardedModel, part: nn.Module | None, full: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Inside, `full` (by the id of what they replace) are the parameters of the modules, and forwards send nothing: a model
-    card of sentence-transformers shows what its model gives."""
+    """Inside, `full` (by id of the replaced parameter) are the modules' parameters, and forwards send nothing, because
+    sentence-transformers runs the model for its model card."""
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     roots = [sharded.model] if part is None else [sharded.model, part]
     modules = {id(m): m for root in roots for m in root.modules()} if full else {}
@@ -204,10 +203,10 @@ def _put(sharded: ShardedModel, part: nn.Module | None, full: dict[int, nn.Param
 
 
 def let_save_pretrained(engine: Engine) -> None:
-    """Have `save_pretrained` of the prepared model, and of what contains all its units, write whole weights. Local.
+    """Make `save_pretrained` of the prepared model, and of modules that contain all its units, write whole weights. Local.
 
-    Where weights rest sharded it is collective then: every rank calls it, as scripts for accelerate do, and the main rank
-    writes. Where they rest whole, each rank that calls it writes, as under DDP.
+    For sharded weights `save_pretrained` becomes collective: every rank calls it, as in accelerate scripts, and the main rank
+    writes. For whole weights each rank that calls it writes, as under DDP.
     """
     for module in containers(engine.model, engine.sharded.units):
         if hasattr(module, "save_pretrained"):

@@ -1,4 +1,4 @@
-"""What `inspect.signature` says of overrides that pass everything on: the stock arguments, for libraries that look."""
+"""Makes `inspect.signature` show the stock arguments for overrides that take `*args`, because libraries check them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def show_stock(ours: type, stock: type) -> None:
-    """Methods of `ours` that take `*args` or `**kwargs` in the place of arguments of `stock` show those of `stock`.
+    """Methods of `ours` that take `*args` or `**kwargs` instead of the arguments of `stock` show the signature of `stock`.
 
-    `ours` may be a mixin: its bases of this package are gone through as well.
+    `ours` may be a mixin. Its bases within this package are covered as well.
     """
     for cls in ours.__mro__:
         if not cls.__module__.startswith("hf_dist."):
@@ -29,7 +29,7 @@ def show_stock(ours: type, stock: type) -> None:
 
 
 def with_keyword(stock: type, name: str, ours: type) -> inspect.Signature:
-    """The arguments of `stock(...)` and our own keyword `name`, before `**kwargs` if it has them."""
+    """The signature of `stock(...)` plus the keyword `name`, placed before `**kwargs` if there is one."""
     theirs = inspect.signature(stock.__init__)  # type: ignore[misc]
     own = inspect.signature(ours.__init__).parameters[name]  # type: ignore[misc]
     named = [p for p in theirs.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -17,13 +17,13 @@ from hf_dist.sharding.full_params import all_tensors, load_full_tensor, unsharde
 from hf_dist.sharding.runtime import ShardedModel
 
 _LOADING: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""Engines whose weights are being loaded from a state dict."""
+"""Engines that are loading weights from a state dict."""
 
 
 def full_state_dict(sharded: ShardedModel, keep: bool = True) -> dict[str, torch.Tensor]:
     """All weights and persistent buffers on the CPU, under the model's own names, in the dtype they were loaded in.
 
-    Collective: every rank calls it; those with `keep=False` get an empty dict and hold one unit at most. Tied names share
+    Collective: every rank calls it. Ranks with `keep=False` get an empty dict and hold at most one unit. Tied names share
     one tensor, as in `model.state_dict()`.
     """
     whole = sharded.whole
@@ -48,9 +48,9 @@ def full_state_dict(sharded: ShardedModel, keep: bool = True) -> dict[str, torch
 
 
 def part_state_dict(engine: Engine, part: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
-    """`full_state_dict` of a module of the model as it is now, under the names it has there (adapters were merged, say).
+    """`full_state_dict` of one module in its current state (for example after a merge of adapters), under its own names.
 
-    Collective: every rank calls it. Not for a model that is cut into pipeline stages.
+    Collective: every rank calls it. Not for a model split into pipeline stages.
     """
     state: dict[str, Any] = dict(part.state_dict(keep_vars=True))
     names: dict[int, list[str]] = {}
@@ -66,18 +66,18 @@ def part_state_dict(engine: Engine, part: nn.Module, keep: bool = True) -> dict[
 
 
 def loads_by_itself(engine: Engine) -> bool:
-    """Whether the class of the model has a `load_state_dict` of its own, which may do more than fill weights. Local.
+    """Whether the model's class has its own `load_state_dict`, which may do more than fill weights. Local.
 
-    Not of a model in pipeline stages, whose parts have not the names that it expects.
+    False for a model in pipeline stages, whose parts lack names that such a method expects.
     """
     return engine.mesh.pp.size == 1 and type(engine.model).load_state_dict is not nn.Module.load_state_dict
 
 
 @contextmanager
 def loading(engine: Engine) -> Iterator[None]:
-    """Inside, `load_state_dict` of the model (or of PEFT) reaches the master weights with all bits of the file.
+    """Inside, `load_state_dict` of the model (or PEFT) writes the master weights at the file's full precision.
 
-    Collective: every rank enters, loads the same values, and leaves. Inside another one for the same engine it does nothing
+    Collective: every rank enters, loads the same values, and leaves. Nested calls for the same engine do nothing
     (the Trainer loads a folder of adapters through PEFT's `load_adapter`).
     """
     if engine in _LOADING:
@@ -86,19 +86,19 @@ def loading(engine: Engine) -> Iterator[None]:
     own = {id(p): (group, i) for group in engine.sharded.groups for i, p in enumerate(group.params)}
 
     def keep(module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
-        # Before the model copies them into weights of the compute dtype.
+        # Runs before the model copies the values into weights of the compute dtype.
         for name, param in module.named_parameters(remove_duplicate=False):
             if name in state and id(param) in own:
                 group, index = own[id(param)]
                 slot = group.layout.slots[index]
                 load_full_tensor(group, slot, state[name])
-                if not slot.held.everything and isinstance(state, dict):  # what the parameter in memory takes
+                if not slot.held.everything and isinstance(state, dict):  # the shape in memory
                     state[name] = slot.held.take(state[name])
 
     handle = engine.model.register_load_state_dict_pre_hook(keep)
     _LOADING.add(engine)
     try:
-        # The masters have the values already.
+        # The masters already have the values.
         with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
             yield
     finally:
@@ -108,7 +108,7 @@ def loading(engine: Engine) -> Iterator[None]:
 
 
 def loaded_dtype(sharded: ShardedModel) -> torch.dtype | None:
-    """The dtype most elements of the model were loaded in."""
+    """The dtype in which most elements of the model were loaded."""
     numel: dict[torch.dtype, int] = {}
     for group in sharded.groups:
         for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True):
@@ -118,7 +118,7 @@ def loaded_dtype(sharded: ShardedModel) -> torch.dtype | None:
 
 
 def write_dtype(folder: Path, dtype: torch.dtype | None) -> None:
-    """Make config.json name the dtype of the weights beside it: `save_pretrained` writes the compute dtype there."""
+    """Write the dtype of the weights into config.json: `save_pretrained` writes the compute dtype there."""
     path = folder / "config.json"
     if dtype is None or not path.exists():
         return

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: all ranks agree to stop at the same microbatch, save, and leave with a code that asks for a restart."""
+"""SIGTERM and SIGUSR1: all ranks agree to stop at the same microbatch, save, and exit with a code that requests a restart."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _FEW_RANKS = 64
 _REST_PER_RANK = 0.5e-3
-"""Seconds: the question goes around a ring of all ranks, twice, at some 40 microseconds per rank."""
+"""Seconds. The all-reduce passes all ranks of a ring twice, at about 40 microseconds per rank."""
 
 
 class StopSignal:
-    """Whether some rank was told to stop. The question costs one small asynchronous all-reduce per microbatch.
+    """Checks whether any rank received a stop signal, with one small asynchronous all-reduce per microbatch.
 
-    Among more than 64 ranks it rests between two questions, two seconds at 4096: for so many microbatches as rank 0 says.
+    With more than 64 ranks it pauses between checks (two seconds at 4096 ranks); rank 0 sets the number of microbatches.
     """
 
     def __init__(self, axis: MeshAxis) -> None:
@@ -36,31 +36,31 @@ class StopSignal:
         self._before: dict[int, Any] = {}
         self._asked: tuple[collectives.Handle, torch.Tensor] | None = None
         self._rest = 0
-        """Calls that follow without a question; equal on every rank."""
+        """Number of following calls that skip the check; equal on every rank."""
         self._calls, self._since = 0, time.monotonic()
 
     def listen(self) -> None:
-        """Take the signals over. Only a main thread can; elsewhere nothing changes."""
+        """Install the signal handlers. Only possible in the main thread; elsewhere nothing changes."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._note)
 
     def release(self) -> None:
-        """Give the signals back. Local."""
+        """Restore the previous signal handlers. Local."""
         for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python
         self._before = {}
 
     def close(self) -> None:
-        """Give the signals back, and finish the question under way. Every rank calls it at the same place."""
+        """Restore the signal handlers and finish the pending check. Every rank calls it at the same place."""
         self.release()
         self._finish()
 
     def leave(self) -> None:
-        """Be deaf from now on. Every rank calls it at the same place.
+        """Ignore further signals and finish the pending check. Every rank calls it at the same place.
 
-        The first rank to end makes the launcher send SIGTERM to those that are still ending.
+        When the first rank exits, the launcher sends SIGTERM to the ranks that are still exiting.
         """
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
@@ -68,18 +68,18 @@ class StopSignal:
         self._finish()
 
     def _finish(self) -> None:
-        if self._asked is not None:  # gloo aborts a process that ends in the middle of a collective
+        if self._asked is not None:  # gloo aborts a process that exits during a collective
             self._asked[0].wait()
             self._asked = None
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        # Schedulers signal every process of a job, and then the launcher passes its own on: more than one is no hurry.
+        # Schedulers signal every process of a job, and the launcher forwards its own signal: repeats do not mean urgency.
         self._told = number
 
     def agreed(self) -> int:
-        """The signal that some rank had received when it asked last, equal on every rank; 0 for none.
+        """The signal that some rank had received at the last check, equal on every rank; 0 for none.
 
-        Every rank calls it equally often. The answer is that of the question before, so nobody waits for the network.
+        Every rank calls it equally often. It returns the result of the previous check, so nobody waits for the network.
         """
         self._calls += 1
         if self._rest > 0:
@@ -95,7 +95,7 @@ class StopSignal:
         return answer
 
     def _calls_to_rest(self) -> int:
-        """As rank 0 measures it; 0 on the others, which follow it."""
+        """Measured by rank 0; 0 on the other ranks, which follow rank 0."""
         if self._axis.size <= _FEW_RANKS or self._axis.rank != 0:
             return 0
         now = time.monotonic()

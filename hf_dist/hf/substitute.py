@@ -1,7 +1,7 @@
-"""Ours under the stock names, for scripts that cannot be edited: what they import after this is ours.
+"""Puts hf_dist's classes under the stock names, for scripts that cannot be edited: later imports get these classes.
 
-Classes that are ours behave like the stock ones where nobody names a config, so a script that asks for nothing gets nothing.
-Libraries that derive their trainers from HF's (TRL, sentence-transformers) derive them from ours, when imported later.
+Without a config the classes behave like the stock ones, so a script that asks for nothing is unchanged. Libraries that
+derive their trainers from HF's (TRL, sentence-transformers) derive them from hf_dist's, if imported later.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _STOCK: dict[type, type] = {
 
 
 def substitute() -> None:
-    """Put our classes under the stock names, for the rest of this process.
+    """Replace the stock classes for the rest of this process.
 
-    `accelerate.Accelerator` only where HF_DIST_CONFIG or `accelerate launch` names a config: a script without a Trainer
-    has no other place to name one. The Trainer keeps the stock one, and turns it into ours.
+    `accelerate.Accelerator` is replaced only if HF_DIST_CONFIG or `accelerate launch` names a config, because a script without
+    a Trainer has no other place for one. The Trainer creates the stock accelerator, which is then adopted.
     """
-    # Not the name above: transformers puts another module into its place when the first of its classes is loaded.
+    # Not the name imported above: transformers replaces its module object when the first class is loaded.
     package = sys.modules["transformers"]
     for stock, ours in _STOCK.items():
         for module in (package, sys.modules[stock.__module__]):

@@ -1,4 +1,4 @@
-"""`DistTrainer`: the HF Trainer with about ten short overrides; training loop, loss and logging stay HF's."""
+"""`DistTrainer`: the HF Trainer with about ten short overrides. Training loop, loss and logging stay HF's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hf_dist.ordinary import unprepare
 class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
-    Active when the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG); otherwise the base's behaviour.
+    Active if the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG). Otherwise it behaves like its base.
     """
 
     args: Any
@@ -57,7 +57,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
     # -------------------------------------------------------------------- set-up
 
     def create_accelerator_and_postprocess(self) -> None:
-        """HF makes its accelerator, we adopt it: references that others took to it stay valid."""
+        """HF creates its accelerator and this adopts it, so references that other objects took to it stay valid."""
         super().create_accelerator_and_postprocess()
         if self.dist is None:
             return
@@ -70,7 +70,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         self._gather_predictions()
 
     def _gather_predictions(self) -> None:
-        """Predictions are gathered by the adopted accelerator, which drops what is there twice."""
+        """Let the adopted accelerator gather predictions, because it drops repeated samples."""
         self.gather_function: Any = self.accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
             self.gather_function = functools.partial(
@@ -78,7 +78,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             )
 
     def _loss_of_example(self, model: nn.Module, batch: dict[str, Any]) -> Any:
-        """As `training_step` computes it, for whoever wants to see how the model is called."""
+        """The loss as `training_step` computes it, to learn how training calls the model."""
         counts = (
             getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None) is not None
         )
@@ -92,11 +92,11 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         sources = AutoSources.from_training_arguments(
             self.args, data_world_size=self.args.world_size, hidden_size=width, num_training_steps=num_training_steps
         )
-        # Settled when the arguments were made; `--bf16` there and "bf16" here are one thing.
+        # Settled when the arguments were created; `--bf16` there and "bf16" here mean the same.
         return AutoSources(**{**vars(sources), "bf16": None, "fp16": None})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Show the arguments of the Trainer underneath: libraries look at the signature to tell old Trainers from new ones."""
+        """Show the base Trainer's arguments, because libraries read the signature to tell old Trainers from new ones."""
         super().__init_subclass__(**kwargs)
         if "__init__" not in vars(cls):
             cls.__init__ = _like_stock(cls)  # type: ignore[method-assign]
@@ -108,7 +108,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
                 self.add_callback(callback)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Not before sharding: a whole model may not fit the device."""
+        """Skipped before sharding, because a whole model may not fit the device."""
         if self.dist is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
@@ -116,7 +116,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         """The JSON's optimizer if it has one (all parameters in one group, as DeepSpeed does), else HF's."""
         current = getattr(self, "optimizer", None)
         if self.dist is not None and current is None and self.dist_engine is None:
-            unprepare(self.model)  # what an earlier Trainer cut into stages lacks parameters
+            unprepare(self.model)  # parts that an earlier Trainer cut into stages lack parameters
         if self.dist is None or self.dist.optimizer is None or current is not None:
             return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
         section = self.dist.optimizer
@@ -135,37 +135,37 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         return self.lr_scheduler
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's; memory that runs out is reported with the plan (after HF's own `auto_find_batch_size` has given up)."""
+        """HF's, but running out of memory is reported with the plan (after HF's own `auto_find_batch_size` has given up)."""
         self._draw_alike()
         with explained(lambda: self.dist_engine, lambda: self._last_shape):
             return super().train(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """HF's, of batches that `curriculum_learning` has cut to the length of this step."""
+        """HF's, on batches that `curriculum_learning` has cut to the length of this step."""
         if self.dist is not None and self.dist.curriculum_learning.enabled:
             length = length_at(self.dist.curriculum_learning, self.state.global_step)
             epoch_iterator = cut_batches(epoch_iterator, length)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _draw_alike(self) -> None:
-        """Once: TRL's GRPO seeds every process by its number, and those that share rows would sample different tokens."""
+        """Run once: TRL's GRPO seeds each process differently, so ranks that share rows would sample different tokens."""
         if self.dist is not None and not self._draws_alike:
             self._draws_alike = True
             self.accelerator.draw_alike()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """HF's, after asking the model once whether its loss really is a sum over `num_items_in_batch`."""
+        """HF's, after a single check whether the model's loss really is a sum over `num_items_in_batch`."""
         self._last_shape = shape_of(inputs)
         with self._in_replica():
             tell_router_loss(self, getattr(self, "current_gradient_accumulation_steps", 1))
         self._settle_loss(model, inputs)
-        if self._loss_is_mean:  # the rest of the first window still has the number
+        if self._loss_is_mean:  # the rest of the first window still carries the number
             num_items_in_batch = None
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """HF's, shared by the ranks that compute these rows together: `store_flos` adds up all ranks'."""
+        """HF's, divided over the ranks that compute these rows together, because `store_flos` sums over all ranks."""
         engine = self.dist_engine
         operations = super().floating_point_ops(inputs)  # type: ignore[misc]
         return operations if engine is None else operations / (engine.mesh.tp.size * engine.mesh.cp.size)
@@ -173,7 +173,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """HF's, after the same question: HF multiplies the loss by the number of ranks in evaluation, too."""
+        """HF's, after the same check, because HF multiplies the loss by the number of ranks in evaluation, too."""
         tell_router_loss(self, 1)
         self._settle_loss(model, inputs)
         step = super().prediction_step
@@ -187,7 +187,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             )
 
     def _only_loss_is_read(self) -> AbstractContextManager[None]:
-        """Forwards in evaluation whose logits nobody wants."""
+        """Inside, evaluation forwards whose logits are not needed."""
         tiled = self.accelerator.engine.tiled_loss if self.dist is not None else None
         return contextlib.nullcontext() if tiled is None else tiled.only_loss_is_read()
 
@@ -202,17 +202,17 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             self._loss_is_mean = True
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As HF's, with each sample counted once, and the loss of one process at any number of ranks.
+        """As HF's, but each sample counts once and the loss equals that of one process, on any number of ranks.
 
-        Without the cast of `bf16_full_eval`: the compute dtype of the engine already is what it asks for.
+        Skips the cast of `bf16_full_eval`, because the engine already computes in that dtype.
         """
         if self.dist is None:
             return super().evaluation_loop(*args, **kwargs)
         self._draw_alike()
         if self.accelerator._models and self.accelerator.engine_of(self.model) is None:
-            # HF prepares only where nothing was prepared before, and TRL has prepared its reference.
+            # HF prepares the model only if no model was prepared, and TRL has prepared its reference model.
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        self._gather_predictions()  # Seq2SeqTrainer has just chosen to keep what is there twice
+        self._gather_predictions()  # Seq2SeqTrainer has just chosen a gather that keeps repeated samples
         saved = (self.args.bf16_full_eval, self.args.fp16_full_eval)
         self.args.bf16_full_eval = self.args.fp16_full_eval = False
         try:
@@ -220,12 +220,12 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
                 return super().evaluation_loop(*args, **kwargs)
         finally:
             self.args.bf16_full_eval, self.args.fp16_full_eval = saved
-            # HF takes it off the time of every later evaluation, too, whose speed would then be negative.
+            # HF subtracts it from the time of every later evaluation, too, so their speed would be negative.
             self.__dict__.pop("model_preparation_time", None)
 
 
 def _modules_beside(reference: weakref.ref[Any]) -> list[nn.Module]:
-    """The modules that a Trainer has beside its model, such as a loss."""
+    """The modules with parameters that a Trainer has beside its model, such as a loss."""
     trainer = reference()
     found: list[nn.Module] = []
     for name, value in vars(trainer).items() if trainer is not None else ():
@@ -236,7 +236,7 @@ def _modules_beside(reference: weakref.ref[Any]) -> list[nn.Module]:
 
 
 def _like_stock(cls: Any) -> Any:
-    """An `__init__` of `cls` that calls the next one, with the signature of the first that is not the mixin's."""
+    """An `__init__` of `cls` that calls the next one, with the signature of the first base that is not the mixin."""
     inits = (vars(base).get("__init__") for base in cls.__mro__[1:])
     stock = next(init for init in inits if init is not None and init is not DistTrainerMixin.__init__)
 

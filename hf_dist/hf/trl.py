@@ -1,7 +1,7 @@
-"""What TRL's trainers do with models beside the one that is trained: measured, synchronised, or refused.
+"""Models that TRL's trainers use beside the trained one: measured, synchronised, or refused.
 
-TRL hands reference and reward models to `accelerator.prepare_model(..., evaluation_mode=True)`, which shards them; the rest of
-its places that look at the engine are quiet for ours. Source: trl 1.16, trainer/dpo_trainer.py.
+TRL passes reference and reward models to `accelerator.prepare_model(..., evaluation_mode=True)`, which shards them. TRL's
+other checks for DeepSpeed and FSDP find neither here. Source: trl 1.16, trainer/dpo_trainer.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.trl_callbacks import let_callbacks_work
 
 _OVER_STAGES = {"SFTTrainer", "RewardTrainer"}
-"""Trainers of TRL whose step is one forward and one backward of the trained model, as a pipeline needs it."""
+"""TRL's trainers whose step is one forward and one backward of the trained model, as a pipeline requires."""
 
 _NUMBERS = ("_metrics", "_total_train_tokens")
-"""What TRL's trainers count and average by themselves, until they log it."""
+"""Attributes in which TRL's trainers count and average until they log."""
 
 
 def _names(trainer: Any) -> list[str]:
-    """Of the classes of TRL that a Trainer is made of."""
+    """Names of the TRL classes among a Trainer's bases."""
     return [c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")]
 
 
 class TrlMixin:
-    """Part of `DistTrainerMixin`; nothing here is called by a Trainer that is not TRL's."""
+    """Part of `DistTrainerMixin`. Does nothing in a Trainer that is not TRL's."""
 
     accelerator: Any
     model: Any
@@ -40,7 +40,7 @@ class TrlMixin:
     _metrics: dict[str, Any]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """HF's, but not for trainers that do more than train one model when it is cut into stages."""
+        """HF's, but under a pipeline it refuses trainers that do more than train one model."""
         trainer = next((name for name in _names(self) if name.endswith("Trainer")), None)
         if self.dist is not None and self.dist.pipeline.stages > 1 and trainer not in (None, *_OVER_STAGES):
             raise ConfigError(
@@ -54,38 +54,38 @@ class TrlMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-        """TRL's; with `precompute_ref_log_probs` it comes before training, with a model that nobody has prepared."""
+        """TRL's. With `precompute_ref_log_probs` it runs before training, on a model that is not prepared yet."""
         if isinstance(self.accelerator, DistAccelerator) and self.accelerator.engine_of(model) is None:
             self.accelerator.prepare_model(model, evaluation_mode=True)
         return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's; callbacks of TRL that read or write weights get a way to do so on shards."""
+        """HF's, but first makes TRL's callbacks that read or write weights work on shards."""
         if isinstance(self.accelerator, DistAccelerator):
             let_callbacks_work(self.callback_handler.callbacks, self.accelerator)
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """HF's, of numbers that all ranks have."""
+        """HF's, after sharing TRL's numbers with all ranks."""
         if self.control.should_log:
             self._tell_numbers()
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, whose last record has the numbers that no other had."""
+        """HF's, after sharing the numbers that go into the last record only."""
         self._tell_numbers()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, whose numbers are logged after it."""
+        """HF's; its numbers are logged afterwards."""
         found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         self._tell_numbers()
         return found
 
     def _tell_numbers(self) -> None:
-        """What TRL has counted by itself since its last log, as the last stage has it: the logits are there. Collective.
+        """Share what TRL counted since its last log, from the last stage, which has the logits. Collective.
 
-        Not in `log`: TRL's own comes before it where its classes derive from ours (`hf_dist.run`).
+        Not done in `log`, because TRL's own runs before it if TRL's classes derive from hf_dist's (`hf_dist.run`).
         """
         engine = self.dist_engine  # type: ignore[attr-defined]
         if engine is not None and _names(self) and "_metrics" in vars(self):
@@ -96,7 +96,7 @@ class TrlMixin:
 
     @contextmanager
     def _not_counted(self) -> Iterator[None]:
-        """Inside, batches are examples: afterwards TRL's numbers are what they were."""
+        """Inside, batches are examples only: at exit TRL's numbers are restored."""
         kept = {name: copy.deepcopy(vars(self)[name]) for name in _NUMBERS if name in vars(self)}
         try:
             yield

@@ -1,4 +1,4 @@
-"""TRL's callbacks that read or write weights, on shards: reference models that follow, moving averages, a teacher's adapter.
+"""TRL's callbacks that read or write weights, on shards: synchronised reference models, moving averages, teacher adapters.
 
 Source: trl 1.16, `trainer/callbacks.py`, `experimental/bema_for_ref_model/callback.py`, `experimental/sdft/teacher_sync.py`.
 """
@@ -19,7 +19,7 @@ __all__ = ["let_callbacks_work"]
 
 
 def let_callbacks_work(callbacks: Iterable[Any], accelerator: Any) -> None:
-    """Have those that TRL knows by name work on shards. Every rank calls it, before the model is prepared."""
+    """Make TRL's known callbacks work on shards. Every rank calls it, before the model is prepared."""
     for callback in callbacks:
         for kind in type(callback).__mro__:
             change = _CHANGES.get(kind.__name__) if kind.__module__.startswith("trl.") else None
@@ -33,13 +33,13 @@ def _follow(callback: Any, accelerator: Any) -> None:
 
 
 def move_towards(model: nn.Module, reference: nn.Module, alpha: float) -> None:
-    """`reference = (1 - alpha) * reference + alpha * model`, group by group. Both sharded; every rank calls it."""
+    """`reference = (1 - alpha) * reference + alpha * model`, group by group. Both are sharded. Every rank calls it."""
     _move(zip(reference.parameters(), model.parameters(), strict=True), alpha)
 
 
 @torch.no_grad()
 def _move(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], alpha: float) -> None:
-    """Of (target, source); the targets of a group together. Collective."""
+    """Update (target, source) pairs; the targets of a group are written together. Collective."""
     parts: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
     for target, source in pairs:
         parts.setdefault(id(getattr(target, OWNER)[0]()), []).append((target, source))
@@ -50,7 +50,7 @@ def _move(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], alpha: float) -> N
 
 
 def _average(callback: Any, accelerator: Any) -> None:
-    """BEMA keeps copies of all weights and reads the model's: it gets them whole where it looks."""
+    """BEMA copies all weights and reads the model's weights, so the weights are gathered where it reads them."""
 
     def on_train_begin(args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> Any:
         with _whole(accelerator, model):
@@ -70,7 +70,7 @@ def _average(callback: Any, accelerator: Any) -> None:
 
 
 def _due(callback: Any, step: int) -> tuple[bool, bool]:
-    """(whether it looks at the model after this step, whether it writes into the reference model)."""
+    """(whether it reads the model after this step, whether it writes the reference model)."""
 
     def at(after: str, every: str) -> bool:
         passed = step - getattr(callback, after)
@@ -86,10 +86,10 @@ def _whole(accelerator: Any, model: Any, writer: int | None = None) -> AbstractC
 
 
 def _adapter(callback: Any, accelerator: Any) -> None:
-    """The teacher's adapter is added before the model is sharded, and follows the student's on shards."""
+    """Add the teacher's adapter before the model is sharded, and let it follow the student's on shards."""
     model = accelerator.unwrap_model(callback.model)
     if accelerator.engine_of(model) is not None:
-        return  # too late: PEFT's `add_adapter` says so
+        return  # too late: PEFT's `add_adapter` raises with the reason
     callback._initialize_teacher_adapter()
     student, teacher = f".{model.active_adapter}.", f".{callback.teacher_adapter_name}."
     params = dict(model.named_parameters())

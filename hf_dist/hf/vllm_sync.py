@@ -1,8 +1,8 @@
-"""The weights that TRL sends to vLLM, server or in the same process, read off the shards unit by unit.
+"""The weights that TRL sends to vLLM (server or same process), read from the shards unit by unit.
 
-TRL knows how to gather for DeepSpeed and FSDP. With an adapter it gathers the whole model, merges in place and subtracts
-again; here one unit at a time is whole, merged in a copy and put back bit for bit. Source: trl 1.16,
-`generation/vllm_generation.py` `_iter_named_params`, whose names these are.
+TRL gathers only for DeepSpeed and FSDP. With an adapter it gathers the whole model, merges in place and unmerges again.
+Here one unit at a time is whole, is merged in a copy and restored bit for bit. Source: trl 1.16,
+`generation/vllm_generation.py` `_iter_named_params`, which defines the names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["let_vllm_gather", "named_weights", "whole_by_unit"]
 
 
 def let_vllm_gather() -> None:
-    """Have TRL read the weights of models that our accelerators have prepared off the shards: `_READERS`. Local.
+    """Make TRL read the weights of prepared models from the shards, with `_READERS`. Local.
 
-    Nothing where a module of TRL was not imported yet: its trainers import it before they prepare a model.
+    Skips modules of TRL that are not imported yet: its trainers import them before they prepare a model.
     """
     for path, instead in _READERS.items():
         place, _, name = path.rpartition(".")
@@ -100,14 +100,14 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     f"{_GRPO}.save_lora_adapter": _saved,
     f"{_DISTILLATION}.save_lora_adapter": _saved,
 }
-"""Functions of TRL that read weights for a server, and what makes ours of them."""
+"""TRL's functions that read weights for a server, each with the function that wraps it."""
 
 
 def named_weights(engine: Engine, rename: Callable[..., str]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name for vLLM, tensor) of every weight, adapters merged, in the order of the model's parameters. Collective.
 
-    Every rank iterates to the end. One unit of the model is whole at a time; the tensors are copies, because vLLM packs several
-    before it sends. `rename`: TRL's. Raises `ModelError` where experts are spread over ranks or the base is packed in 4 bits.
+    Every rank iterates to the end. One unit of the model is whole at a time. The tensors are copies, because vLLM packs several
+    before it sends. `rename`: TRL's. Raises `ModelError` if experts are spread over ranks or the base is packed in 4 bits.
     """
     if engine.mesh.axes.size("ep") > 1:
         raise ModelError(
@@ -126,7 +126,7 @@ def named_weights(engine: Engine, rename: Callable[..., str]) -> Iterator[tuple[
 
 
 def whole_by_unit(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same (name, tensor), those that rest sharded as whole copies, one unit of the model at a time. Collective."""
+    """The same (name, tensor) pairs, sharded ones as whole copies, one unit of the model at a time. Collective."""
 
     def owner(pair: tuple[str, torch.Tensor]) -> int:
         return id(getattr(pair[1], OWNER)[0]()) if hasattr(pair[1], OWNER) else 0
@@ -139,7 +139,7 @@ def whole_by_unit(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 
 
 def _sent(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that vLLM has, by the names of the model without adapters."""
+    """Parameters that vLLM has, by their names in the model without adapters."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     for name, param in model.named_parameters():
         if prefix is None:
@@ -150,7 +150,7 @@ def _sent(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _mergeable(model: nn.Module) -> dict[int, Any]:
-    """Layer with an adapter by the id of each weight that a merge changes."""
+    """Layers with an adapter, by the id of each weight that a merge changes."""
     found: dict[int, Any] = {}
     for layer in adapted_modules(model):
         if hasattr(layer, "get_base_layer") and hasattr(type(layer), "merge"):
@@ -161,7 +161,7 @@ def _mergeable(model: nn.Module) -> dict[int, Any]:
 
 @contextmanager
 def _merged(layers: list[Any]) -> Iterator[None]:
-    """Inside, whole layers hold the sum of base and adapters, as PEFT computes it; afterwards exactly what they held before."""
+    """Inside, whole layers hold the sum of base and adapters, as PEFT computes it; afterwards exactly their old values."""
     merged = [layer for layer in layers if not layer.merged]
     kept = [(p, p.data, p.data.clone()) for layer in merged for p in layer.get_base_layer().parameters()]
     done: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a DistTrainer reports into the normal Trainer log: speed, where the time goes, memory, the start-up report."""
+"""What a DistTrainer adds to the normal Trainer log: speed, a split of the time, memory, the start-up report."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
 
 
 def default_callbacks(trainer: Any) -> list[TrainerCallback]:
-    """The callbacks that every DistTrainer gets, holding it weakly. `trainer.remove_callback(cls)` takes one out."""
+    """The callbacks that every DistTrainer gets; they hold it weakly. `trainer.remove_callback(cls)` removes one."""
     found: list[TrainerCallback] = []
     if trainer.dist.hf_dist.log_measurements:
-        # Memory first: its collective waits for the slowest rank, and after throughput's mark that would count as data.
+        # Memory first: its collective waits for the slowest rank, which after throughput's mark would count as data time.
         found += [MemoryCallback(trainer), ThroughputCallback(trainer)]
         if trainer.dist.expert_parallel.enabled:
             found.append(ExpertLoadCallback(trainer))

@@ -1,4 +1,4 @@
-"""Callbacks of users and libraries save adapters from the main rank alone when they hear of a checkpoint."""
+"""Lets callbacks of users and libraries save adapters from the main rank alone in `on_save`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hf_dist.hf.saving import keep_adapters
 
 
 class AdaptersCallback(TrainerCallback):
-    """While `on_save` goes round, the main rank has the trained weights of a model with adapters.
+    """During `on_save` the main rank holds the trained weights of a model with adapters.
 
-    `if args.should_save: model.save_pretrained(...)` is how callbacks for PEFT, and LLaMA-Factory's for value heads, are
-    written. Adapters are small; of a model without adapters nothing is kept, and such a call is answered by an error on
-    every rank. Source: transformers `trainer_callback.py`, `CallbackHandler.call_event`.
+    Callbacks for PEFT, and LLaMA-Factory's for value heads, run `if args.should_save: model.save_pretrained(...)`. Adapters are
+    small enough to keep. For a model without adapters nothing is kept, and such a call raises an error on every rank.
+    Source: transformers `trainer_callback.py`, `CallbackHandler.call_event`.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the place before everybody who may save."""
+        """Move ahead of every callback that may save."""
         trainer = self._trainer()
         if trainer is not None:
             go_first(trainer.callback_handler.callbacks, self)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """On every rank, after the folder of the checkpoint was begun."""
+        """Runs on every rank, after the folder of the checkpoint was begun."""
         trainer = self._trainer()
         if trainer is None or trainer.dist_engine is None:
             return
@@ -38,7 +38,7 @@ class AdaptersCallback(TrainerCallback):
 
 
 def _may_save(callback: TrainerCallback) -> bool:
-    """Whether somebody else's class hears of checkpoints."""
+    """Whether the class of another library or the user handles `on_save`."""
     cls = type(callback)
     known = cls.__module__.split(".")[0] in ("transformers", "hf_dist")
     return not known and getattr(cls, "on_save", None) is not TrainerCallback.on_save

@@ -15,7 +15,7 @@ from hf_dist.log import say
 class CommunicationCallback(TrainerCallback):
     """Prints a table of what rank 0 sent when training ends.
 
-    Local: counts what this process starts, without any communication of its own.
+    Local: it counts the collectives of this process and sends nothing itself.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class CommunicationCallback(TrainerCallback):
         self._totals, self._steps = defaultdict(lambda: [0, 0]), 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add up, so that the record does not grow with the run."""
+        """Sum up, so that the record does not grow with the run."""
         if self._log is not None:
             self._steps += 1
             self._add_up(self._log)

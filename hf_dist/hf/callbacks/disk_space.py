@@ -28,7 +28,7 @@ class DiskSpaceCallback(TrainerCallback):
         self._trainer = weakref.ref(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Every rank hears the answer of rank 0, which owns the output folder."""
+        """Rank 0, which owns the output folder, checks; every rank gets its answer. Collective."""
         trainer = self._trainer()
         engine = None if trainer is None else trainer.dist_engine
         if engine is None or args.save_strategy == "no":
@@ -49,7 +49,7 @@ def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
     nbytes = weights_nbytes(engine.sharded) if plan is None else plan.nbytes
     if with_state and engine.optimizer is not None:
         per_weight = MASTER_NBYTES + sum(OptimizerStates.of(engine.optimizer).elements)
-        if engine.outer is not None:  # every replica has states of its own; outer states are all replicas'
+        if engine.outer is not None:  # every replica has its own states; outer states are shared by all replicas
             own = per_weight - MASTER_NBYTES
             kinds = {kind for kind, _, _ in engine.outer.states()}
             per_weight += own * (engine.outer.axis.size - 1) + MASTER_NBYTES * len(kinds)
@@ -64,7 +64,7 @@ def _shortage(root: Path, nbytes: int, limit: int | None) -> str | None:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    # While one is written, all that are kept exist; the first save needs room for one in any case.
+    # During a write, all kept checkpoints exist as well; the first save needs room for one in any case.
     more = max(1, (limit or 0) + 1 - len(folder.numbered(root)))
     say(f"each checkpoint takes {size_text(nbytes)}; {size_text(free)} are free in {place}")
     if nbytes * more <= free:

@@ -9,8 +9,8 @@ from hf_dist.hf.callbacks.log_record import LogCallback
 class ExpertLoadCallback(LogCallback):
     """Adds two numbers to every training log of an expert-parallel run, for the window since the last one.
 
-    `expert_load`: rows of the busiest expert over the mean, in the layer where that is worst; `expert_rank_load`: the same of
-    the busiest rank, which the others wait for. 1 is even.
+    `expert_load`: rows of the busiest expert over the mean, in the worst layer. `expert_rank_load`: the same for the busiest
+    rank, which the others wait for. 1 is even.
     """
 
     def values(self) -> dict[str, float | int]:

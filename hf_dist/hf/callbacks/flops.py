@@ -13,25 +13,25 @@ from hf_dist.sharding.held import held_slice
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """Forward and backward, without what activation checkpointing computes again.
+    """Forward and backward, without recomputation by activation checkpointing.
 
         6 * N * tokens  +  12 * layers * width * (sum of squared text lengths)
 
-    N: parameters that take part in a matrix product for every token: no embedding tables (a head tied to one counts),
-    of a mixture's experts the share that a token visits. 6 = 2 forward + 2 gradient of the inputs + 2 gradient of the
+    N: parameters that take part in a matrix product for every token. Embedding tables do not count (a head tied to one does);
+    of a mixture's experts, the share that a token visits counts. 6 = 2 forward + 2 gradient of the inputs + 2 gradient of the
     weights; frozen parameters have 4. The second term is the scores and values of full attention (12 * layers * width *
-    length per token), width = heads * head size, nothing taken off for causal or sliding windows.
+    length per token), width = heads * head size, with no deduction for causal or sliding windows.
 
     Source: PaLM, Chowdhery et al. 2022, arXiv 2204.02311, appendix B; 6 * N is Kaplan et al. 2020, arXiv 2001.08361.
     """
 
     per_token: float
     per_pair: float
-    """Per query-key pair, 0 where the config does not tell layers and width."""
+    """Per query-key pair; 0 if the config does not give layers and width."""
 
     @classmethod
     def of(cls, model: nn.Module) -> TrainingFlops | None:
-        """For `model`; None for encoder-decoders, where a token meets only a part of the parameters. Local."""
+        """The formula for `model`; None for encoder-decoders, where a token meets only part of the parameters. Local."""
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             return None
@@ -39,7 +39,7 @@ class TrainingFlops:
         return cls(_per_token(model, _expert_share(text)), _per_pair(text))
 
     def total(self, tokens: int, pairs: int) -> float:
-        """Of `tokens` tokens in texts whose squared lengths add up to `pairs`."""
+        """Operations for `tokens` tokens in texts whose squared lengths sum to `pairs`."""
         return self.per_token * tokens + self.per_pair * pairs
 
 

@@ -1,4 +1,4 @@
-"""The table of the `flops_profiler` section: what one forward computes, module by module."""
+"""The table of the `flops_profiler` section: the operations of one forward, module by module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_dist.sizes import scaled
 
 
 class FlopsTableCallback(TrainerCallback):
-    """Counts the first forward of one step on rank 0, and writes the table when the step is done."""
+    """Counts the first forward of one step on rank 0 and writes the table when the step ends."""
 
     def __init__(self, trainer: Any, section: FlopsProfilerConfig) -> None:
         self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
@@ -28,13 +28,13 @@ class FlopsTableCallback(TrainerCallback):
         self._counted: _Forward | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here the next forward is counted."""
+        """Count the next forward."""
         trainer = self._trainer()
         if trainer is not None and state.global_step == self._section.profile_step and is_speaking_rank():
             self._counted = _Forward(trainer.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write what was counted."""
+        """Write the table."""
         counted, self._counted = self._counted, None
         if counted is None:
             return
@@ -49,7 +49,7 @@ class FlopsTableCallback(TrainerCallback):
 
 
 class _Forward:
-    """Counts one call of a model, by hooks that stay until `remove`."""
+    """Counts one call of a model, by hooks that `remove` takes off."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -59,12 +59,12 @@ class _Forward:
             model.register_forward_pre_hook(lambda *_: self._begin()),
             model.register_forward_hook(lambda *_: self._end(), always_call=True),
         ]
-        # Not in the hook: torch names modules from the outermost call that it sees begin.
+        # Not in the hook: torch names modules from the outermost call whose start it sees.
         self._counter: FlopCounterMode | None = FlopCounterMode(display=False)
         self._counter.__enter__()
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         self._end()
         for hook in self._hooks:
             hook.remove()
@@ -82,11 +82,11 @@ class _Forward:
             self.flops = {str(name): sum(by_kernel.values()) for name, by_kernel in counts.items()}
 
     def table(self, section: FlopsProfilerConfig) -> str:
-        """Modules in order with parameters, operations and their share of the whole."""
+        """Modules in order, with parameters, operations and their share of the total."""
         root = type(self.model).__name__
         total = self.flops.get(root, 0)
         if not total:
-            return "flops_profiler: the model as a whole was not called in that step (a pipeline calls its parts)"
+            return "flops_profiler: the model was not called as a whole in that step (a pipeline calls its parts)"
         rows = []
         for name, module in self.model.named_modules():
             depth = name.count(".") + 1 if name else 0

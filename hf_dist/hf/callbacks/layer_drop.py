@@ -1,8 +1,8 @@
-"""Progressive layer drop: blocks that are left out of whole optimizer steps, the same ones on every rank.
+"""Progressive layer drop: skips blocks for whole optimizer steps, the same blocks on every rank.
 
-Block l of L runs in a step with the probability 1 - l / L * (1 - theta(t)), where
-theta(t) = (1 - theta) * exp(-gamma * t) + theta. What is left out passes its input on. One draw for a step and block:
-recomputation, every microbatch and every rank leave out the same.
+Block l of L runs in a step with probability 1 - l / L * (1 - theta(t)), where
+theta(t) = (1 - theta) * exp(-gamma * t) + theta. A skipped block returns its input. There is one draw per step and block:
+recomputation, every microbatch and every rank skip the same blocks.
 
 Source: Zhang and He 2020, arXiv 2010.13369; DeepSpeed runtime/progressive_layer_drop.py for theta(t).
 """
@@ -26,14 +26,14 @@ __all__ = ["LayerDropCallback", "left_out"]
 
 
 def left_out(section: LayerDropConfig, step: int, num_blocks: int, seed: int) -> frozenset[int]:
-    """Positions of the blocks that do not run after `step` optimizer steps."""
+    """Positions of the blocks that are skipped after `step` optimizer steps."""
     theta = (1.0 - section.theta) * math.exp(-section.gamma * step) + section.theta
     draws = (random.Random(f"{seed} {step} {block}").random() for block in range(num_blocks))
     return frozenset(i for i, draw in enumerate(draws) if draw >= 1.0 - (i + 1) / num_blocks * (1.0 - theta))
 
 
 class LayerDropCallback(TrainerCallback):
-    """Chooses at the beginning of each step; the blocks ask when they are called in training."""
+    """Draws at the start of each step. The blocks read the result when they are called in training."""
 
     def __init__(self, trainer: Any, section: LayerDropConfig) -> None:
         self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
@@ -41,7 +41,7 @@ class LayerDropCallback(TrainerCallback):
         self._blocks: list[_Block] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take over the blocks' forwards. Raises `ModelError` for a model without repeated blocks."""
+        """Replace the blocks' forwards. Raises `ModelError` for a model without repeated blocks."""
         trainer = self._trainer()
         if trainer is not None:
             self._blocks = [_Block(module) for module in find_blocks(trainer.model).values()]
@@ -49,20 +49,20 @@ class LayerDropCallback(TrainerCallback):
                 raise ModelError("progressive_layer_drop: the model has no repeated blocks that could be left out")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw."""
+        """Draw the blocks to skip."""
         out = left_out(self._section, state.global_step, len(self._blocks), args.seed)
         for position, block in enumerate(self._blocks):
             block.is_out = position in out
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the forwards back."""
+        """Restore the forwards."""
         for block in self._blocks:
             block.restore()
         self._blocks = []
 
 
 class _Block:
-    """One block whose forward may pass its input on."""
+    """One block whose forward may return its input."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -73,7 +73,7 @@ class _Block:
         module.forward = self._call
 
     def restore(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module's forward."""
         if self._own:
             self.module.forward = self._forward
         else:

@@ -1,4 +1,4 @@
-"""Peak memory of each log window, of the rank where it is largest."""
+"""Peak memory of each log window, on the rank where it is largest."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MemoryCallback(LogCallback):
     """Adds `memory_peak_gb` (10**9 bytes) and `memory_peak_rank` to every training log; equal on all ranks.
 
     On a GPU: the largest amount of memory held by tensors since the last log. On a CPU: the largest resident set of the
-    process (weights, Python and libraries together) since the last log, or since its start where the kernel does not
-    let it be reset. One all-reduce of a number over all ranks per log.
+    process (weights, Python and libraries together) since the last log, or since its start if the kernel does not
+    allow a reset. One all-reduce of one number over all ranks per log.
     """
 
     _keeps_peak = False
@@ -28,17 +28,17 @@ class MemoryCallback(LogCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the first window."""
         super().on_train_begin(args, state, control, **kwargs)
-        # HF's own tracker reads the same counter at the end and expects the peak of the whole run there.
+        # HF's own tracker reads the same counter at the end and expects the peak of the whole run.
         self._keeps_peak = not args.skip_memory_metrics
         if self.engine is not None and not self._keeps_peak:
             reset_peak(self.engine.device)
 
     def values(self) -> dict[str, float | int]:
-        """The largest peak of all ranks and the rank that had it (the lowest of several). Collective over world."""
+        """The largest peak of all ranks and the rank that had it (the lowest if several did). Collective over world."""
         engine = self.engine
         assert engine is not None
         world = engine.mesh.world
-        # The rank in the lowest digits, counted from the last: of equal peaks the lowest rank's is the largest number.
+        # The lowest digits hold the rank, counted from the last: of equal peaks the lowest rank gives the largest number.
         number = torch.tensor(
             [peak_nbytes(engine.device) * world.size + world.size - 1 - world.rank], device=engine.device
         )
@@ -57,14 +57,14 @@ def peak_nbytes(device: torch.device) -> int:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
-        import resource  # not on every system
+        import resource  # not available on every system
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak start again from what is held now. Without effect on a CPU whose kernel does not permit it."""
+    """Restart the peak from the current amount. No effect on a CPU whose kernel does not permit it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

@@ -1,4 +1,4 @@
-"""Where the time of a log window goes: marks between the phases of a step, by the clock of the host or of the GPU."""
+"""Splits the time of a log window into phases, by marks on the clock of the host or of the GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_dist import collectives
 
 WAIT = "communication_wait"
 PAUSE = "pause"
-"""Evaluation and checkpoints: no part of the training speed."""
+"""Evaluation and checkpoints, which the training speed excludes."""
 
 
 class PhaseClock(Protocol):
     """Adds up seconds by phase."""
 
     def mark(self, phase: str) -> None:
-        """What happened since the last mark was `phase`."""
+        """Count the time since the last mark as `phase`."""
 
     def read(self) -> dict[str, float]:
         """Seconds of each phase since the last read."""
@@ -31,7 +31,7 @@ def start_clock(device: torch.device) -> PhaseClock:
 
 
 class HostClock:
-    """For CPUs. Time blocked in waits of collectives is taken out of the phases and counted as a phase of its own."""
+    """For CPUs. Time blocked in waits of collectives is removed from the phases and counted as its own phase."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -39,7 +39,7 @@ class HostClock:
         self._waited = collectives.wait_seconds()
 
     def mark(self, phase: str) -> None:
-        """What happened since the last mark was `phase`."""
+        """Count the time since the last mark as `phase`."""
         now, waited = time.perf_counter(), collectives.wait_seconds()
         blocked = 0.0 if phase == PAUSE else waited - self._waited
         self._seconds[phase] += now - self._last - blocked
@@ -53,11 +53,11 @@ class HostClock:
 
 
 class GpuClock:
-    """For GPUs: events in the current stream, because the host runs ahead and its clock would tell little.
+    """For GPUs: events in the current stream, because the host runs ahead of the GPU.
 
-    A phase lasts from the end of the work queued before it to the end of its own. Time that the GPU idles (the host is
-    late with data, say) belongs to the phase in which it idles. Waits of collectives block a stream, never the host:
-    they stay in the phase that needs the result.
+    A phase lasts from the end of the work queued before it to the end of its own work. GPU idle time (for example while the
+    host waits for data) counts in the phase in which it occurs. Waits of collectives block a stream, never the host, so they
+    count in the phase that needs the result.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,11 +71,11 @@ class GpuClock:
         return event
 
     def mark(self, phase: str) -> None:
-        """What is queued since the last mark is `phase`."""
+        """Count the work queued since the last mark as `phase`."""
         self._marks.append((phase, self._event()))
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase since the last read. Waits for the GPU, as HF just did for the loss."""
+        """Seconds of each phase since the last read. Waits for the GPU, as HF just did to read the loss."""
         seconds: defaultdict[str, float] = defaultdict(float)
         if self._marks:
             self._marks[-1][1].synchronize()

@@ -15,10 +15,10 @@ from hf_dist.report import start_up_report
 
 
 class StartUpCallback(TrainerCallback):
-    """Shows the report where HF announces the training, if the program's logging kept it back when the engine was made.
+    """Shows the report where HF announces the training, if the program's log level hid it when the engine was created.
 
-    The engine's own logger speaks at INFO unless the program set up logging for warnings only. Scripts in HF's style do
-    that and raise transformers to INFO; there the report goes through transformers' logger. Once per engine, on rank 0.
+    The engine's logger prints at INFO unless the program set up logging for warnings only. Scripts in HF's style do that
+    and raise transformers to INFO, so the report then goes through transformers' logger. Once per engine, on rank 0.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -26,7 +26,7 @@ class StartUpCallback(TrainerCallback):
         self._shown: weakref.ref[Engine] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The engine was made just before."""
+        """Runs just after the engine was created."""
         trainer = self._trainer()
         engine = None if trainer is None else trainer.dist_engine
         if engine is None or (self._shown is not None and self._shown() is engine):

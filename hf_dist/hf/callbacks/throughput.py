@@ -14,16 +14,16 @@ from hf_dist.hf.callbacks.tokens import TokenCounter
 
 
 class ThroughputCallback(LogCallback):
-    """Adds speed and a split of the time to every training log, for the window since the last one.
+    """Adds speed and a split of the time to every training log, for the window since the last log.
 
-    `tokens_per_second_per_rank`: real tokens, no padding, shared out to the ranks of a pipeline; `model_tflops_per_rank`:
+    `tokens_per_second_per_rank`: real tokens without padding, divided over the ranks of a pipeline; `model_tflops_per_rank`:
     10**12 FLOP/s by the formula of `TrainingFlops` (both only for models with `input_ids`); `samples_per_second`: rows of
-    this rank times the number of data ranks. Evaluation and saving are not part of the time they are divided by.
+    this rank times the number of data ranks. The time for these speeds excludes evaluation and saving.
 
-    Percent of the wall time, evaluation and saving included (in `time_other`):
-    `time_data`: the loader, the transfer to the device, HF's count of the window's labels over all ranks, and what
-    reporters do after a log; `time_forward_backward`: all microbatches and the gradient norm; `time_optimizer`: the
-    optimizer and the schedule; `time_communication_wait`: blocked in waits of the engine's collectives, taken out of
+    Percent of the wall time, which includes evaluation and saving (in `time_other`):
+    `time_data`: the loader, the transfer to the device, HF's count of the window's labels over all ranks, and the
+    reporters after a log; `time_forward_backward`: all microbatches and the gradient norm; `time_optimizer`: the
+    optimizer and the schedule; `time_communication_wait`: blocked in waits of the engine's collectives, not counted in
     the others (CPUs only, see `GpuClock`).
     """
 
@@ -35,7 +35,7 @@ class ThroughputCallback(LogCallback):
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Watch the forwards of the model from here to `on_train_end`."""
+        """Watch the model's forwards until `on_train_end`."""
         super().on_train_begin(args, state, control, **kwargs)
         self._stop()  # an earlier training may have ended in an exception
         engine = self.engine
@@ -47,7 +47,7 @@ class ThroughputCallback(LogCallback):
         self._clock = start_clock(engine.device)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave nothing behind on the model."""
+        """Remove the hooks from the model."""
         self._stop()
 
     def _stop(self) -> None:
@@ -56,7 +56,7 @@ class ThroughputCallback(LogCallback):
         self._hook = self._clock = None
 
     def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # At the model, not at the trainer: what a collator or a TRL trainer makes of the batch is what is computed.
+        # Hooks on the model, not the trainer: they see the batch as a collator or a TRL trainer changed it.
         if module.training and torch.is_grad_enabled():
             self._counter.add(kwargs)
 
@@ -67,15 +67,15 @@ class ThroughputCallback(LogCallback):
             self._clock.mark(phase)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends what lies between two epochs."""
+        """Ends the pause between two epochs."""
         self._mark("other")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The batches of the window are here."""
+        """The batches of the window have arrived."""
         self._mark("data")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All microbatches are through, their gradient is clipped."""
+        """All microbatches have run and their gradient is clipped."""
         self._mark("forward_backward")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -83,21 +83,21 @@ class ThroughputCallback(LogCallback):
         self._mark("optimizer")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends what follows the last step."""
+        """Ends the work after the last step."""
         self._mark("other")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An evaluation is over."""
+        """Ends an evaluation."""
         self._mark(PAUSE)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint is written."""
+        """Ends the write of a checkpoint."""
         self._mark(PAUSE)
 
     # --------------------------------------------------------------------- values
 
     def values(self) -> dict[str, float | int]:
-        """Speed and split of the window that ends now. Local."""
+        """Speed and time split of the window that ends now. Local."""
         engine = self.engine
         if self._clock is None or engine is None:
             return {}

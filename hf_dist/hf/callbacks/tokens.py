@@ -1,4 +1,4 @@
-"""How many samples and real tokens the inputs of a forward hold."""
+"""Counts samples and real tokens in the inputs of a forward."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ IGNORED_LABEL = -100
 
 
 class TokenCounter:
-    """Counts what the model is trained on. Counts stay on the inputs' device until `read`: no wait per microbatch."""
+    """Counts the model's training inputs. Counts stay on the inputs' device until `read`, so no microbatch waits."""
 
     def __init__(self, config: Any) -> None:
         text = text_config(config)
         pad, end = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
         ends = end if isinstance(end, (list, tuple)) else [end]
-        # Where the two are one token, ends of real texts would be taken for padding.
+        # If padding and end of text are one token, the ends of real texts would be mistaken for padding.
         self._pad = None if pad in ends else pad
         self._has_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self._samples = 0
@@ -42,7 +42,7 @@ class TokenCounter:
             real = torch.ones_like(ids, dtype=torch.bool) if self._pad is None else ids != self._pad
         tokens = real.sum()
         if not masked and isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
-            # Several texts in a row, positions start again in each: 1 + 3 + 5 + ... is the square of a text's length.
+            # Several packed texts, each with positions from 0: 1 + 3 + 5 + ... is the square of a text's length.
             pairs = ((2 * positions + 1) * real).sum()
         else:
             pairs = real.sum(-1).square().sum()
@@ -58,7 +58,7 @@ class TokenCounter:
 
 
 def text_config(config: Any) -> Any:
-    """The part of an HF model's config that is about text; `config` itself where there is no such part."""
+    """The text part of an HF model's config, or `config` itself if there is no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -1,4 +1,4 @@
-"""Is a layout equal to one process? The runs behind `hf-dist check`. See README.md in this folder."""
+"""The runs behind `hf-dist check`: does a layout equal one process? See README.md in this folder."""
 
 from hf_dist.hf.proof.compare import Proof, Row, prove
 from hf_dist.hf.proof.job import Asked, prepare

@@ -1,4 +1,4 @@
-"""From the runs to a verdict: rows with what one process gave, what the layout gave, and what is allowed."""
+"""The verdict from the runs: rows with the result of one process, of the layout, and the allowed difference."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Row:
 
     what: str
     alone: str
-    """In one process, as a number or a name."""
+    """The result of one process, as a number or a name."""
     layout: str
     difference: float
     """Relative."""
     allowed: float
     first: str = ""
-    """The tensor in which it shows, if any."""
+    """The tensor that differs, if any."""
 
     @property
     def equal(self) -> bool:
-        """Whether it is within what is allowed; not a number never is."""
+        """Whether the difference is within the allowed one. NaN never is."""
         return self.difference <= self.allowed
 
 
 @dataclass(frozen=True)
 class Blamed:
-    """A part of the layout, run like the whole."""
+    """A part of the layout, run like the whole layout."""
 
     axes: str
-    """Such as `tp 2 alone`."""
+    """For example `tp 2 alone`."""
     equal: bool
     first: str = ""
     """The first tensor that differs."""
     error: str = ""
-    """Of a run that failed."""
+    """The error of a failed run."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Proof:
     precision: str
     notes: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
-    """Tensors that differ at the first step at which any does, in the model's order."""
+    """Tensors that differ, in the model's order, at the first step at which any differs."""
     differs_at: int = 0
-    """That step, 1 the first; 0 when no tensor differs."""
+    """That step, counted from 1; 0 if no tensor differs."""
     blamed: list[Blamed] = field(default_factory=list)
-    """What became of the layout with fewer axes, where it differs and has several."""
+    """Results of the layout with fewer axes, if the whole layout differs and has several."""
 
     @property
     def equal(self) -> bool:
-        """Whether the layout is one process, as far as this can tell."""
+        """Whether the layout equals one process in everything that was compared."""
         return all(row.equal for row in self.rows)
 
     @property
@@ -80,7 +80,7 @@ class Proof:
 def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     """Run everything on this machine and compare. Raises RuntimeError with the traceback of a rank that fails.
 
-    Where the layout differs and has several axes, each is tried alone; where all of those are equal, the layout without each.
+    If the layout differs and has several axes, each axis runs alone; if those are all equal, the layout runs without each axis.
     """
     alone = run_ranks(in_one_process, 1, (job,), timeout)[0]
     proof = compare(job, alone, run_ranks(on_ranks, world, (job,), timeout))
@@ -101,7 +101,7 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
 
 
 def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Proof:
-    """The verdict. `alone`: what `in_one_process` returned; `ranks`: what `on_ranks` did, by rank."""
+    """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank."""
     fp32 = job.precision == "fp32"
     expected = alone["plain"] if fp32 else alone["same"]
     first = ranks[0]
@@ -147,7 +147,7 @@ def _allowed(job: Job, alone: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of several pipeline stages; what two hold must be right in both."""
+    """Merge the results of several pipeline stages; a quantity that two stages hold must be right in both."""
     joined: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

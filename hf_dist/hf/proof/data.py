@@ -1,4 +1,4 @@
-"""Microbatches for a check: rows of a file, or made up from what the model's config says. Ragged, with masked labels."""
+"""Microbatches for a check: rows of a file, or made up from the model's config. Ragged, with masked labels."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _IGNORED = -100
 def microbatches(
     model: nn.Module, *, rows: int, count: int, seq: int, path: Path | None = None, tokenizer: str = ""
 ) -> list[Batch]:
-    """`count` batches of `rows` rows of `seq` tokens: one length, so that any layout takes them in any order.
+    """`count` batches of `rows` rows of `seq` tokens. One length for all, so that any layout takes them in any order.
 
-    `path`: from this file; a row that is text is read by the tokenizer of the folder or ID `tokenizer`.
+    `path`: read the rows from this file; the tokenizer of the folder or ID `tokenizer` encodes rows that are text.
     """
     if path is None:
         generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator) 
         return {"pixel_values": images, "labels": draw(config.num_labels, rows)}
     if main != "input_ids":
         raise ModelError(
-            f"{type(model).__name__} takes {main}: nothing is known to make such data from. Pass --data FILE.jsonl with one "
+            f"{type(model).__name__} takes {main}, and such data cannot be made up. Pass --data FILE.jsonl with one "
             "row per line, keys as the model's arguments, with labels"
         )
     vocabulary = config.get_text_config().vocab_size
@@ -69,7 +69,7 @@ def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator) 
 
 
 def _rows_of_file(path: Path, tokenizer: str) -> list[dict[str, Any]]:
-    """JSON lines with `input_ids` (and what else the model takes) or `text`; any other file: a text per line."""
+    """JSON lines with `input_ids` (and other inputs of the model) or `text`; any other file: one text per line."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows = (
@@ -91,7 +91,7 @@ def _rows_of_file(path: Path, tokenizer: str) -> list[dict[str, Any]]:
 
 
 def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool) -> Batch:
-    """Rows cut or padded to `seq`; labels are the tokens where a row has none."""
+    """Rows cut or padded to `seq`. Where a row has no labels, the tokens are the labels."""
     batch: dict[str, list[Any]] = {}
     for row in rows:
         row = {"labels" if key == "label" else key: value for key, value in row.items()}

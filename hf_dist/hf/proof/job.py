@@ -1,4 +1,4 @@
-"""What is run: the user's model (perhaps with fewer layers), their config without "auto", and the microbatches."""
+"""What a check runs: the user's model (perhaps with fewer layers), their config without "auto", and the microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Asked", "Job", "prepare"]
 
 LEARNING_RATE = 1e-3
 EPS = 1e-3
-"""Of Adam and its kin, at least: where a gradient is zero in theory, a smaller one turns rounding into full steps."""
+"""Least eps for Adam and similar: where a gradient is zero in theory, a smaller eps turns rounding into full steps."""
 _SAME_PRECISION = (
     "bf16",
     "fp16",
@@ -31,7 +31,7 @@ _SAME_PRECISION = (
     "gradient_clipping",
     "activation_checkpointing",
 )
-"""Sections that are no layout: one process has them, too."""
+"""Sections that do not affect the layout; one process keeps them."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Asked:
     """The options of `hf-dist check`."""
 
     model: str
-    """A folder or an ID of the hub."""
+    """A folder or a hub ID."""
     config: Path
     world: int
     steps: int = 5
     num_layers: int | None = None
     class_name: str | None = None
-    """`module:Class`; None: the class that config.json names."""
+    """`module:Class`, or None for the class that config.json names."""
     data: Path | None = None
     seq: int = 64
     """Tokens per row."""
@@ -53,15 +53,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Job:
-    """What every process of the check is told; plain data."""
+    """What every process of the check receives; plain data."""
 
     folder: str
-    """Here are the model (`model/`), the microbatches (`batches.pt`), and the weights of one process after each step."""
+    """Holds the model (`model/`), the microbatches (`batches.pt`), and the weights of one process after each step."""
     class_name: str
     layout: dict[str, Any]
-    """The user's config with numbers for "auto"."""
+    """The user's config with numbers instead of "auto"."""
     alone: dict[str, Any]
-    """The same precision in one process."""
+    """The config for the same precision in one process."""
     optimizer: str
     optimizer_params: dict[str, Any]
     clip: float
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def window(self) -> int:
-        """Microbatches of one step, over all data ranks; number i of data rank r is at `i * data_ranks + r`."""
+        """Microbatches per step, over all data ranks; microbatch i of data rank r has index `i * data_ranks + r`."""
         return self.data_ranks * self.accumulation
 
     @property
@@ -80,25 +80,25 @@ class Job:
         return next((name for name in ("bf16", "fp16") if self.layout.get(name, {}).get("enabled")), "fp32")
 
     def make_model(self) -> nn.Module:
-        """The same on every call: weights of the folder, in fp32, in training mode (dropout is 0 in its config)."""
+        """The same model on every call: weights of the folder, in fp32, in training mode (its config sets dropout to 0)."""
         cls: Any = model_class(self.class_name)
         model: nn.Module = cls.from_pretrained(f"{self.folder}/model", dtype=torch.float32)
         return model.train()
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Of the config, or AdamW as the Trainer's default."""
+        """The config's optimizer, or AdamW as the Trainer's default."""
         from hf_dist.optim.build import optimizer_for
 
         return optimizer_for(model, self.optimizer, self.optimizer_params)
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
-        """All microbatches, one step more than `steps`."""
+        """All microbatches: those of `steps` + 1 steps."""
         loaded: list[dict[str, torch.Tensor]] = torch.load(f"{self.folder}/batches.pt", weights_only=True)
         return loaded
 
 
 def prepare(asked: Asked, folder: Path) -> Job:
-    """Write the model and the microbatches into `folder`. In one process, before any rank starts."""
+    """Write the model and the microbatches into `folder`. Call it in one process, before any rank starts."""
     read = load_config(asked.config)
     data_ranks = axes_of(read, asked.world).size("data")
     micro, accumulation = _batch(read, data_ranks)
@@ -155,21 +155,21 @@ def _model(asked: Asked) -> tuple[nn.Module, str]:
         if has_weights and not shrunk:
             return cls.from_pretrained(asked.model, config=config, dtype=torch.float32), name
         model = new_model(name, config)
-    except Exception as error:  # whatever a model's own code does
+    except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"--model {asked.model}: {name} cannot be made: {error}") from error
     with torch.no_grad():
-        for p in model.parameters():  # a relative comparison needs weights that are not zero
+        for p in model.parameters():  # a relative comparison needs nonzero weights
             if not p.any():
                 p.normal_(std=0.02)
     return model.float(), name if not name.startswith("Auto") else type(model).__name__
 
 
 def _plain(read: DistConfig, data: Mapping[str, Any], micro: int, accumulation: int) -> dict[str, Any]:
-    """The user's file for `initialize`: numbers for the batch, the Trainer's defaults for "auto", no optimizer of its own."""
+    """The user's file for `initialize`: numbers for the batch, the Trainer's defaults for "auto", no optimizer section."""
     plain: dict[str, Any] = json.loads(json.dumps(data))
     for key in ("train_batch_size", "optimizer", "scheduler", "$schema", "tensorboard", "wandb", "csv_monitor"):
         plain.pop(key, None)
-    plain.pop("local_sgd", None)  # replicas that train alone are not one process; their layout is looked at
+    plain.pop("local_sgd", None)  # replicas that train alone do not equal one process; only their layout is checked
     plain["train_micro_batch_size_per_gpu"], plain["gradient_accumulation_steps"] = micro, accumulation
     clip = read.gradient_clipping
     plain["gradient_clipping"] = 1.0 if clip is None or is_auto(clip) else clip
@@ -190,10 +190,8 @@ def _optimizer(read: DistConfig) -> tuple[str, dict[str, Any]]:
     rate = params.get("lr", 0.0)
     params["lr"] = max(rate, LEARNING_RATE) if isinstance(rate, float) and math.isfinite(rate) else LEARNING_RATE
     if section.type == "Adafactor" and params.get("relative_step", True):
-        del params["lr"]  # it has none
-    if (
-        section.type == "Muon"
-    ):  # bf16 makes a percent of a difference in the last bit, which nobody can tell from a fault
+        del params["lr"]  # this optimizer has none
+    if section.type == "Muon":  # bf16 turns a last-bit difference into a percent, which looks like a fault
         params["ns_dtype"] = "fp32"
     if "adam" in section.type.lower() or section.type in ("Muon", "Lamb"):
         params["eps"] = max(float(params.get("eps", 0.0)), EPS)

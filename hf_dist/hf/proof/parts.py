@@ -1,4 +1,4 @@
-"""A layout with fewer axes: the same batches and the same reference, so that what differs can be found axis by axis."""
+"""A layout with fewer axes, on the same batches and reference, to find a difference axis by axis."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "ep": ("expert_parallel",),
     "ZeRO": ("zero_optimization",),
 }
-"""Axis -> its keys at the top of a config. ZeRO stands for the ranks that it shards over, and for copies of those."""
+"""Axis -> its top-level keys in a config. ZeRO stands for the ranks that it shards over, and for replicas of those."""
 _OF_SHARDS = ("mics_shard_size", "zero_hpz_partition_size")
-"""Sizes of groups that a part has perhaps too few ranks for."""
+"""Group sizes that may exceed the ranks of a part."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Part:
 
 
 def alone_parts(job: Job) -> list[Part]:
-    """Each axis of the layout by itself; empty where it has one only."""
+    """Each axis of the layout by itself; empty if the layout has only one."""
     used = _used(job)
     return [_part(job, used, (name,), f"{_named(name, used)} alone") for name in used] if len(used) > 1 else []
 
@@ -59,7 +59,7 @@ def _named(name: str, used: Mapping[str, int]) -> str:
 
 
 def _part(job: Job, used: Mapping[str, int], kept: tuple[str, ...], named: str) -> Part:
-    """The job with these axes only; its step has as many microbatches, on fewer data ranks each more of them."""
+    """The job with only these axes. A step has as many microbatches as before, so fewer data ranks get more each."""
     layout = copy.deepcopy(job.layout)
     for name in used:
         if name not in kept:
@@ -68,7 +68,7 @@ def _part(job: Job, used: Mapping[str, int], kept: tuple[str, ...], named: str) 
     data = 1
     if "ZeRO" in kept:
         data = job.data_ranks
-    elif "ep" in kept:  # experts are spread over data ranks, or over parts of sequences
+    elif "ep" in kept:  # experts are spread over data ranks, or over the ranks of a sequence
         spread = used["ep"] // math.gcd(used["ep"], used.get("cp", 1) if "cp" in kept else 1)
         data = spread if job.window % spread == 0 else job.data_ranks
     if data != job.data_ranks and "zero_optimization" in layout:

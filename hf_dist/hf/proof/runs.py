@@ -23,12 +23,12 @@ from hf_dist.sharding.precision import DTYPES
 __all__ = ["in_one_process", "on_ranks", "quiet"]
 
 Differences = dict[str, float]
-"""Parameter, in the model's order -> norm of the difference to one process, relative to the norm there."""
+"""Parameter, in the model's order -> norm of its difference to one process, relative to the norm in one process."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The table is what is to be read: inside, nothing but errors is logged."""
+    """Inside, only errors are logged, so that the table stays readable."""
     import transformers
 
     logger, theirs, handler = logging.getLogger("hf_dist"), transformers.utils.logging, logging.StreamHandler()
@@ -49,10 +49,10 @@ def quiet() -> Iterator[None]:
 
 @quiet()
 def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
-    """Losses and norms of `steps` + 1 steps; the weights after each of `steps` are left in the job's folder.
+    """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
 
-    `plain`: torch without an engine, in fp32. `same`: the precision of the config in one process, with how far that is from
-    `plain`; only where it is not fp32.
+    `plain`: torch without an engine, in fp32. `same`: the precision of the config in one process, with its distance from
+    `plain`; only if the precision is not fp32.
     """
     result = {"plain": _plain(job)}
     if job.precision != "fp32":
@@ -77,7 +77,7 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     result["next"] = before
     if rank == 0:
         cls: Any = model_class(job.class_name)
-        # In fp32 the file has the master weights; what training computes with is their value in its precision.
+        # In fp32 the file has the master weights; training computes with their value rounded to its precision.
         reread = cls.from_pretrained(_checkpoint(job), dtype=torch.float32).to(DTYPES[job.precision])
         result["reloaded"] = _differences(_named(reread), _weights_file(job, reference, job.steps))
         shutil.rmtree(_checkpoint(job), ignore_errors=True)
@@ -108,7 +108,7 @@ def _plain(job: Job) -> dict[str, Any]:
 def _engine_steps(
     job: Job, config: dict[str, Any], rank: int, reference: str, *, keep: str = "", then_save: bool = False
 ) -> dict[str, Any]:
-    """`steps` (alone: one more) steps of an engine, compared after each. Every rank calls it."""
+    """`steps` steps of an engine (alone: one more), compared after each. Every rank calls it."""
     model = job.make_model()
     engine = initialize(model, config=config, optimizer=job.make_optimizer(model))
     axis = engine.mesh.data
@@ -119,7 +119,7 @@ def _engine_steps(
         if step == job.steps:
             break
         with gathered(model):
-            if engine.mesh.dp.rank == 0:  # of each pipeline stage
+            if engine.mesh.dp.rank == 0:  # rank 0 of each pipeline stage
                 differences.append(_differences(_named(model), _weights_file(job, reference, step + 1)))
             if keep:
                 weights = {name: p.detach().float().contiguous() for name, p in _named(model)}
