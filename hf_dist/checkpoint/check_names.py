@@ -1,6 +1,6 @@
-"""Does a saved folder hold the model? Names and shapes are read back from the files before the folder gets its name.
+"""Checks that a saved folder holds the model: reads names and shapes back from the files before the folder is renamed.
 
-Headers only, by one rank: the values are checked by whoever wrote them. A name that is missing would load as random weights.
+One rank reads headers only; the writers have checked the values. A missing name would load as random weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AFTER = "the folder would load with random weights and was not given its name"
 
 
 def check_needed(plan: WeightPlan, needed: Mapping[str, Shape]) -> None:
-    """Raise `CheckpointError` where a parameter of `needed` (name -> shape) has no place in `plan`. Local."""
+    """Raise `CheckpointError` if a parameter of `needed` (name -> shape) is missing from `plan`. Local."""
     absent = sorted(needed.keys() - plan.by_param.keys())
     if absent:
         raise CheckpointError(
@@ -33,9 +33,9 @@ def check_needed(plan: WeightPlan, needed: Mapping[str, Shape]) -> None:
 
 
 def check_planned(folder: Path, plan: WeightPlan) -> None:
-    """Raise `CheckpointError` where the weight files below `folder` do not hold exactly what `plan` says. Local.
+    """Raise `CheckpointError` if the weight files below `folder` do not hold exactly what `plan` says. Local.
 
-    The writer has looked as well, but code of a library may have written into the folder since.
+    The writer has checked them as well, but a library's code may have written into the folder since.
     """
     for file in plan.files:
         found = difference(folder, file)
@@ -44,10 +44,10 @@ def check_planned(folder: Path, plan: WeightPlan) -> None:
 
 
 def check_shapes(folder: Path, shapes: Mapping[str, Shape]) -> None:
-    """Raise `CheckpointError` where code of a library has written a tensor of the model empty or in parts. Local.
+    """Raise `CheckpointError` if a library's code wrote a tensor of the model empty or in parts. Local.
 
-    `shapes`: of the whole parameters, by full name. A library gives them names of its own, so a tensor is compared only
-    where one parameter alone has the same last words; what it leaves out is its own decision, as under DDP.
+    `shapes`: shapes of the whole parameters, by full name. A library may rename them, so a tensor is compared only if exactly
+    one parameter ends in the same words. What a library leaves out is its own decision, as under DDP.
     """
     for path in sorted(folder.rglob("*")):
         if STATE in path.relative_to(folder).parts or path.suffix not in (".safetensors", ".bin") or not path.is_file():
@@ -69,12 +69,12 @@ def _same_words(name: str, shapes: Mapping[str, Shape]) -> Iterator[str]:
 
 
 def _shapes(path: Path) -> dict[str, Shape]:
-    """Of the tensors in a safetensors file, or in a pickled state dict; nothing of any other pickled object."""
+    """Shapes of the tensors in a safetensors file or a pickled state dict; empty for any other pickled object."""
     if path.suffix == ".safetensors":
         return {name: tuple(tensor.shape) for name, tensor in SafetensorsFile(path).tensors().items()}
     try:
         state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except Exception:  # training arguments and the like
+    except Exception:  # training arguments and similar
         return {}
     found = state.items() if isinstance(state, dict) else ()
     return {name: tuple(value.shape) for name, value in found if isinstance(value, torch.Tensor)}

@@ -1,6 +1,6 @@
 """Training state in the format of `torch.distributed.checkpoint` (DCP): any layout writes it, any layout reads its part.
 
-DCP plans; `FlatSlice` tells it which boxes of a parameter this rank holds; `dcp_storage` does the input and output.
+DCP plans, `FlatSlice` tells it which boxes of a parameter this rank holds, and `dcp_storage` does the input and output.
 Reading needs no process group, and unpickles nothing but DCP's own metadata classes.
 """
 
@@ -37,7 +37,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # The default drops what is neither a tensor nor plain.
+        # The default drops objects that are neither tensors nor plain values.
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -50,7 +50,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 def write_state(folder: Path, state: State, axis: MeshAxis) -> None:
     """Write `state` below `folder`, one file per rank. Collective over `axis`; may run in a background thread.
 
-    Every element of every tensor is in the `state` of exactly one rank.
+    Each element of each tensor must be in the `state` of exactly one rank.
     """
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -62,7 +62,7 @@ def write_state(folder: Path, state: State, axis: MeshAxis) -> None:
                 process_group=axis.group,
                 no_dist=axis.group is None,
             )
-    except CheckpointException as error:  # DCP's own, equal on all ranks; its text is a traceback
+    except CheckpointException as error:  # DCP's own error, equal on all ranks; its text is a traceback
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(f"training state of rank {rank}: {type(cause).__name__}: {cause}") from error
 

@@ -1,4 +1,4 @@
-"""The files below DCP's metadata, in DCP's own format: written without copies, read by ranges.
+"""The data files next to DCP's metadata, in DCP's own format: written without copies, read by byte range.
 
 torch's `FileSystemReader` reads what `Writer` writes. Source of the format: torch/distributed/checkpoint/filesystem.py.
 """
@@ -31,21 +31,21 @@ _BUFFER, _STEP = 2**18, 16 * 2**20
 
 
 def without_neighbours(values: torch.Tensor) -> torch.Tensor:
-    """The same 1-D memory as a tensor with a storage of its own: `torch.save` writes whole storages, DCP clones views."""
+    """The same 1-D memory as a tensor with its own storage, because `torch.save` writes whole storages and DCP clones views."""
     if values.device.type != "cpu":
         return values
     return torch.from_numpy(values.detach().view(torch.uint8).numpy()).view(values.dtype)
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer without its checksum, which nothing reads, and with a disk that works from the first bytes on."""
+    """DCP's writer without its checksum, which nothing reads; it starts writing to disk with the first bytes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, overwrite=False)
         self.fs = _Files()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """DCP's."""
+        """As DCP's."""
         with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
             return super().write_data(plan, planner)
 
@@ -57,18 +57,18 @@ class _Files(FileSystem):
             with io.FileIO(path, mode) as stream:
                 yield stream
             return
-        # `torch.save` makes some forty writes of a few bytes around each tensor; the tensor itself passes by the buffer.
+        # `torch.save` makes some forty writes of a few bytes around each tensor; the tensor itself bypasses the buffer.
         with io.BufferedWriter(_Stream(path, mode), _BUFFER) as buffered:
             yield buffered
 
 
 class _Stream(io.FileIO):
-    """The disk begins with what is written at once, so that the flush at the end finds little left."""
+    """Starts writeback right after each write, so that the flush at the end finds little left."""
 
     _end = _announced = 0
 
     def write(self, data: Any) -> int:
-        """As of any raw stream: how many bytes of `data` were written."""
+        """As in any raw stream, returns how many bytes of `data` were written."""
         count = super().write(memoryview(data)[:_STEP])
         self._end += count
         if self._end - self._announced >= _STEP:
@@ -78,16 +78,16 @@ class _Stream(io.FileIO):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader that unpickles nothing but DCP's metadata classes, and reads the wanted part of a stored block only."""
+    """DCP's reader that unpickles only DCP's metadata classes, and reads only the needed part of a stored block."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is stored where."""
+        """The metadata: which tensors are stored where."""
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors, in the order of the files."""
+        """Fill the planner's tensors, in file order."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -105,7 +105,7 @@ class Reader(dcp.FileSystemReader):
                 f"{item.storage_index.fqn} in {self.path} is a pickled object; only tensors are read from it"
             )
         info = self.storage_data[item.storage_index]
-        # On "meta" only the description is read, and the storage knows where its bytes are.
+        # On "meta" torch reads only the description; its storage records the byte offset.
         described = torch.load(self._part(file, info), map_location="meta", weights_only=True)
         stored = described
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -145,7 +145,7 @@ def _fill(file: io.FileIO, offset: int, into: torch.Tensor, what: str) -> None:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """DCP's metadata is a pickle; only its own classes, paths and torch's plain types may come out of it."""
+    """Unpickles DCP's metadata, allowing only DCP's own classes, paths and torch's plain types."""
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
     _NAMES = frozenset(
@@ -163,7 +163,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """A member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as `getattr(its class, its name)`."""
+    """A member of an enumeration; Python 3.11.0 to 3.11.3 pickle it as `getattr(its class, its name)`."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"an attribute {name} of {kind} has no place in the metadata of a checkpoint")
     return kind[name]

@@ -1,9 +1,9 @@
-"""A tensor that is stored quantised, as the numbers it stands for: any interval is read and dequantised by itself.
+"""A tensor that is stored quantised, read as dequantised numbers; any interval can be read by itself.
 
     BlockScaled   float8 values and a scale for each block of a matrix (DeepSeek-V3, "fp8")
-    Mxfp4         two 4-bit floats in a byte and an exponent for each 32 of them (gpt-oss, "mxfp4")
+    Mxfp4         two 4-bit floats per byte and one exponent per 32 of them (gpt-oss, "mxfp4")
 
-Both are leaves of a `WeightSource` like a `FileTensor`, and give what transformers' own conversions give, bit for bit. Source:
+Both are leaves of a `WeightSource` like a `FileTensor`, and equal transformers' own conversions bit for bit. Source:
 transformers 5.23, `integrations/finegrained_fp8.py` and `integrations/mxfp4.py`.
 """
 
@@ -20,13 +20,13 @@ from hf_dist.checkpoint.safetensors_source import FileTensor
 __all__ = ["BlockScaled", "Mxfp4"]
 
 _GROUP = 32
-"""Elements of MXFP4 that share an exponent."""
+"""Elements of MXFP4 that share one exponent."""
 _BIAS = 127
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class _Dequantised(FileTensor):
-    """Values in one stored tensor, scales in another one, which may be in another file."""
+    """Values in one stored tensor, scales in another, perhaps in another file."""
 
     def __init__(self, values: FileTensor, scales: FileTensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.values, self.scales = values, scales
@@ -34,16 +34,16 @@ class _Dequantised(FileTensor):
         self.shape, self.numel, self.dtype = shape, math.prod(shape), dtype
 
     def describe(self) -> str:
-        """Both of them."""
+        """Describes both tensors."""
         return f"{self.values.describe()} {self.scales.describe()} {self.dtype}"
 
     def element(self, opened: Any, index: int) -> torch.Tensor:
-        """Through safetensors' own reader; the scales' file is opened for it."""
+        """One element, through safetensors' own reader, which also opens the scales' file."""
         with safe_open(self.scales.file.path, framework="pt") as other:
             return self._dequantise(index, index + 1, _Mapped(self.values, opened), _Mapped(self.scales, other))[0]
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Only what these elements need is read."""
+        """Fill `out` with elements [start, stop), reading only the values and scales that they need."""
         if stop > start:
             out.copy_(self._dequantise(start, stop, self.values, self.scales))
 
@@ -52,22 +52,22 @@ class _Dequantised(FileTensor):
 
 
 class _Mapped:
-    """A stored tensor as another reader has it."""
+    """A stored tensor read through an already opened safetensors reader."""
 
     def __init__(self, tensor: FileTensor, opened: Any) -> None:
         self.dtype = tensor.dtype
         self._all = opened.get_tensor(tensor.name).reshape(-1)
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Like that of a `FileTensor`."""
+        """Like `FileTensor.read`."""
         out.copy_(self._all[start:stop])
 
 
 class BlockScaled(_Dequantised):
-    """(..., rows, columns) with a scale for each of (..., a, b) equal blocks of it."""
+    """(..., rows, columns) split into (..., a, b) equal blocks with one scale each."""
 
     def __init__(self, values: FileTensor, scales: FileTensor, scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """`scale_dtype`: that the scales are used in."""
+        """`scale_dtype`: the dtype in which the scales are used."""
         super().__init__(values, scales, values.shape, dtype)
         self._scale_dtype = scale_dtype
         rows, self._columns = values.shape[-2:]
@@ -76,7 +76,7 @@ class BlockScaled(_Dequantised):
 
     @staticmethod
     def fits(values: FileTensor, scales: FileTensor) -> bool:
-        """Whether these are values and scales of that form."""
+        """Whether `values` and `scales` have this form."""
         if values.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2) or not scales.dtype.is_floating_point:
             return False
         if len(values.shape) < 2 or len(values.shape) != len(scales.shape) or values.shape[:-2] != scales.shape[:-2]:
@@ -105,7 +105,7 @@ class Mxfp4(_Dequantised):
 
     @staticmethod
     def fits(values: FileTensor, scales: FileTensor) -> bool:
-        """Whether these are values and scales of that form."""
+        """Whether `values` and `scales` have this form."""
         stored = values.dtype == scales.dtype == torch.uint8
         return stored and values.shape[:-1] == scales.shape and values.shape[-1] * 2 == _GROUP
 

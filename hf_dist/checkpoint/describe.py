@@ -1,4 +1,4 @@
-"""What is in a checkpoint folder, ours or another tool's, and whether it is complete. Reads headers and small files only."""
+"""Describes a checkpoint folder of hf_dist or another tool, and whether it is complete. Reads headers and small files only."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FOREIGN_WEIGHTS = (
     ("pytorch_model_fsdp_0/*", "FSDP shards: run `accelerate merge-weights pytorch_model_fsdp_0 OUT` first."),
     ("pytorch_model*.bin", "A pickled pytorch_model.bin: load it once with from_pretrained and save_pretrained."),
 )
-"""(pattern below the folder, what to do about it)."""
+"""(pattern below the folder, advice to the user)."""
 _TRAINING = re.compile(
     r"hf_dist.*\.json|\.write-probe|trainer_state\.json|training_args\.bin|optimizer.*\.(pt|bin)|scheduler\.pt|scaler\.pt"
     r"|rng_state.*\.pth|random_states_.*\.pkl|latest(_universal)?|zero_to_fp32\.py|events\.out\..*|pytorch_model.*\.bin"
 )
-# First match wins: a DeepSpeed or FSDP checkpoint of the Trainer has a trainer state too.
+# First match wins, because a DeepSpeed or FSDP checkpoint of the Trainer also has a trainer state.
 _KINDS = (
     (f"{folder.MANIFEST}", "hf_dist"),
     ("zero/*/fp32.pt", "DeepSpeed (universal)"),
@@ -52,14 +52,14 @@ class Description:
     kind: str
     """hf_dist, stock Trainer, DeepSpeed, FSDP (accelerate), Hugging Face model, ... or unknown."""
     problems: tuple[str, ...] = ()
-    """Why it is not complete; empty when it is, as far as its kind lets one see."""
+    """Why the folder is not complete; empty if it is, as far as its kind allows to check."""
     step: int | None = None
     hf_dist: str | None = None
     """Version that wrote it."""
     layout: Mapping[str, Any] = field(default_factory=dict)
-    """Ranks, ZeRO stage, precision, batch of the run that saved it."""
+    """Ranks, ZeRO stage, precision and batch of the run that saved it."""
     weights: Mapping[str, Any] = field(default_factory=dict)
-    """Files, tensors, elements, bytes, elements by dtype of the safetensors files."""
+    """Files, tensors, elements, bytes, and elements by dtype of the safetensors files."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Parameters, elements, bytes and optimizer states of the training state, without values of single ranks."""
     files: Mapping[str, int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def is_training_file(name: str) -> bool:
 
 
 def describe(path: Path) -> Description:
-    """Look into a folder. Raises `CheckpointError` when there is none."""
+    """Describe a folder. Raises `CheckpointError` if there is none."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
     files = {str(p.relative_to(path)): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}

@@ -1,8 +1,8 @@
-"""`hf-dist export`: the model of a checkpoint in another dtype or cut into other files, tensor by tensor, without a model.
+"""`hf-dist export`: a checkpoint's model in another dtype or split into other files, tensor by tensor, without model code.
 
-The weights come from the safetensors of the folder; with fp32, those that were trained come from the fp32 master weights of
-the training state, through the plan that was stored with them. Memory: a few MB from files; from the training state one and a
-half times the largest parameter, twice where its elements are scattered over the tensor on disk.
+The weights come from the folder's safetensors files. With fp32, trained weights come from the fp32 master weights of the
+training state instead, located by the plan stored with them. Memory: a few MB from files; from the training state 1.5
+times the largest parameter, twice where its elements are scattered over the tensor on disk.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ UNLIMITED = 2**62
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the weights of a checkpoint are."""
+    """The sources of a checkpoint's weights."""
 
     folder: Path
     files: Mapping[str, Mapping[str, FileTensor | MergedTensor]]
     """Weight file, relative to the folder -> its tensors."""
     plan: WeightPlan | None
     masters: Mapping[str, tuple[int, ...]]
-    """Parameter -> shape, of the fp32 master weights to be used instead of what is in the files."""
+    """Parameter -> shape, for fp32 master weights that replace the values in the files."""
 
 
 def export(
@@ -62,11 +62,11 @@ def export(
     merge_lora: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Write the model in `checkpoint` as an HF folder `out`, which must not exist or be empty. No process group.
+    """Write the model in `checkpoint` as an HF folder `out`, which must be empty or not exist. Needs no process group.
 
-    `dtype`: bf16, fp16, fp32 (from the fp32 master weights, where the checkpoint has them), None: as they are. Weights that
-    a half-precision model keeps in fp32 stay so. `merge_lora`: the folder holds an adapter; write its base model with the
-    adapter added (see `merge_lora.py` for which adapters). `report` gets lines about what is done. `out` appears when it is
+    `dtype`: bf16, fp16, fp32 (from the fp32 master weights, where the checkpoint has them), or None to keep dtypes. Weights
+    that a half-precision model keeps in fp32 stay fp32. `merge_lora`: the folder holds an adapter; write its base model with
+    the adapter added (`merge_lora.py` lists which adapters). `report` receives progress lines. `out` appears only once it is
     complete. Raises `CheckpointError`.
     """
     source, target = Path(checkpoint), Path(out)
@@ -106,7 +106,7 @@ def export(
     report(f"{target}: {size_text(plan.nbytes)} of weights in {name}, {len(plan.files)} files")
 
 
-# ---- what there is
+# ---- source
 
 
 def _find_weights(source: Path, dtype: str | None) -> _Source:
@@ -131,7 +131,7 @@ def _find_weights(source: Path, dtype: str | None) -> _Source:
 
 
 def _adapter_folders(source: Path) -> list[Path]:
-    """PEFT keeps every adapter but `default` in a folder of its own."""
+    """PEFT keeps every adapter except `default` in its own folder."""
     return sorted(p.parent for p in source.glob("*/adapter_config.json"))
 
 
@@ -143,7 +143,7 @@ def _what_else(source: Path) -> str:
 
 
 def _check_index(source: Path, files: Iterable[str]) -> None:
-    """All files that an index names are there, and no other: the rest of an earlier save would be mixed in."""
+    """Check that all files named by an index exist, and no others: leftovers of an earlier save would be mixed in."""
     path = source / "model.safetensors.index.json"
     base = {name for name in files if Path(name).name.startswith("model")}
     if "model.safetensors" in base or not path.is_file():
@@ -169,11 +169,11 @@ def _main_dtype(source: _Source) -> torch.dtype:
     return max(numel, key=lambda d: numel[d]) if numel else torch.float32
 
 
-# ---- what there will be
+# ---- plan
 
 
 def _new_plan(source: _Source, main: torch.dtype, wanted: torch.dtype, max_shard_size: int | str) -> WeightPlan:
-    """The same tensors under the same names; only dtypes and files may change."""
+    """The same tensors under the same names; only dtypes and the split into files may change."""
     old = () if source.plan is None else (extent for file in source.plan.files for extent in file.extents)
     pieces = {(extent.file, extent.tensor.name): extent.tensor.pieces for extent in old}
     groups: dict[tuple[str, str], list[StoredTensor]] = {}
@@ -197,7 +197,7 @@ def _new_plan(source: _Source, main: torch.dtype, wanted: torch.dtype, max_shard
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 10 after layer 9."""
+    """Sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
@@ -218,7 +218,7 @@ def _write(source: _Source, plan: WeightPlan, files: OpenFiles, report: Callable
     for name, shape in source.masters.items():
         extents = [(extent, piece) for extent, piece in plan.by_param[name] if extent not in scattered]
         numel = math.prod(shape)
-        # In halves: while one is read, DCP holds a piece as large as what one rank wrote, which may be all of it.
+        # In halves: during a read DCP holds a piece as large as one rank's part, which may be the whole parameter.
         for start, stop in ((0, numel // 2), (numel // 2, numel)):
             if extents and start < stop:
                 _write_runs(_master(source, name, start, stop), start, extents, files)
@@ -227,7 +227,7 @@ def _write(source: _Source, plan: WeightPlan, files: OpenFiles, report: Callable
 
 
 def _copy(tensor: FileTensor | MergedTensor, extent: Extent, files: OpenFiles) -> None:
-    """From file to file, a few MB at a time."""
+    """Copy from file to file, a few MB at a time."""
     step = CHUNK // 8
     buffer = torch.empty(min(step, tensor.numel), dtype=tensor.dtype)
     for start in range(0, tensor.numel, step):
@@ -259,13 +259,13 @@ def _write_runs(values: torch.Tensor, start: int, extents: Iterable[tuple[Extent
 
 
 def _write_assembled(source: _Source, old: FileTensor | MergedTensor, extent: Extent, files: OpenFiles) -> None:
-    """A tensor made of scattered elements, or of trained and frozen parameters together."""
+    """Write a tensor made of scattered elements, or of trained and frozen parameters together."""
     values: torch.Tensor | None = None
     for piece in extent.tensor.pieces:
         if piece.param not in source.masters:
             continue
         param = _master(source, piece.param, 0, math.prod(source.masters[piece.param]))
-        if values is None:  # not earlier: reading the parameter takes twice its size
+        if values is None:  # as late as possible: reading the parameter takes twice its size
             values = _whole(old).to(extent.tensor.dtype)
         box = values.as_strided(piece.sizes, piece.target_strides, piece.target_offset)
         box.copy_(param.as_strided(piece.sizes, piece.strides, piece.offset))
@@ -279,11 +279,11 @@ def _whole(tensor: FileTensor | MergedTensor) -> torch.Tensor:
     return values
 
 
-# ---- what lies beside the weights
+# ---- other files
 
 
 def _copy_small_files(source: Path, working: Path, main: torch.dtype, wanted: torch.dtype, skip: Iterable[str]) -> None:
-    """Configuration, tokenizer, model code; nothing of the training state."""
+    """Copy configuration, tokenizer and model code, but nothing of the training state."""
     for below in (source, *_adapter_folders(source)):
         for path in sorted(below.iterdir()):
             into = working / path.relative_to(source)
@@ -303,7 +303,7 @@ def _is_weight_file(name: str) -> bool:
 
 
 def _rename_dtype(config: Any, old: str, new: str) -> None:
-    """In the configuration and those of sub-models (`text_config`)."""
+    """Rename the dtype in the configuration and in those of sub-models (`text_config`)."""
     for key, value in config.items():
         if isinstance(value, dict):
             _rename_dtype(value, old, new)

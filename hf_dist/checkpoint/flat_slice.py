@@ -1,4 +1,4 @@
-"""A rank's interval of a parameter, as `torch.distributed.checkpoint` (DCP) reads and writes it: under the whole shape."""
+"""A rank's interval of a parameter in the form that `torch.distributed.checkpoint` (DCP) reads and writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hf_dist.checkpoint.dcp_storage import without_neighbours
 
 
 class FlatSlice:
-    """Elements [start, start + values.numel()) of what a rank keeps of a tensor; implements DCP's protocol for foreign tensors.
+    """Elements [start, start + values.numel()) of the slice that a rank holds; implements DCP's protocol for foreign tensors.
 
-    `values`: 1-D tensor; for saving alone, any `Sliceable`. Saving reads it, loading fills it in place, whatever intervals
-    the checkpoint was written from. `held`: what is kept; a plain shape is all of it.
+    `values`: 1-D tensor, or any `Sliceable` if it is only saved. Saving reads it. Loading fills it in place, whatever
+    intervals the checkpoint was written from. `held`: the rank's slice of the tensor; a plain shape means all of it.
     """
 
     def __init__(self, values: Any, start: int, held: TensorSlice | tuple[int, ...]) -> None:
@@ -26,11 +26,11 @@ class FlatSlice:
         self._boxes = list(self.held.boxes(start, start + values.numel()))
 
     def size(self) -> torch.Size:
-        """Whole shape; DCP compares it with the stored one."""
+        """Shape of the whole tensor; DCP compares it with the stored one."""
         return torch.Size(self.held.whole)
 
     def fill(self, whole: torch.Tensor) -> None:
-        """Copy this interval out of the whole tensor."""
+        """Copy this interval from the whole tensor."""
         for box in self._boxes:
             self._part(box).copy_(whole[box.index])
 

@@ -1,7 +1,7 @@
 """The life of a checkpoint folder: written under a working name, sealed by a manifest, renamed, rotated. Files only.
 
-A folder with its final name is complete: the manifest is written last, and the rename comes after it. A kill at any
-moment leaves the previous checkpoint as it was, and at most a working folder that nobody mistakes for a checkpoint.
+A folder with its final name is complete: the manifest is written last, then the folder is renamed. A kill at any moment
+leaves the previous checkpoint unchanged, and at most a working folder, whose name no tool takes for a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MANIFEST = "hf_dist.json"
 STATE = "hf_dist_state"
 LATEST = "latest"
 FORMAT = 1
-"""Raised when a checkpoint can no longer be read by older versions."""
+"""Increased when older versions can no longer read a checkpoint."""
 
 _WORKING = ".incomplete-"
 _REPLACED = ".replaced-"
@@ -31,12 +31,12 @@ _TRAINER_STATE = "trainer_state.json"
 
 
 def working_folder(final: Path) -> Path:
-    """Where `final` is written before it is complete; a name that no tool takes for a checkpoint."""
+    """Where `final` is written until it is complete; no tool takes this name for a checkpoint."""
     return final.parent / f"{_WORKING}{final.name}"
 
 
 def begin(final: Path) -> Path:
-    """An empty working folder for `final`. One process calls it."""
+    """Create an empty working folder for `final`. One process calls it."""
     working = working_folder(final)
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
@@ -44,7 +44,7 @@ def begin(final: Path) -> Path:
 
 
 def seal(working: Path, facts: Mapping[str, Any]) -> None:
-    """Write the manifest: every file with its size, and `facts`. Everything reaches the disk before it. One process."""
+    """Write the manifest: every file with its size, and `facts`. All files are flushed to disk first. One process calls it."""
     files = {str(p.relative_to(working)): p.stat().st_size for p in sorted(working.rglob("*")) if p.is_file()}
     for name in files:
         _flush(working / name)
@@ -56,7 +56,7 @@ def seal(working: Path, facts: Mapping[str, Any]) -> None:
 
 
 def publish(working: Path, final: Path) -> None:
-    """Give a sealed folder its name, and write it into `latest`. An older one of the same name is replaced. One process."""
+    """Rename a sealed folder to `final` and write that name into `latest`. Replaces a folder of the same name. One process."""
     problems = incomplete(working)
     if problems:
         raise CheckpointError(f"{working} is not complete, {final.name} was not written: {problems[0]}")
@@ -73,7 +73,7 @@ def publish(working: Path, final: Path) -> None:
 
 
 def move_files(working: Path, target: Path, last: str) -> None:
-    """Move everything from `working` into `target`, `last` at the end, and drop weight files of an older save. One process."""
+    """Move everything from `working` into `target`, `last` at the end. Deletes weight files of an older save. One process."""
     moved = sorted((p for p in working.rglob("*") if p.is_file()), key=lambda p: p.name == last)
     names = {str(p.relative_to(working)) for p in moved}
     for path in moved:
@@ -88,21 +88,21 @@ def move_files(working: Path, target: Path, last: str) -> None:
 
 
 def recover(root: Path) -> None:
-    """Tidy what a killed process left below `root`. One process, while nobody saves."""
+    """Clean up below `root` after a killed process. One process calls it, while nobody saves."""
     if not root.is_dir():
         return
     for left in root.glob(f"{_REPLACED}checkpoint*"):
         final = root / left.name.removeprefix(_REPLACED)
         if final.exists():
             shutil.rmtree(left, ignore_errors=True)
-        else:  # killed between the two renames
+        else:  # the process was killed between the two renames
             os.rename(left, final)
     for left in root.glob(f"{_WORKING}*"):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest, None where there is none. Raises `CheckpointError` for one that cannot be read or is too new."""
+    """The manifest, or None if there is none. Raises `CheckpointError` if it cannot be read or is too new."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def incomplete(folder: Path) -> list[str]:
-    """What is missing or has another size than the manifest says; empty for a complete checkpoint of ours."""
+    """Files that are missing or differ in size from the manifest; empty for a complete checkpoint of hf_dist."""
     manifest = read_manifest(folder)
     if manifest is None:
         return [f"no {MANIFEST}: it was not finished, or not written by hf_dist"]
@@ -143,9 +143,9 @@ def numbered(root: Path) -> list[Path]:
 
 
 def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that can be resumed from, and why newer ones were passed over.
+    """The newest checkpoint that can be resumed from, and why newer ones were skipped.
 
-    A folder without our manifest counts when it holds a trainer state, which the stock Trainer writes last.
+    A folder without hf_dist's manifest counts if it holds a trainer state, which the stock Trainer writes last.
     """
     skipped: list[str] = []
     for folder in numbered(root):
@@ -160,7 +160,7 @@ def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def complete(root: Path) -> list[Path]:
-    """Every complete checkpoint below `root`, whatever its name, the oldest first; those of the stock Trainer, too."""
+    """Every complete checkpoint below `root`, whatever its name, oldest first. Includes those of the stock Trainer."""
     found: list[tuple[int, float, Path]] = []
     for path in root.iterdir() if root.is_dir() else ():
         try:
@@ -170,7 +170,7 @@ def complete(root: Path) -> list[Path]:
                 found.append((int(manifest.get("step", 0)), path.stat().st_mtime, path))
             elif stock and manifest is None:
                 found.append((int(stock.group(1)), path.stat().st_mtime, path))
-        except (CheckpointError, OSError):  # damaged, or deleted while it was looked at
+        except (CheckpointError, OSError):  # damaged, or deleted meanwhile
             continue
     return [path for _, _, path in sorted(found)]
 
@@ -178,14 +178,14 @@ def complete(root: Path) -> list[Path]:
 def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
     """Delete the oldest checkpoints beyond `limit`, never one in `keep` nor the newest complete one. One process.
 
-    Like HF's `save_total_limit`; `limit` None or not positive keeps all. Returns what was deleted.
+    Like HF's `save_total_limit`; `limit` None or not positive keeps all. Returns the deleted folders.
     """
     if limit is None or limit <= 0:
         return []
     found = numbered(root)
     newest, _ = newest_complete(root)
     kept = {p.resolve() for p in keep} | ({newest.resolve()} if newest else set())
-    # HF keeps the best one beside the newest even with a limit of one.
+    # Even with a limit of one, HF keeps the best checkpoint next to the newest.
     surplus = len(found) - max(limit, len(kept & {p.resolve() for p in found}))
     doomed = [p for p in reversed(found) if p.resolve() not in kept][: max(surplus, 0)]
     for folder in doomed:
@@ -194,8 +194,8 @@ def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; one that is not there is no error. One process."""
-    # Renamed first: a kill in the middle of a deletion must not leave half a checkpoint under its name.
+    """Delete a checkpoint; it need not exist. One process calls it."""
+    # Renamed first, because a kill during the deletion must not leave half a checkpoint under its name.
     half = folder.parent / f"{_WORKING}{folder.name}-deleted"
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, half)
@@ -203,9 +203,9 @@ def remove(folder: Path) -> None:
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have the disk begin with bytes just written, so that the flush at the end finds little left. Returns at once."""
+    """Make the disk start writing bytes just written, so that the final flush finds little left. Returns at once."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
-        # On Linux this starts to write dirty pages; only pages that are already on the disk leave memory.
+        # On Linux this starts to write dirty pages; only pages already on the disk leave memory.
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -213,7 +213,7 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # folders cannot be flushed on some file systems
+    except OSError:  # some file systems cannot flush folders
         if path.is_file():
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: recognised by their files, imported as far as they go, or refused with what to do.
+"""Checkpoints of other programs: recognised by their files, imported as far as possible, or refused with advice.
 
     the stock Trainer       model*.safetensors, pytorch_model*.bin     weights (HF's loader), optimizer by position
                             + optimizer.pt
@@ -7,7 +7,7 @@
     DeepSpeed universal     [*_universal/]zero/<parameter>/fp32.pt     everything by name, memory-mapped
     DeepSpeed ZeRO          global_step*/*_model_states.pt             weights, if the folder has them as HF files
 
-Nothing is unpickled but tensors, numbers and strings. Sources: transformers/trainer.py, accelerate/utils/fsdp_utils.py,
+Only tensors, numbers and strings are unpickled. Sources: transformers/trainer.py, accelerate/utils/fsdp_utils.py,
 deepspeed/checkpoint/ds_to_universal.py.
 """
 
@@ -41,27 +41,27 @@ Targets = Mapping[str, "FlatSlice | torch.Tensor"]
 
 @dataclass
 class Imported:
-    """What `load_foreign` did."""
+    """The result of `load_foreign`."""
 
     program: str
     weights: bool
-    """False: they lie in the folder as HF files, which HF's loader reads."""
+    """False if the weights are HF files in the folder, for HF's loader to read."""
     optimizer: bool = False
     notes: list[str] = field(default_factory=list)
-    """What was not taken, and why."""
+    """What was not imported, and why."""
 
 
 class _Source(Protocol):
     @property
     def stored(self) -> Stored:
-        """What there is, under the names of `checkpoint/training_state.py`."""
+        """The stored tensors, under the names of `checkpoint/training_state.py`."""
 
     def read(self, targets: Targets) -> None:
-        """Fill them in place. Local."""
+        """Fill the targets in place. Local."""
 
 
 def program_of(directory: Path) -> str | None:
-    """The program that wrote `directory`, None for a plain model folder or one of ours. Local; looks at names only."""
+    """The program that wrote `directory`; None for a plain model folder or hf_dist's own. Local; checks names only."""
     if _universal_folder(directory) is not None:
         return UNIVERSAL
     if any(_matches(directory, "*_model_states.pt", "*_optim_states.pt", "global_step*/*_states.pt")):
@@ -74,20 +74,20 @@ def program_of(directory: Path) -> str | None:
 
 
 def load_foreign(engine: Stateful, directory: Path, program: str) -> Imported:
-    """Take what can be taken of a checkpoint of `program`. Collective: every rank.
+    """Import as much as possible from a checkpoint of `program`. Collective: every rank.
 
-    Raises `CheckpointError` on every rank for a folder from which not even the weights can be had, naming the way out, for
-    one of another model, and for files that cannot be read.
+    Raises `CheckpointError` on every rank for a folder from which not even the weights can be read, with advice; for a
+    checkpoint of another model; and for files that cannot be read.
     """
     problem, imported = None, Imported(program, weights=False)
-    engine.zero_grad()  # gradients of the weights that go
+    engine.zero_grad()  # gradients belong to the weights being replaced
     try:
         imported = _load(engine, directory, program)
         if engine.fragments is not None and not imported.optimizer:
             engine.fragments.start_anew()
     except CheckpointError as error:
         problem = str(error)
-    except Exception as error:  # raised here alone it would leave the other ranks waiting
+    except Exception as error:  # raised on this rank alone, it would leave the other ranks waiting
         reason = str(error).splitlines()[0] if str(error) else ""
         problem = f"{directory}, written by {program}, cannot be read ({type(error).__name__}: {reason})"
     agree(engine.mesh.world, problem, CheckpointError)
@@ -118,7 +118,7 @@ def _load(engine: Stateful, directory: Path, program: str) -> Imported:
 
 
 def _load_trainer(engine: Stateful, directory: Path) -> Imported:
-    """`optimizer.pt`: torch's own state dict, whose numbers count the parameters through all param groups."""
+    """Import `optimizer.pt`: torch's own state dict, which numbers the parameters across all param groups."""
     imported = Imported(TRAINER, weights=False)
     fragments = engine.fragments
     if fragments is None:
@@ -179,7 +179,7 @@ def _load_universal(engine: Stateful, directory: Path) -> Imported:
     for name in shapes:
         folder = zero / name
         if not (folder / "fp32.pt").is_file():
-            continue  # `_fill` names it
+            continue  # `_fill` reports it
         tensors[f"weights.{name}"] = _universal_tensor(folder / "fp32.pt", shapes[name])
         own = {f.stem: _universal_tensor(f, shapes[name]) for f in sorted(folder.glob("exp_avg*.pt"))}
         file = folder / "step.pt"
@@ -204,7 +204,7 @@ def _take_optimizer(
     where: Path,
     imported: Imported,
 ) -> None:
-    """Optimizer state by parameter name, and the options of its param groups if they are known."""
+    """Import optimizer state by parameter name, and the options of its param groups if they are known."""
     fragments = engine.fragments
     assert fragments is not None
     reason = _other_optimizer(fragments, groups)
@@ -215,7 +215,7 @@ def _take_optimizer(
             if name not in shapes or value is None:
                 continue
             tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            # torch's own step counter is 0-dimensional, and so may be a parameter: only the name tells them apart.
+            # torch's own step counter is 0-dimensional, and a parameter may be, too, so only the name tells them apart.
             if tuple(tensor.shape) == shapes[name] and key != "step":
                 tensors[f"optimizer.{key}.{name}"] = tensor
             elif tensor.numel() == 1 or fragments.sees_whole:
@@ -234,7 +234,7 @@ def _take_optimizer(
 
 
 def _other_optimizer(fragments: FragmentedOptimizer, groups: list[dict[str, Any]]) -> str | None:
-    """Why state with the options of `groups` does not belong to this optimizer."""
+    """The reason why state with the options of `groups` does not fit this optimizer; None if it does."""
     own = fragments.optimizer.param_groups
     if groups and len(groups) != len(own):
         return f"it has {len(groups)} param groups, this run's {len(own)}"
@@ -248,7 +248,7 @@ def _other_optimizer(fragments: FragmentedOptimizer, groups: list[dict[str, Any]
 
 
 def _fill(engine: Stateful, source: _Source, where: Path, wanted: Imported) -> None:
-    """Read this rank's part of the weights and the optimizer state, as far as `wanted` says. Local."""
+    """Read this rank's part of the weights and of the optimizer state, according to `wanted`. Local."""
     stored = source.stored
     if wanted.weights:
         missing = missing_weights(engine.sharded.groups, stored, where)
@@ -278,7 +278,7 @@ def _shapes(engine: Stateful) -> dict[str, tuple[int, ...]]:
 
 
 class _MappedSource:
-    """Tensors mapped from files: only the pages that a rank copies are read."""
+    """Tensors mapped from files: a rank reads only the pages that it copies."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -294,14 +294,14 @@ class _MappedSource:
 
 
 class _DcpSource:
-    """Tensors in folders of torch's DCP under other names than ours."""
+    """Tensors in torch DCP folders under names that differ from hf_dist's."""
 
     def __init__(self) -> None:
         self._positions: dict[str, tuple[Path, str]] = {}
         self.stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def add(self, folder: Path, prefix: str, name_of: Any) -> None:
-        """Names that begin with `prefix`; `name_of` makes our name of the rest (and of the shape-less ones a scalar's)."""
+        """Add names that begin with `prefix`; `name_of` maps the rest to hf_dist's name (a scalar's, if it has no shape)."""
         for stored_name, (shape, dtype) in dcp.stored_tensors(folder).items():
             if stored_name.startswith(prefix):
                 name = name_of(stored_name.removeprefix(prefix))
@@ -320,7 +320,7 @@ def _optimizer_name(rest: str) -> str:
 
 
 def _kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """State shaped like a parameter is stepped in fp32, whatever the other program trained in."""
+    """State shaped like a parameter is kept in fp32, whatever dtype the other program used."""
     return torch.float32 if dtype.is_floating_point and name.startswith("optimizer.") else dtype
 
 
@@ -332,13 +332,13 @@ def _matches(directory: Path, *patterns: str) -> Iterator[Path]:
 
 
 def _universal_folder(directory: Path) -> Path | None:
-    """`zero` of a universal checkpoint that is `directory` or lies in it."""
+    """The `zero` folder of a universal checkpoint that is `directory` or lies in it."""
     found = [p for p in (directory / "zero", *sorted(directory.glob("*/zero"))) if any(p.glob("*/fp32.pt"))]
     return found[-1] if found else None
 
 
 def _universal_tensor(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """The parameter's values, which stage 3 stores without its shape. Raises `CheckpointError` for another size."""
+    """The parameter's values, which stage 3 stores without their shape. Raises `CheckpointError` for another size."""
     saved = _load_file(file)
     values: torch.Tensor = saved["param"] if isinstance(saved, dict) else saved
     if tuple(values.shape) == shape:
@@ -352,13 +352,13 @@ def _universal_tensor(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _trainer_step(directory: Path) -> float | None:
-    """Adam's step where the parameters' folders have none (stage 3): DeepSpeed keeps it in a pickle of its own classes."""
+    """Adam's step where the parameters' folders have none (stage 3): DeepSpeed stores it in a pickle of its own classes."""
     file = directory / "trainer_state.json"
     return float(json.loads(file.read_text(encoding="utf-8"))["global_step"]) if file.is_file() else None
 
 
 def _load_file(path: Path) -> Any:
-    """A file of torch.save; tensors are mapped, not read."""
+    """Load a file of `torch.save`; tensors are mapped, not read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:

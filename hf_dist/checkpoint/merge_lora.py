@@ -1,7 +1,7 @@
-"""A LoRA adapter added to its base model while the tensors stream by: W + scaling * B A, a few rows at a time.
+"""Adds a LoRA adapter to its base model while the tensors stream through: W + scaling * B A, a few rows at a time.
 
-PEFT's `merge_and_unload` needs the whole model in memory. Here plain LoRA on linear layers is merged, with
-`modules_to_save`, patterns of rank and alpha, rsLoRA and `fan_in_fan_out`; anything else is refused by name.
+PEFT's `merge_and_unload` needs the whole model in memory. This module merges plain LoRA on linear layers, including
+`modules_to_save`, rank and alpha patterns, rsLoRA and `fan_in_fan_out`. Everything else is refused by name.
 Source of the arithmetic: peft `tuners/lora/layer.py` (`Linear.get_delta_weight`, `LoraLayer.update_layer`).
 """
 
@@ -29,7 +29,7 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _REMEDY = (
     "Merge it with PEFT, in memory for the whole model: PeftModel.from_pretrained(base, adapter).merge_and_unload()."
 )
-# What changes the arithmetic, with the values that do not. PiSSA, OLoRA and their like change the base weights as well.
+# Settings that change the arithmetic, with the values that do not. PiSSA, OLoRA and similar also change the base weights.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -46,7 +46,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """A weight of the base with its LoRA update; read like a `FileTensor`."""
+    """A base weight with its LoRA update, read like a `FileTensor`."""
 
     base: FileTensor | MergedTensor
     a: torch.Tensor  # [rank, in], fp32
@@ -57,17 +57,17 @@ class MergedTensor:
 
     @property
     def name(self) -> str:
-        """On disk."""
+        """Name on disk."""
         return self.base.name
 
     @property
     def dtype(self) -> torch.dtype:
-        """The base's; the sum is rounded to it, as PEFT does."""
+        """Dtype of the base; the sum is rounded to it, as in PEFT."""
         return self.base.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.base.shape
 
     @property
@@ -86,7 +86,7 @@ class MergedTensor:
 
 
 def base_folder(adapter: Path) -> Path:
-    """Where the base model of an adapter lies on this machine. Raises `CheckpointError`."""
+    """The local folder of an adapter's base model. Raises `CheckpointError`."""
     name = _config(adapter).get("base_model_name_or_path") or ""
     if Path(name).is_dir():
         return Path(name)
@@ -104,7 +104,7 @@ def merge(
 ) -> dict[str, dict[str, FileTensor | MergedTensor]]:
     """`base` (file -> name -> tensor) with the adapter in the folder `adapter` added.
 
-    Raises `CheckpointError` for what it cannot merge.
+    Raises `CheckpointError` for adapters that it cannot merge.
     """
     config = _config(adapter)
     for key, plain in _PLAIN.items():

@@ -1,4 +1,4 @@
-"""How a model becomes a folder, and how the weights of such a folder come back into shards."""
+"""How a model is written to a folder, and how the weights of such a folder are read back into shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.runtime import ShardedModel
 
 PLAN = "hf_dist_weights.json"
-"""Which elements of which parameters are where in the weight files; for export and for loading by parts."""
+"""Maps elements of parameters to their places in the weight files; used by export and by partial loading."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class ModelFiles:
     """The files of one model."""
 
     plan: WeightPlan | None
-    """None where the code of a library writes the weights with the small files."""
+    """None if a library's code writes the weights together with the small files."""
     buffers: Sequence[OwnedPart] = ()
-    """Persistent buffers, equal on every rank; rank 0 writes them."""
+    """Persistent buffers, equal on every rank. Rank 0 writes them."""
     write_small_files: Callable[[Path], None] = lambda _: None
-    """Configuration and the like; called on rank 0 with the folder."""
+    """Writes configuration and similar files. Called on rank 0 with the folder."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the whole parameters that must be there, by full name; with `plan` None, of those that may be."""
+    """Shapes of the whole parameters that the files must hold, by full name; with `plan` None, of those that they may hold."""
     with_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Every rank is inside while small files are written: there they may be made of the weights. Collective to enter."""
+    """Context that every rank enters while small files are written, so that they may use the weights. Collective to enter."""
 
     def write(self, folder: Path, parts: Sequence[OwnedPart], axis: MeshAxis) -> None:
         """Write the weights of all ranks. Collective over `axis`. Raises `CheckpointError` on every rank."""
@@ -50,7 +50,7 @@ class ModelFiles:
             write_weights(folder, self.plan, [*parts, *self.buffers] if axis.rank == 0 else list(parts), axis)
 
     def check(self, folder: Path) -> None:
-        """Raise `CheckpointError` where what was written is not the model, by the names and shapes in the files. One rank."""
+        """Raise `CheckpointError` if the names and shapes in the files differ from the model's. One rank calls it."""
         if self.plan is None:
             check_shapes(folder, self.shapes)
         else:
@@ -58,7 +58,7 @@ class ModelFiles:
             check_planned(folder, self.plan)
 
     def write_plan(self, folder: Path) -> None:
-        """Write where everything is. One rank."""
+        """Write the plan. One rank calls it."""
         if self.plan is not None:
             (folder / PLAN).write_text(json.dumps(self.plan.to_json()) + "\n", encoding="utf-8")
 
@@ -68,13 +68,13 @@ _makers: list[Maker] = []
 
 
 def register(maker: Maker) -> None:
-    """Ask `maker` first from now on; it returns None for models that it does not know."""
+    """From now on ask `maker` first. It returns None for models that it does not know."""
     if maker not in _makers:
         _makers.insert(0, maker)
 
 
 def model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
-    """How the model of `sharded` is written. `max_shard_size`: bytes, or text such as "5GB", per safetensors file."""
+    """The files of the model of `sharded`. `max_shard_size`: bytes, or text such as "5GB", per safetensors file."""
     for maker in _makers:
         files = maker(sharded, max_shard_size)
         if files is not None:
@@ -83,7 +83,7 @@ def model_files(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
 
 
 def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
-    """Parameter -> the dtype it was loaded in, which is the dtype it is saved in; all of them under a pipeline, too."""
+    """Parameter -> the dtype it was loaded in and is saved in. Covers all parameters, also those of other pipeline stages."""
     whole = {name: p.dtype for name, p in sharded.whole.named_parameters()}
     return whole | {
         slot.name: dtype
@@ -93,18 +93,18 @@ def loaded_dtypes(sharded: ShardedModel) -> dict[str, torch.dtype]:
 
 
 def whole_shapes(sharded: ShardedModel) -> dict[str, tuple[int, ...]]:
-    """Of all parameters, by full name, also where stages or slices of them are elsewhere."""
+    """Shapes of all whole parameters by full name, including those in other stages or sliced over ranks."""
     return {name: held_slice(p).whole for name, p in sharded.whole.named_parameters()}
 
 
 def weights_nbytes(sharded: ShardedModel) -> int:
-    """Bytes of all weights in the dtypes that they are saved in."""
+    """Bytes of all weights in the dtypes they are saved in."""
     dtypes = loaded_dtypes(sharded)
     return sum(held_slice(p).whole_numel * dtypes[name].itemsize for name, p in sharded.whole.named_parameters())
 
 
 def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFiles:
-    """Names of `state_dict()`; a tensor with two names is written under the first."""
+    """Uses the names of `state_dict()`; a tensor with two names is written under the first."""
     dtypes = loaded_dtypes(sharded)
     sharded.synchronize_buffers()
     held = {name: held_slice(p) for name, p in sharded.whole.named_parameters()}
@@ -122,7 +122,7 @@ def _plain_module(sharded: ShardedModel, max_shard_size: str | int) -> ModelFile
 
 
 def read_plan(folder: Path) -> WeightPlan | None:
-    """The plan of a folder that hf_dist wrote, None for others. Raises `CheckpointError` when it cannot be read."""
+    """The plan of a folder that hf_dist wrote, None for other folders. Raises `CheckpointError` if it cannot be read."""
     path = folder / PLAN
     if not path.is_file():
         return None
@@ -133,9 +133,9 @@ def read_plan(folder: Path) -> WeightPlan | None:
 
 
 def read_weights(folder: Path, plan: WeightPlan, sharded: ShardedModel, names: Iterable[str] | None = None) -> set[str]:
-    """Fill this rank's part of the weights (all, or those of `names`) and the buffers from the weight files. Local.
+    """Fill this rank's part of the weights (all, or those in `names`) and the buffers from the weight files. Local.
 
-    Follow with `weights_changed()`. Returns the names among those wanted that the folder does not hold.
+    Call `weights_changed()` afterwards. Returns the requested names that the folder does not hold.
     """
     files: dict[str, dict[str, FileTensor]] = {}
     wanted = None if names is None else set(names)

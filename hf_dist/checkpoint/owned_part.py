@@ -10,14 +10,14 @@ from hf_dist.offload.resting import Sliceable
 
 @dataclass(frozen=True, eq=False)
 class OwnedPart:
-    """Elements [start, stop) of what a rank keeps of a parameter, flattened. Over all writing ranks every element of the
-    whole parameter is in exactly one part."""
+    """Elements [start, stop) of the flattened slice that a rank holds of a parameter. Over all writing ranks, each element of
+    the whole parameter is in exactly one part."""
 
     name: str
     """Full parameter name."""
     held: TensorSlice
-    """What the rank keeps of the parameter; files have all of it."""
+    """The rank's slice of the parameter; files hold the whole parameter."""
     start: int
     stop: int
     values: Sliceable
-    """1-D, `stop - start` elements; fp32 master weights, or the resting dtype of frozen ones; on any device, or on disk."""
+    """1-D, `stop - start` elements: fp32 master weights, or frozen weights in their resting dtype. On any device or on disk."""

@@ -1,4 +1,4 @@
-"""A parameter whose elements are in files, as pieces of stored tensors say: any interval of it, read as far as it is needed."""
+"""A parameter whose elements are pieces of stored tensors. Any interval is read, and only the bytes it needs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hf_dist.sharding.lazy import CHUNK_NUMEL
 __all__ = ["PieceSource"]
 
 GAP = 64 * 2**10
-"""Bytes between two runs in a file that are read and dropped rather than skipped."""
+"""Gaps of up to this many bytes between two runs in a file are read and discarded instead of skipped."""
 
 
 class PieceSource:
     """The `WeightSource` over pieces of tensors in files."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[tuple[FileTensor, Piece]]) -> None:
-        """`parts` cover the parameter once; sources of their pieces are its elements, targets those of the stored tensor."""
+        """`parts` cover the parameter once. Their pieces have the parameter's elements as sources, the tensor's as targets."""
         self.shape = tuple(shape)
         self.dtype = dtype
         self._parts = sorted(parts, key=lambda part: part[1].offset)
 
     @classmethod
     def whole(cls, tensor: FileTensor) -> PieceSource:
-        """All of a stored tensor, as it is."""
+        """A whole stored tensor, unchanged."""
         return cls(tensor.shape, tensor.dtype, [(tensor, Piece.whole(tensor.name, tensor.numel))])
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class PieceSource:
         values = torch.empty(len(indices), dtype=self.dtype)
         found = {k: self._locate(index) for k, index in enumerate(indices)}
         for file in {tensor.file for tensor, _ in found.values()}:
-            # Closed at once: the pages that a mapping has touched, and their neighbours, count until then.
+            # Closed at once, because touched pages of a mapping, and their neighbours, count as memory until then.
             with safe_open(file.path, framework="pt") as f:
                 for k, (tensor, at) in found.items():
                     if tensor.file is file:
@@ -72,7 +72,7 @@ class PieceSource:
         return values
 
     def _locate(self, index: int) -> tuple[FileTensor, int]:
-        """The stored element that an element of the parameter is."""
+        """The stored tensor and its element that hold element `index` of the parameter."""
         return next((tensor, at) for tensor, piece in self._parts if (at := piece.target_of(index)) is not None)
 
     def sliced(self, held: TensorSlice) -> PieceSource:
@@ -82,9 +82,9 @@ class PieceSource:
 
 
 def _readable(box: Piece, itemsize: int) -> Iterator[Piece]:
-    """The box in parts that are each read in one piece: most of what lies between its ends is wanted, and it is not long."""
+    """The box in parts that are read in one piece each: short, and mostly wanted elements between their ends."""
     span = box.flipped().stop - box.target_offset
-    whole = box.run_numel == box.numel  # neighbours on both sides
+    whole = box.run_numel == box.numel  # elements that are neighbours on both sides
     dim = max(range(len(box.sizes)), key=lambda d: box.target_strides[d] * (box.sizes[d] > 1))
     size, stride = box.sizes[dim], box.target_strides[dim]
     rest = span - (size - 1) * stride

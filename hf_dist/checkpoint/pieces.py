@@ -1,11 +1,11 @@
-"""Which elements of a parameter are which elements of a stored tensor. Pure arithmetic.
+"""Maps elements of a parameter to elements of stored tensors. Pure arithmetic.
 
     parameter  gate_up_proj [E, 2I, H]      one Piece per stored tensor: a box of the parameter, a box of the tensor
     on disk    experts.e.gate_proj.weight   offset e*2I*H,        sizes (I*H,), strides (1,)
                experts.e.up_proj.weight     offset e*2I*H + I*H,  sizes (I*H,), strides (1,)
 
-A row-major interval of a parameter is one contiguous byte range of the file where the strides allow it, so every rank
-reads and writes its own.
+A row-major interval of a parameter is one contiguous byte range of the file if the strides allow it, so every rank
+reads and writes its own range.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_dist.boxes import TensorSlice, strides_of
 __all__ = ["Piece", "Run"]
 
 SHORTEST_RUN = 64
-"""Elements. A parameter that reaches the disk in shorter runs is put together first: a write per element would crawl."""
+"""Elements. A parameter with shorter runs on disk is assembled first, because a write per element would be slow."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring elements of a parameter that are neighbours on disk too."""
+    """Elements that are neighbours both in the parameter and on disk."""
 
     source: int
     """First element in the flattened parameter."""
@@ -37,7 +37,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter that is a box of a stored tensor: `as_strided` arguments of both, in elements."""
+    """A box of a parameter that equals a box of a stored tensor: `as_strided` arguments of both, in elements."""
 
     param: str
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Piece:
 
     @classmethod
     def whole(cls, param: str, numel: int) -> Piece:
-        """All of a parameter, as it is."""
+        """A whole parameter, unchanged."""
         return cls(param, (numel,), 0, (1,), 0, (1,))
 
     def merged(self) -> Piece:
@@ -65,7 +65,7 @@ class Piece:
         return Piece(self.param, sizes, self.offset, strides, self.target_offset, targets)
 
     def flipped(self) -> Piece:
-        """The same box seen from the stored tensor: sources are its elements, targets those of the parameter."""
+        """The same box from the stored tensor's side: sources are its elements, targets those of the parameter."""
         return Piece(self.param, self.sizes, self.target_offset, self.target_strides, self.offset, self.strides)
 
     def cut(self, dim: int, first: int, last: int) -> Piece:
@@ -76,7 +76,7 @@ class Piece:
         return Piece(self.param, sizes, offset, self.strides, target, self.target_strides)
 
     def within(self, start: int, stop: int) -> Iterator[Piece]:
-        """The boxes that the elements [start, stop) of the parameter cut out of this one, in the parameter's order."""
+        """The parts of this box within elements [start, stop) of the parameter, as boxes, in the parameter's order."""
         if not self.numel or self.stop <= start or stop <= self.offset:
             return
         if start <= self.offset and self.stop <= stop:
@@ -95,7 +95,7 @@ class Piece:
             yield from self.cut(dim, index, index + 1).within(start, stop)
 
     def target_of(self, index: int) -> int | None:
-        """The element of the stored tensor that an element of the parameter is, None where it is not in the box."""
+        """The element of the stored tensor that holds element `index` of the parameter; None if it is not in the box."""
         left, target = index - self.offset, self.target_offset
         order = sorted((d for d, size in enumerate(self.sizes) if size > 1), key=lambda d: -self.strides[d])
         for dim in order:
@@ -112,24 +112,24 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """One past its last element in the flattened parameter."""
+        """One past the box's last element in the flattened parameter."""
         steps = ((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return self.offset + sum(steps) + 1 if self.numel else 0
 
     @property
     def run_numel(self) -> int:
-        """Elements that are neighbours on both sides."""
+        """Number of elements that are neighbours on both sides."""
         return self.sizes[-1] if self.strides[-1] == self.target_strides[-1] == 1 else 1
 
     @property
     def scattered(self) -> bool:
-        """Whether neighbours of the parameter lie apart on disk, as those of a transposed one do."""
+        """Whether neighbours in the parameter lie apart on disk, as in a transposed tensor."""
         return self.run_numel < SHORTEST_RUN and self.numel > SHORTEST_RUN * self.run_numel
 
     def runs(self, start: int, stop: int, held: TensorSlice | None = None) -> Iterator[Run]:
-        """The runs inside the elements [start, stop) of the parameter, in the order of the stored tensor.
+        """The runs within elements [start, stop) of the parameter, in the order of the stored tensor.
 
-        `held`: these are elements of that slice of the parameter, and so are the runs' sources.
+        `held`: elements and run sources count within that slice of the parameter.
         """
         source, target, numel = self._all_runs()
         if held is None or held.everything:
@@ -161,7 +161,7 @@ class Piece:
 def _through(
     held: TensorSlice, start: int, stop: int, source: np.ndarray, target: np.ndarray, numel: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of a whole parameter as runs of the elements [start, stop) of a slice of it."""
+    """Convert runs of a whole parameter into runs of elements [start, stop) of a slice of it."""
     local, whole, count = _held_runs(held, start, stop)
     first = np.searchsorted(whole + count, source, side="right")  # the held runs that meet each run: [first, last)
     last = np.searchsorted(whole, source + numel, side="left")
@@ -174,9 +174,9 @@ def _through(
 
 
 def _held_runs(held: TensorSlice, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Neighbours in the elements [start, stop) of a slice that are neighbours in the whole, in the order of the latter.
+    """Elements of [start, stop) of a slice that are also neighbours in the whole parameter, in the whole's order.
 
-    First elements in the slice, first elements in the whole, lengths.
+    Returns first elements in the slice, first elements in the whole, lengths.
     """
     strides = strides_of(held.whole)
     found = [(np.empty(0, dtype=np.int64),) * 3]

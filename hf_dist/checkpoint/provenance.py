@@ -1,7 +1,7 @@
-"""Follows elements through tensor code that only moves them: which box of which root is behind each result.
+"""Tracks elements through tensor code that only moves them, to find the boxes of root tensors behind each result.
 
-The code (HF's weight conversions, either way) runs on meta tensors, so a model of any size costs nothing. Views keep their
-storage, offset and strides by themselves; copies (`contiguous`, `reshape`, `cat`, `stack`, a cast) are noted while they happen.
+The code (HF's weight conversions, in either direction) runs on meta tensors, so a model of any size costs nothing. Views
+carry storage, offset and strides themselves. Copies (`contiguous`, `reshape`, `cat`, `stack`, a cast) are recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Provenance", "Trail", "UntraceableError", "sliced"]
 
 aten = torch.ops.aten
 MAX_PIECES = 4096
-"""Per tensor; beyond it somebody shuffles single elements."""
+"""Per tensor; more pieces mean that code shuffles single elements."""
 
 _COPIES = {
     aten.clone.default,
@@ -35,7 +35,7 @@ _COPIES = {
 
 
 class UntraceableError(Exception):
-    """The values were computed, not moved: no box of a root is behind them."""
+    """The values were computed, not moved, so no box of a root is behind them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Box:
         return _Box(sizes, self.offset + start * self.strides[dim], self.strides)
 
     def fold(self, dim: int, inner: int) -> _Box:
-        """Dimension `dim` as two, the inner one with `inner` steps."""
+        """Split dimension `dim` in two, the inner one with `inner` steps."""
         outer, stride = self.sizes[dim] // inner, self.strides[dim]
         sizes = (*self.sizes[:dim], outer, inner, *self.sizes[dim + 1 :])
         return _Box(sizes, self.offset, (*self.strides[:dim], stride * inner, stride, *self.strides[dim + 1 :]))
@@ -63,7 +63,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A box of a new storage holds what a box of an older one held, index by index."""
+    """A copy: a box of a new storage holds the elements of a box of an older storage, index by index."""
 
     target: _Box
     source: _Box
@@ -71,19 +71,19 @@ class _Copy:
 
     @cached_property
     def _order(self) -> list[int]:
-        """Dimensions with several indices, the one with the longest steps first."""
+        """Dimensions with more than one index, longest step first."""
         several = (dim for dim, size in enumerate(self.target.sizes) if size > 1)
         return sorted(several, key=lambda dim: -self.target.strides[dim])
 
     def digits(self, position: int) -> tuple[int, ...] | None:
-        """Index in the box of a distance in the target storage, None when it is not a sum of its strides."""
+        """The box index at a distance in the target storage; None if the distance is not a sum of the box's strides."""
         found = [0] * len(self.target.sizes)
         for dim in self._order:
             found[dim], position = divmod(position, self.target.strides[dim])
         return None if position else tuple(found)
 
     def steps_inside(self, last: list[int], step: tuple[int, ...] | None, stride: int, size: int) -> int:
-        """How many of `size` steps of `stride` stay in the box, from the index `last` on. At least 1."""
+        """How many of `size` steps of `stride` stay in the box, starting at index `last`. At least 1."""
         if step is None:  # finer than the box
             gap = min(
                 (s for s, size in zip(self.target.strides, self.target.sizes, strict=True) if size > 1), default=1
@@ -93,33 +93,33 @@ class _Copy:
         return min(room) if room else size
 
     def holds(self, position: int) -> bool:
-        """Whether a position of the target storage lies in the box."""
+        """Whether the box contains a position of the target storage."""
         index = self.digits(position - self.target.offset) if position >= self.target.offset else None
         return index is not None and all(i < size for i, size in zip(index, self.target.sizes, strict=True))
 
 
 class Trail:
-    """Where the elements of storages come from, back to named roots. Safe to be written by several threads."""
+    """The origin of storages' elements, back to named roots. Several threads may write to it."""
 
     def __init__(self, *, casts: bool = False) -> None:
-        """`casts`: elements may change their dtype once on the way (and are rounded then)."""
+        """`casts`: elements may change dtype once, with rounding."""
         self._casts = casts
         self._roots: dict[int, str] = {}
         self._copies: dict[int, list[_Copy]] = {}  # by offset of the target
-        self._cast: set[int] = set()  # storages whose elements have changed their dtype
-        self._keep: list[Any] = []  # an id may not be used again for another storage
+        self._cast: set[int] = set()  # storages whose elements changed dtype
+        self._keep: list[Any] = []  # keeps storages alive, so that no id is reused
 
     def add_root(self, name: str, tensor: torch.Tensor) -> None:
-        """What begins with all of the storage of `tensor` is called `name`."""
+        """Name the whole storage of `tensor` `name`, as a root."""
         self._roots[_storage(tensor)] = name
         self._keep.append(tensor)
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the elements of `tensor` have been followed."""
+        """Whether the elements of `tensor` are tracked."""
         return _storage(tensor) in self._roots or bool(self._copies.get(_storage(tensor)))
 
     def note(self, func: Any, result: Any, args: tuple[Any, ...]) -> None:
-        """`func(*args)` gave `result`; what is new in it is a copy of something, or computed."""
+        """Record that `func(*args)` returned `result`; a new storage is a copy or was computed."""
         for out in tree_leaves(result):
             if isinstance(out, torch.Tensor) and not (_storage(out) in self._roots or _storage(out) in self._copies):
                 self._keep.append(out)
@@ -156,7 +156,7 @@ class Trail:
         return self._resolve([(_Box.of(tensor), _storage(tensor), _Box(shape, 0, strides_of(shape)))])
 
     def _resolve(self, left: list[tuple[_Box, int, _Box]]) -> tuple[Piece, ...]:
-        """The pieces of views, each a box of a storage that goes index by index into a target."""
+        """The pieces of views; each view is a box of a storage that maps index by index to a target."""
         found: list[Piece] = []
         left = left[::-1]
         while left:
@@ -171,7 +171,7 @@ class Trail:
         return tuple(found)
 
     def _one_copy_back(self, view: _Box, storage: int, target: _Box) -> list[tuple[_Box, int, _Box]]:
-        """The view in the storage that its elements came from, or the view in two where one copy does not hold all of it."""
+        """The view in the storage its elements came from; two parts of the view if no single copy holds all of it."""
         copy = _holder(self._copies.get(storage, []), view.offset)
         if copy is None:
             raise UntraceableError
@@ -183,7 +183,7 @@ class Trail:
             step = copy.digits(stride) if size > 1 else (0,) * len(start)
             inside = copy.steps_inside(last, step, stride, size)
             if size > inside:
-                # Leaves the box: either for another copy, or around the end of a dimension.
+                # The view leaves the box: into another copy, or past the end of a dimension.
                 if inside > 1 and size % inside == 0:
                     return [(view.fold(dim, inside), storage, target.fold(dim, inside))]
                 parts = ((dim, inside, size - inside), (dim, 0, inside))
@@ -196,16 +196,16 @@ class Trail:
 
 
 def _holder(copies: list[_Copy], position: int) -> _Copy | None:
-    """The copy that a position lies in: as a rule the last that begins before it."""
+    """The copy that contains a position: usually the last one that begins before it."""
     after = bisect.bisect_right(copies, position, key=lambda c: c.target.offset)
     return next((copies[k] for k in range(after - 1, -1, -1) if copies[k].holds(position)), None)
 
 
 def sliced(pieces: Sequence[Piece], held: TensorSlice) -> list[tuple[int, Piece]]:
-    """Pieces of a whole parameter as pieces of a slice of it: their sources are elements of the slice. With each its number
-    in `pieces`.
+    """Convert pieces of a whole parameter into pieces of a slice of it, with sources counted in the slice. Each comes with its
+    index in `pieces`.
 
-    What the slice leaves out is left out. Raises `UntraceableError` when the pieces do not cover the slice.
+    Elements outside the slice are dropped. Raises `UntraceableError` if the pieces do not cover the slice.
     """
     trail = Trail()
     trail._roots = {number: str(number) for number in range(len(pieces))}
@@ -222,7 +222,7 @@ def sliced(pieces: Sequence[Piece], held: TensorSlice) -> list[tuple[int, Piece]
 
 
 class Provenance(TorchDispatchMode):
-    """Inside the block, copies of the given meta tensors are followed; then `pieces(tensor)` says what each one holds."""
+    """Inside the block, copies of the given meta tensors are tracked; `pieces(tensor)` then tells what each tensor holds."""
 
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

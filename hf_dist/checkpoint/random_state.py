@@ -1,4 +1,4 @@
-"""The state of every random generator of this process as tensors: torch, its device, numpy, Python."""
+"""The state of all random generators of this process (torch, its device, numpy, Python) as tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def raw() -> dict[str, Any]:
-    """The generators as they are now, in their own formats; microseconds. Local."""
+    """The current state of the generators, in their own formats. Takes microseconds. Local."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -24,7 +24,7 @@ def raw() -> dict[str, Any]:
 
 
 def as_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What `raw` returned, for a checkpoint."""
+    """The result of `raw` as tensors, for a checkpoint."""
     version, words, gauss = state["python"]
     _, keys, position, has_gauss, cached = state["numpy"]
     return {
@@ -37,12 +37,12 @@ def as_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def capture() -> dict[str, torch.Tensor]:
-    """The generators as they are now. Local."""
+    """The current state of the generators, as tensors. Local."""
     return as_tensors(raw())
 
 
 def restore(state: Mapping[str, torch.Tensor]) -> None:
-    """Put the generators where `capture` found them. Local."""
+    """Restore the state that `capture` returned. Local."""
     torch.set_rng_state(state["torch"])
     gauss = state["python_gauss"].tolist()
     version, *words = state["python"].tolist()
@@ -56,7 +56,7 @@ def restore(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def put_back(state: Mapping[str, Any]) -> None:
-    """What `raw` returned, here or on another rank. Local."""
+    """Restore the state that `raw` returned, here or on another rank. Local."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -65,7 +65,7 @@ def put_back(state: Mapping[str, Any]) -> None:
 
 
 def derive(seed: int, step: int, rank: int) -> None:
-    """Seed all generators for a rank whose state no checkpoint holds (another number of ranks). Local."""
+    """Seed all generators of a rank whose state is in no checkpoint (after a change of the number of ranks). Local."""
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     value = int.from_bytes(digest[:4], "little")
     random.seed(value)

@@ -1,9 +1,8 @@
-"""A tensor in a file that records what is done to it instead of being read.
+"""A tensor in a file that records the operations on it instead of being read.
 
-HF's own conversion code (stack, cat, chunk, transpose, to, ...) runs on these, in whatever thread; what comes out knows where
-each of its elements is stored (`provenance.py`). Nothing of HF's tables is repeated here, so a model with a new combination of
-the same moves needs no change. An operation that does more than move or cast elements reads its inputs and returns an
-ordinary tensor.
+HF's own conversion code (stack, cat, chunk, transpose, to, ...) runs on these tensors, in any thread. The result knows where
+each of its elements is stored (`provenance.py`). No HF table is repeated here, so a model with a new combination of the same
+moves needs no change. An operation that does more than move or cast elements reads its inputs and returns an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ aten = torch.ops.aten
 
 
 class _Files:
-    """The stored tensors of one load, and the way from them to everything that was made of them."""
+    """The stored tensors of one load, and the trail from them to all derived tensors."""
 
     def __init__(self) -> None:
         self.trail = Trail(casts=True)
@@ -31,14 +30,14 @@ class _Files:
 
 
 class RecordedTensor(torch.Tensor):
-    """Shape, strides and dtype of a tensor on the CPU, and its twin on meta, which says where its elements come from."""
+    """Shape, strides and dtype of a CPU tensor, with a meta twin that tracks where its elements come from."""
 
     meta: torch.Tensor
     files: _Files
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, files: _Files) -> RecordedTensor:
-        """Has no memory."""
+        """Create it without memory."""
         tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -51,7 +50,7 @@ class RecordedTensor(torch.Tensor):
         return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Without elements."""
+        """Shows no elements."""
         return f"RecordedTensor({tuple(self.shape)}, {self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -68,7 +67,7 @@ class RecordedTensor(torch.Tensor):
 
     @property
     def source(self) -> PieceSource:
-        """Where the elements are read from. Raises `UntraceableError` when they lie in too many places."""
+        """The source of its elements. Raises `UntraceableError` if they lie in too many places."""
         pieces = self.files.trail.pieces(self.meta)
         parts = [(self.files.tensors[piece.param], piece.flipped()) for piece in pieces]
         return PieceSource(self.shape, self.dtype, parts)
@@ -87,7 +86,7 @@ def recorded(tensors: Iterable[FileTensor]) -> dict[str, RecordedTensor]:
 
 
 def stored(tensor: torch.Tensor) -> FileTensor | None:
-    """The stored tensor that a recorded one is, all of it and in its order; None for anything else."""
+    """The stored tensor that `tensor` equals, complete and in the same order; None for anything else."""
     if not isinstance(tensor, RecordedTensor):
         return None
     pieces = tensor.files.trail.pieces(tensor.meta)
@@ -100,7 +99,7 @@ def stored(tensor: torch.Tensor) -> FileTensor | None:
 
 
 def made_of(tensor: torch.Tensor, leaf: FileTensor) -> RecordedTensor:
-    """`leaf`, that is computed from stored tensors as it is read, as a recorded tensor of the load that `tensor` belongs to."""
+    """A recorded tensor, in the load of `tensor`, for `leaf`, which is computed from stored tensors when it is read."""
     assert isinstance(tensor, RecordedTensor)
     meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     tensor.files.trail.add_root(leaf.name, meta)
@@ -109,14 +108,14 @@ def made_of(tensor: torch.Tensor, leaf: FileTensor) -> RecordedTensor:
 
 
 def read_whole(tensor: RecordedTensor) -> torch.Tensor:
-    """An ordinary CPU tensor with the elements."""
+    """Read the elements into an ordinary CPU tensor."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
     tensor.source.read(0, out.numel(), out.view(-1))
     return out
 
 
 def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The recorded result where `func` only moves elements of recorded tensors, or casts them; else None."""
+    """The recorded result if `func` only moves or casts elements of recorded tensors; otherwise None."""
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not all(isinstance(tensor, RecordedTensor) for tensor in given):
         return None
@@ -128,7 +127,7 @@ def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     metas = tree_map(lambda v: v.meta if isinstance(v, RecordedTensor) else v, args)
     try:
         result = func(*metas, **kwargs)
-    except RuntimeError:  # asks for values, or is an error with them, too
+    except RuntimeError:  # it needs values, or would fail with them, too
         return None
     files.trail.note(func, result, metas)
     outs = tree_leaves(result)

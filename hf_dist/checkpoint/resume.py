@@ -1,4 +1,4 @@
-"""Loading a checkpoint into an engine of any layout: every rank reads its part, all ranks hear of a problem."""
+"""Loads a checkpoint into an engine of any layout: every rank reads its part, and an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hf_dist.mesh import ParallelMesh
 def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = False) -> set[str]:
     """Restore master weights, optimizer, schedule, scaler and counters. Collective: every rank.
 
-    Returns the trainable parameters that the training state does not hold (they were frozen when it was saved). Raises
+    Returns the trainable parameters that the training state lacks (they were frozen when it was saved). Raises
     `CheckpointError` on every rank.
     """
     missing: set[str] = set()
     problem = None
-    engine.zero_grad()  # gradients of the weights that go
+    engine.zero_grad()  # gradients belong to the weights being replaced
     if engine.outer is not None:
         engine.outer.before_load()
     try:
@@ -28,7 +28,7 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
         missing = load_state(engine, directory / folder.STATE, weights_only=weights_only)
     except CheckpointError as error:
         problem = str(error)
-    except Exception as error:  # raised here alone it would leave the other ranks waiting
+    except Exception as error:  # raised on this rank alone, it would leave the other ranks waiting
         problem = f"{directory / folder.STATE} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
     agree(engine.mesh.world, problem, CheckpointError)
     engine.sharded.weights_changed()
@@ -38,10 +38,10 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
 
 
 def load_whole_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = False) -> None:
-    """`load_checkpoint`, and the weights that the training state does not hold, from the model files beside it.
+    """`load_checkpoint`, plus the weights that the training state lacks, from the model files beside it.
 
-    Those are the weights that were frozen when it was saved. Collective: every rank. Raises `CheckpointError` on every rank
-    when a trainable parameter is in neither. An adapter's base is in neither, and stays as it is.
+    The training state lacks weights that were frozen at the save. Collective: every rank. Raises `CheckpointError` on every
+    rank if a trainable parameter is in neither. An adapter's base is in neither, and stays as it is.
     """
     missing = load_checkpoint(engine, directory, weights_only=weights_only)
     problem = None
@@ -81,7 +81,7 @@ def check_readable(directory: Path) -> None:
 
 
 def restore_random_state(mesh: ParallelMesh, directory: Path, *, seed: int, step: int) -> None:
-    """Put this rank's generators where they were; a rank that did not exist then gets a state of its own. Local."""
+    """Restore this rank's random generators. A rank that did not exist at the save gets a newly derived state. Local."""
     values = read_rank_values(directory / folder.STATE, draws_like(mesh))
     if values:
         random_state.restore(values)
@@ -90,8 +90,8 @@ def restore_random_state(mesh: ParallelMesh, directory: Path, *, seed: int, step
 
 
 def draws_like(mesh: ParallelMesh) -> int:
-    """The rank whose saved generators this one takes up: the first that reads its rows, so that they go on alike.
+    """The rank whose saved generators this rank restores: the first rank that reads the same rows, so that they draw alike.
 
-    In the layout that saved, these ranks may have read others.
+    In the layout that saved the checkpoint, these ranks may have read different rows.
     """
     return mesh.axes.line("batch", mesh.world.rank)[0]

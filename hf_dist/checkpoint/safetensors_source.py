@@ -1,6 +1,6 @@
-"""Reading parts of safetensors files: the header once, then exactly the bytes that are asked for.
+"""Reads parts of safetensors files: the header once, then exactly the requested bytes.
 
-No mapping is kept: pages of a mapped file count as this process's memory until they are dropped, bytes that come through
+No mapping is kept, because pages of a mapped file count as this process's memory until they are dropped. Bytes read with
 `pread` stay in the page cache, which all ranks of a machine share.
 Source of the format: the safetensors README (8 bytes little endian header length, JSON header, data).
 """
@@ -28,15 +28,15 @@ _bytes_read = 0
 
 
 def bytes_read() -> int:
-    """Bytes of tensors that this process has read through this module so far; headers not counted."""
+    """Bytes of tensors that this process has read through this module so far, without headers."""
     return _bytes_read
 
 
 class SafetensorsFile:
-    """One file, opened when it is first read, and checked to be the one whose header was read."""
+    """One file. It is opened at the first read and checked to be the file whose header was read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises `CheckpointError` when there is no such file or it is not a safetensors file."""
+        """Raises `CheckpointError` if the file does not exist or is not a safetensors file."""
         self.path = Path(path)
         self._descriptor: int | None = None
         try:
@@ -59,7 +59,7 @@ class SafetensorsFile:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the header and of a few bytes of the data, spread over the file."""
+        """Hash of the header and of a few bytes spread over the data."""
         hashed = hashlib.sha256(self._header)
         last = max(0, self._stamp[0] - self._data - _SPOT_NBYTES)
         for spot in range(_SPOTS):
@@ -70,7 +70,7 @@ class SafetensorsFile:
         return hashed.hexdigest()[:16]
 
     def read_into(self, out: torch.Tensor, offset: int, name: str) -> None:
-        """Fill `out` (1-D, uint8, CPU) with the bytes from `offset` of the data on; `name`: the tensor, for the error."""
+        """Fill `out` (1-D, uint8, CPU) with data bytes from `offset` on. `name`: the tensor, for the error message."""
         global _bytes_read
         try:
             if self._now() != self._stamp:
@@ -118,12 +118,12 @@ class FileTensor:
             self.file.read_into(out.view(torch.uint8), self._offset + start * self.dtype.itemsize, self.name)
 
     def element(self, opened: Any, index: int) -> torch.Tensor:
-        """One element, 0D, through safetensors' own reader; `opened`: its file."""
+        """One element, 0-D, through safetensors' own reader; `opened`: its file."""
         position = torch.unravel_index(torch.tensor(index), self.shape) if self.shape else ()
         one = tuple(slice(int(i), int(i) + 1) for i in position) or ...
         value: torch.Tensor = opened.get_slice(self.name)[one]
         return value.reshape(())
 
     def describe(self) -> str:
-        """The data it stands for, whatever the path."""
+        """Describes the stored data, independent of the file's path."""
         return f"{self.file.digest}:{self.name}"

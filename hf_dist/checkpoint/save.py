@@ -1,7 +1,7 @@
-"""Saving: a snapshot, then everything under a working name, checked, sealed and renamed; in the background if asked.
+"""Saving: takes a snapshot, writes everything under a working name, checks, seals and renames; in the background on request.
 
 begin -> small files -> [copy to the host] -> weights and training state -> seal -> publish -> rotate
-         main thread     training stops here   the same code, in the caller's thread or in one of its own
+         main thread     training stops here   the same code, in the caller's thread or in a background thread
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _SLOW = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """What one checkpoint is made of besides the engine's state."""
+    """The parts of one checkpoint besides the engine's state."""
 
     final: Path
-    """The folder's name when it is complete, such as `out/checkpoint-100`."""
+    """The folder's final name, such as `out/checkpoint-100`."""
     files: ModelFiles
     write_more_files: Callable[[Path], None] = lambda _: None
-    """Trainer state and the like: called on rank 0 with the working folder."""
+    """Writes the trainer state and similar files. Called on rank 0 with the working folder."""
     on_every_rank: Callable[[Path], None] = lambda _: None
     """Called on all ranks with the working folder, before the weights are written."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """For the manifest: step, layout, arguments."""
+    """Entries for the manifest: step, layout, arguments."""
     own_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What belongs to this rank alone, such as random states."""
+    """Values of this rank alone, such as random states."""
     training_state: bool = True
-    """False: the weights only, nothing to resume from."""
+    """False writes only the weights; the checkpoint cannot be resumed from."""
     after: Callable[[Path], None] = lambda _: None
-    """Called on rank 0 when the folder has its name: rotation, upload."""
+    """Called on rank 0 once the folder has its final name: rotation, upload."""
 
 
 @dataclass
@@ -75,29 +75,29 @@ class _Snapshot:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one job, one at a time. Every rank has one and makes the same calls."""
+    """Writes the checkpoints of one job, one at a time. Every rank has one and makes the same calls."""
 
     _last: ClassVar[weakref.ref[CheckpointWriter] | None] = None
-    """The one that wrote last: writers of a process share the background axis, and take turns on it. Weak, as it holds the
-    mesh and copies of all states on the host; a thread that writes holds its own."""
+    """The last writer that wrote: writers of a process share the background axis and take turns. Weak, because a writer holds
+    the mesh and host copies of all states; a writing thread holds its own writer."""
 
     def __init__(self, mesh: ParallelMesh, *, in_background: bool = False) -> None:
         """`in_background`: training stops only while states are copied to the host (`checkpoint.async_save`)."""
         self.mesh = mesh
         self.in_background = in_background
         self.stall_seconds = 0.0
-        """How long training stood still for the last save."""
+        """How long training stopped for the last save."""
         self.total_seconds = 0.0
-        """From the beginning of the last completed save to its end."""
+        """Time from start to end of the last completed save."""
         self._told_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._host: dict[str, torch.Tensor] = {}
 
     def save(self, engine: Stateful, request: SaveRequest) -> None:
-        """Write one checkpoint. Collective: every rank. Waits for the one before; raises what went wrong with it.
+        """Write one checkpoint. Collective: every rank. Waits for the previous save and raises its error, if any.
 
-        Raises `CheckpointError` on every rank when this one cannot be written; older checkpoints stay as they are.
+        Raises `CheckpointError` on every rank if the checkpoint cannot be written; older checkpoints stay unchanged.
         """
         self.wait()
         started = time.perf_counter()
@@ -114,7 +114,7 @@ class CheckpointWriter:
                     request.files.write_plan(working)
                     request.write_more_files(working)
             with _all_or_none(axis, request.final):
-                # A folder that only this machine has would be found empty when it is too late.
+                # Resume would find a folder that only this machine has to be empty.
                 if not working.is_dir():
                     raise CheckpointError(
                         f"{working} was made by rank 0 and is not there: the folder is not shared between machines"
@@ -134,9 +134,9 @@ class CheckpointWriter:
         self._thread.start()
 
     def save_model(self, engine: Stateful, target: Path, files: ModelFiles) -> None:
-        """Write the model into `target`, which may hold other things. Collective; returns when it is there.
+        """Write the model into `target`, which may hold other files. Collective; returns once the files are complete.
 
-        Raises `CheckpointError` on every rank; what was in `target` stays until all files are written and checked.
+        Raises `CheckpointError` on every rank. Files in `target` stay unchanged until all new files are written and checked.
         """
         self.wait()
         axis = self.mesh.background
@@ -155,9 +155,9 @@ class CheckpointWriter:
                 folder.move_files(working, target, last=PLAN)
 
     def save_model_here(self, engine: Stateful, target: Path, files: Callable[[], ModelFiles]) -> None:
-        """`save_model` of weights that rank 0 has whole: it writes alone, as under DDP, and waits for nobody.
+        """`save_model` for weights that rank 0 holds whole: it writes alone, as under DDP, and waits for nobody.
 
-        Others that call it, too, return when the folder is there. Raises `CheckpointError` wherever it is called.
+        Other ranks that call it return when the folder is complete. Raises `CheckpointError` on every calling rank.
         """
         self.wait()
         if self.mesh.world.rank:
@@ -192,14 +192,14 @@ class CheckpointWriter:
                 self._thread = None
 
     def wait(self) -> None:
-        """Wait for the save under way, if any; raises what went wrong with it."""
+        """Wait for a running save, if any, and raise its error."""
         _join_last()
         CheckpointWriter._last = weakref.ref(self)
         self.join()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise, once, what went wrong in the background since the last call. Local; cheap enough for every step."""
+        """Raise, once, an error from the background since the last call. Local; cheap enough for every step."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -207,7 +207,7 @@ class CheckpointWriter:
     # ------------------------------------------------------------------ snapshot
 
     def _snapshot(self, engine: Stateful, request: SaveRequest) -> _Snapshot:
-        """What will be written; with a background thread, on host memory that the next step does not touch."""
+        """The tensors to write; with a background thread, host copies that the next step does not touch."""
         pairs = list(owned_parts(engine.sharded, self._take))
         state: dict[str, FlatSlice | torch.Tensor] = {}
         common: dict[str, Any] = {}
@@ -232,12 +232,12 @@ class CheckpointWriter:
     # --------------------------------------------------------------------- write
 
     def _write_beside(self, working: Path, snapshot: _Snapshot, request: SaveRequest, started: float) -> None:
-        """The thread: DCP asks for the current stream of the current GPU."""
+        """Runs in the thread. Sets its current GPU, because DCP uses the current stream of the current GPU."""
         use_in_thread(self.mesh.device)
         self._write(working, snapshot, request, started)
 
     def _write(self, working: Path, snapshot: _Snapshot, request: SaveRequest, started: float) -> None:
-        """Everything slow. Collective over the background axis; keeps its error for `raise_failure`."""
+        """The slow part. Collective over the background axis; keeps its error for `raise_failure`."""
         axis = self.mesh.background
         try:
             with _all_or_none(axis, request.final):
@@ -257,12 +257,12 @@ class CheckpointWriter:
             self._report(request.final)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # in a thread nobody would hear of it
+        except Exception as error:  # nobody would see an exception of the thread
             self._error = CheckpointError(f"{request.final} could not be written ({type(error).__name__}: {error})")
             self._error.__cause__ = error
 
     def _report(self, final: Path) -> None:
-        """The first save, and one that took twice as long as any told before: a run may make hundreds."""
+        """Report the first save, and one that takes twice as long as any reported before: a run may save hundreds of times."""
         if self.mesh.world.rank != 0 or self.total_seconds < 2 * self._told_seconds:
             return
         self._told_seconds = max(self.total_seconds, _SLOW)
@@ -272,13 +272,13 @@ class CheckpointWriter:
 
 
 class _Words:
-    """What rank 0 says of its own saves, in the job's store; one of a process."""
+    """Rank 0's messages about its own saves, in the job's store; one object per process."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[int, int]] = Counter()
 
     def _key(self, engine: Stateful) -> str:
-        # By engine and step: a rank that has not made all calls of rank 0 is in time with it again at the next step.
+        # By engine and step: a rank that missed some of rank 0's calls is in step with it again at the next optimizer step.
         place = (engine.number, engine.global_steps)
         self._counts[place] += 1
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -290,7 +290,7 @@ class _Words:
             store.set(key, problem)
 
     def wait_for(self, engine: Stateful) -> str:
-        """The problem of rank 0, "" for none."""
+        """Rank 0's problem, or "" for none."""
         key, store = self._key(engine), job_store()
         if store is None:
             return ""
@@ -305,9 +305,9 @@ _words = _Words()
 
 
 def _host_like(value: torch.Tensor) -> torch.Tensor:
-    """Memory of the host for a copy of `value`, page-locked if that is on a GPU.
+    """Host memory for a copy of `value`, page-locked if `value` is on a GPU.
 
-    Large ones not from torch's allocator, which rounds each up to a power of two: up to twice all states.
+    Large tensors bypass torch's allocator, which rounds each up to a power of two and could double the memory of all states.
     """
     nbytes = value.numel() * value.element_size()
     if nbytes < _LARGE_NBYTES or not value.is_cuda:
@@ -316,7 +316,7 @@ def _host_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _join_last(timeout: float | None = None) -> None:
-    """Wait until no writer of this process writes. Local."""
+    """Wait until no writer of this process is writing. Local."""
     last = CheckpointWriter._last() if CheckpointWriter._last is not None else None
     if last is not None:
         last.join(timeout)
@@ -326,7 +326,7 @@ def _all_or_none(axis: MeshAxis, final: Path) -> together:
     """A block of a save: if it fails on one rank, every rank raises `CheckpointError`."""
 
     def explain(error: Exception) -> str:
-        if not isinstance(error, (CheckpointError, OSError)):  # a bug, in a user's override perhaps: where?
+        if not isinstance(error, (CheckpointError, OSError)):  # a bug, perhaps in a user's override: show where
             failure.print_traceback(error)
         reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return reason.splitlines()[0] if reason else type(error).__name__

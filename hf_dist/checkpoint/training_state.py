@@ -1,14 +1,14 @@
-"""What a checkpoint holds of an engine, under parameter names: fp32 master weights, optimizer state, plain values.
+"""What a checkpoint stores of an engine, by parameter name: fp32 master weights, optimizer state, plain values.
 
     weights.<parameter>                  interval of the master weights
     optimizer.<key>.<parameter>          interval of an optimizer state shaped like the parameter (exp_avg, ...)
     optimizer_scalar.<key>.<parameter>   one value per parameter (step)
-    replica.<number>.optimizer...        the same of a replica that trains alone, but for the first: those have the plain names
+    replica.<number>.optimizer...        the same for each replica that trains alone; the first one uses the plain names
     outer.momentum.<parameter>           interval of the outer momentum of replicas that train alone
-    outer.anchor.<parameter>             interval of where the outer step of a fragment goes on from, if fragments meet in turn
-    rank.<rank>.<key>                    what belongs to one rank (random state)
+    outer.anchor.<parameter>             interval of the start point of a fragment's next outer step, if fragments take turns
+    rank.<rank>.<key>                    values of one rank (random state)
 
-No name contains a rank's layout, so any other layout finds its part.
+No name depends on the layout, so any other layout finds its part.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ COMMON = "common.pt"
 _OUTER, _REPLICA, _STATES = "outer.", "replica.", ("optimizer.", "optimizer_scalar.")
 
 Take = Callable[[str, Any], Any]
-"""How a tensor (or `Sliceable`) enters the checkpoint under a name: as it is, or as a copy on the host."""
+"""How a tensor (or `Sliceable`) enters the checkpoint under a name: itself, or a copy on the host."""
 
 Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Global shape and dtype of what a checkpoint holds, by the names above."""
+"""Global shape and dtype of the stored tensors, by the names above."""
 Read = Callable[[dict[str, "FlatSlice | torch.Tensor"]], None]
 """Fills tensors by name."""
 Scalars = list[tuple[dict[str, Any], str, torch.Tensor]]
-"""Values to be put into an optimizer's state once they are read: (state of one parameter, key, value)."""
+"""Values to put into an optimizer's state after reading: (state of one parameter, key, value)."""
 
 
 class Stateful(Protocol):
-    """What is saved: the engine."""
+    """What is saved, namely the engine."""
 
     sharded: ShardedModel
     fragments: FragmentedOptimizer | None
@@ -69,20 +69,20 @@ class Stateful(Protocol):
         """Numbers and strings, equal on every rank."""
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
-        """Restore them, but for the optimizer's options."""
+        """Restore the plain state, except the optimizer's options."""
 
     def zero_grad(self) -> None:
-        """Abandon the window under way."""
+        """Discard the current window."""
 
 
 def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, OwnedPart]]:
-    """The parts of all weights that this rank writes: of several ranks with the same elements one owns them."""
+    """The parts of all weights that this rank writes; of several ranks with the same elements, one owns them."""
     if sharded.mesh.replica:
-        return  # equal in the first replica, whenever they have met
+        return  # the first replica writes them; right after a meeting replicas are equal
     for group in (g for g in sharded.groups if g.axes.owns):
         start, stop = (position - group.resting[0] for position in group.owned)
         values = group.master.part(start, stop)
-        if group.trainable:  # frozen weights do not change while a copy is being written
+        if group.trainable:  # frozen weights do not change during the write
             values = take(f"weights.{group.layout.slots[0].name}", values)
         for slot in group.layout.slots:
             first, last = group.layout.fragment(slot, group.axes.shard.rank)
@@ -92,7 +92,7 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
 
 
 def whole_parts(sharded: ShardedModel) -> Iterator[OwnedPart]:
-    """All weights from this rank alone: see `whole_here`. Local."""
+    """All weights, from this rank alone; see `whole_here`. Local."""
     for group in sharded.groups:
         group.take_writes()
         masters = group.resting == (0, group.layout.numel)
@@ -102,7 +102,7 @@ def whole_parts(sharded: ShardedModel) -> Iterator[OwnedPart]:
 
 
 def whole_here(sharded: ShardedModel) -> bool:
-    """Whether each rank has all weights with all bits of theirs. Local, and equal on all ranks."""
+    """Whether each rank holds all weights at full precision. Local, and equal on all ranks."""
     cut = any(sharded.mesh.axes.size(axis) > 1 for axis in ("pp", "tp", "ep"))
     return not cut and all(
         group.resting == (0, group.layout.numel)
@@ -112,13 +112,13 @@ def whole_here(sharded: ShardedModel) -> bool:
 
 
 def check_states(fragments: FragmentedOptimizer) -> None:
-    """Raise `CheckpointError` for a state of the optimizer that has neither an element for each of its parameter nor is one
-    value: what belongs to blocks of a fragment, such as the scales of 8-bit states, means nothing in another layout. Local.
+    """Raise `CheckpointError` for an optimizer state that is neither one value nor one element per parameter element.
 
-    A tensor that is the same for all parameters (a table of 8-bit values) is no such state.
+    Such a state belongs to blocks of a fragment (scales of 8-bit states) and means nothing in another layout. A tensor shared
+    by all parameters (a table of 8-bit values) is allowed. Local.
     """
     if fragments.sees_whole:
-        return  # then it belongs to a tensor, whatever its shape
+        return  # then the state belongs to a tensor, whatever its shape
     found: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for fragment in fragments.fragments:
         for key, value in fragments.scalars(fragment):
@@ -139,7 +139,7 @@ def check_states(fragments: FragmentedOptimizer) -> None:
 def saved_state(
     engine: Stateful, parts: Iterable[tuple[FlatGroup, OwnedPart]], take: Take
 ) -> dict[str, FlatSlice | torch.Tensor]:
-    """This rank's tensors: every element of the training state is in exactly one rank's. Local."""
+    """This rank's tensors. Each element of the training state is in exactly one rank's. Local."""
     state: dict[str, FlatSlice | torch.Tensor] = {
         f"weights.{part.name}": FlatSlice(part.values, part.start, part.held)
         for group, part in parts
@@ -161,19 +161,19 @@ def saved_state(
             state[name] = FlatSlice(values, first, slot.held)
         for key, value in engine.fragments.scalars(fragment):
             has_value = isinstance(value, (torch.Tensor, int, float))
-            if has_value and first == 0 and slot.held.in_whole(0) == 0:  # one rank's, whoever holds the others
+            if has_value and first == 0 and slot.held.in_whole(0) == 0:  # written by one rank, whoever holds the others
                 name = f"{own}optimizer_scalar.{key}.{fragment.name}"
                 state[name] = take(name, _scalar(value))
     return state
 
 
 def _of_replica(number: int) -> str:
-    """What the names of a replica's own states begin with."""
+    """The prefix of the names of a replica's own states."""
     return f"{_REPLICA}{number}." if number else ""
 
 
 def _outer_state(outer: OuterOptimizer, take: Take) -> dict[str, FlatSlice]:
-    """The outer momentum; anchors, where they are not the weights: replicas meet before a save."""
+    """The outer momentum, plus the anchors if they differ from the weights (replicas meet before a save)."""
     state = {}
     for kind, group, values_at_rest in outer.states():
         if not group.axes.owns:
@@ -188,7 +188,7 @@ def _outer_state(outer: OuterOptimizer, take: Take) -> dict[str, FlatSlice]:
 
 
 def _fill_outer(outer: OuterOptimizer, stored: Stored, read: Read) -> None:
-    """The outer states of this rank's shards: momentum is zero where none is stored, anchors are taken all or none. Local."""
+    """Fill the outer states of this rank's shards: momentum is zero if not stored, anchors are read all or none. Local."""
     anchors = {
         f"{_OUTER}anchor.{s.name}" for kind, group, _ in outer.states() if kind == "anchor" for s in group.layout.slots
     }
@@ -210,7 +210,7 @@ def _fill_outer(outer: OuterOptimizer, stored: Stored, read: Read) -> None:
 
 
 def _for_replica(stored: Stored, read: Read, replica: int) -> tuple[Stored, Read]:
-    """`stored` and `read` as if a checkpoint held the states of one replica; those that it has are dealt out in turn."""
+    """View `stored` and `read` as one replica's checkpoint. Stored replicas are assigned in turn."""
     numbers = {int(name.split(".")[1]) for name in stored if name.startswith(_REPLICA)}
     own = _of_replica(replica % (len(numbers) + 1))
     names = {name.removeprefix(own): name for name in stored if own and name.startswith(own)}
@@ -231,8 +231,8 @@ def _scalar(value: Any) -> torch.Tensor:
 def load_state(engine: Stateful, folder: Path, *, weights_only: bool = False) -> set[str]:
     """Read this rank's part from the training state in `folder`, whatever layout wrote it.
 
-    Local but for the caller's check of problems; follow with `weights_changed()`. With `weights_only` optimizer, scaler
-    and counters stay as they are. Returns the trainable parameters that the checkpoint does not hold. Raises
+    Local, except that the caller shares errors; call `weights_changed()` afterwards. With `weights_only`, optimizer, scaler
+    and counters stay as they are. Returns the trainable parameters that the checkpoint lacks. Raises
     `CheckpointError` for another model or files that cannot be read.
     """
     stored = dcp.stored_tensors(folder)
@@ -259,7 +259,7 @@ def load_state(engine: Stateful, folder: Path, *, weights_only: bool = False) ->
 
 
 def missing_weights(groups: Iterable[FlatGroup], stored: Stored, where: Path) -> set[str]:
-    """Parameters of `groups` that are not in `stored`. Raises `CheckpointError` for one of another shape."""
+    """Parameters of `groups` that are not in `stored`. Raises `CheckpointError` for a parameter of another shape."""
     missing: set[str] = set()
     for slot in (slot for group in groups for slot in group.layout.slots):
         name = f"weights.{slot.name}"
@@ -274,7 +274,7 @@ def missing_weights(groups: Iterable[FlatGroup], stored: Stored, where: Path) ->
 
 
 def fill_weights(groups: Iterable[FlatGroup], stored: Stored, read: Read) -> None:
-    """Fill this rank's intervals of the weights of `groups` as far as they are stored. Follow with `weights_changed()`."""
+    """Fill this rank's intervals of the weights of `groups` where they are stored. Call `weights_changed()` afterwards."""
     for some in _rounds(groups, lambda group: group):
         with ExitStack() as stack:
             wanted: dict[str, FlatSlice | torch.Tensor] = {}
@@ -291,7 +291,7 @@ def fill_weights(groups: Iterable[FlatGroup], stored: Stored, read: Read) -> Non
 
 
 def fill_optimizer(fragments: FragmentedOptimizer, stored: Stored, read: Read) -> None:
-    """Make the optimizer's state of this rank's fragments what is stored; as it was at first where nothing is. Local."""
+    """Load the stored optimizer state of this rank's fragments; reset it where nothing is stored. Local."""
     for some in _rounds((b for b in fragments.batches if b.groups), lambda batch: batch.groups[0]):
         with ExitStack() as stack:
             scalars: Scalars = []
@@ -309,7 +309,7 @@ _Part = TypeVar("_Part")
 
 
 def _rounds(parts: Iterable[_Part], group_of: Callable[[_Part], FlatGroup]) -> Iterator[list[_Part]]:
-    """What rests in memory is filled at once, what rests on disk one after another: there may be no room for all of it."""
+    """Parts in memory form one round; parts on disk take turns, because they may not fit into memory together."""
     parts = list(parts)
     on_disk = [p for p in parts if group_of(p).master.tier is Tier.DISK]
     yield [p for p in parts if p not in on_disk]
@@ -318,7 +318,7 @@ def _rounds(parts: Iterable[_Part], group_of: Callable[[_Part], FlatGroup]) -> I
 
 
 def set_scalars(scalars: Scalars) -> None:
-    """Put values that were read into the optimizer's state; plain numbers become plain again."""
+    """Put the values that were read into the optimizer's state; plain numbers become plain numbers again."""
     for owner, key, value in scalars:
         is_number = value.dim() == 0 and value.dtype in (torch.float64, torch.int64, torch.bool)
         put(owner, key, value.item() if is_number else value)
@@ -327,7 +327,7 @@ def set_scalars(scalars: Scalars) -> None:
 def optimizer_targets(
     fragments: FragmentedOptimizer, some: Iterable[Fragment], stored: Stored, scalars: Scalars
 ) -> dict[str, FlatSlice | torch.Tensor]:
-    """Tensors to fill for the state of `some` fragments, attached to the optimizer here; `scalars` are set after reading."""
+    """Tensors to fill for the state of the fragments `some`, already attached to the optimizer. Set `scalars` after reading."""
     keys: dict[str, list[tuple[str, str]]] = {}
     for name in stored:
         kind, _, rest = name.partition(".")
@@ -356,7 +356,7 @@ def optimizer_targets(
                 scalars.append((state, key, flat.view(fragment.shape)))
                 targets[name] = FlatSlice(flat, first, slot.held)
             else:
-                # torch keeps step counters on the CPU, unless one kernel reads them there.
+                # torch keeps step counters on the CPU, except where a kernel reads them on the device.
                 value = torch.empty(shape, dtype=dtype, device=device if on_device[id(fragment.tensor)] else "cpu")
                 targets[name] = value
                 scalars.append((state, key, value))
@@ -366,22 +366,22 @@ def optimizer_targets(
 
 
 def write_common(folder: Path, state: dict[str, Any]) -> None:
-    """Write the plain values. One rank."""
+    """Write the plain values. One rank calls it."""
     torch.save(state, folder / COMMON)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """The plain values; nothing but tensors, numbers and strings is unpickled."""
+    """The plain values. Only tensors, numbers and strings are unpickled."""
     try:
         common: dict[str, Any] = torch.load(folder / COMMON, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle have their own
+    except Exception as error:  # torch, zipfile and pickle each raise their own types
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(f"{folder / COMMON} cannot be read ({type(error).__name__}: {reason})") from error
     return common
 
 
 def read_rank_values(folder: Path, rank: int) -> dict[str, torch.Tensor]:
-    """What rank `rank` saved for itself; empty if there was no such rank."""
+    """The values that rank `rank` saved for itself; empty if there was no such rank."""
     prefix = f"rank.{rank}."
     stored = {n: s for n, s in dcp.stored_tensors(folder).items() if n.startswith(prefix)}
     values = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in stored.items()}

@@ -1,4 +1,4 @@
-"""One safetensors file on disk: made with its final size, written at positions, read back and compared with the plan."""
+"""One safetensors file on disk: created at its final size, written at offsets, read back and compared with the plan."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _WEIGHTS = re.compile(r"^(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index
 
 
 def create(folder: Path, file: WeightFile) -> None:
-    """Write the header and give the file its final size; the data follow with `OpenFiles.write`. Raises OSError."""
+    """Write the header and give the file its final size; `OpenFiles.write` adds the data. Raises OSError."""
     path = folder / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(
         missing_ok=True
-    )  # a model may still be mapped from it: cut short in place, reading it would end the process
+    )  # a model may still map the file: truncating it in place would crash the process on its next read
     with _naming(path), open(path, "wb") as out:
         out.write(file.header)
         out.truncate(file.nbytes)
 
 
 def remove_stale(folder: Path, plan: WeightPlan) -> None:
-    """Delete weight files of an earlier save that `plan` will not replace: `from_pretrained` would load the wrong ones."""
+    """Delete weight files of an earlier save that `plan` does not replace, because `from_pretrained` would load them."""
     kept = {*(file.name for file in plan.files), *plan.indexes}
     for below in {Path(name).parent for name in kept}:
         for path in (folder / below).glob("*model*.safetensors*"):
@@ -45,7 +45,7 @@ def remove_stale(folder: Path, plan: WeightPlan) -> None:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(tensors by name, as the file describes them; first byte of the data). Raises ValueError naming what is wrong."""
+    """(tensors by name, as the file describes them; first byte of the data). Raises ValueError with the reason."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -63,7 +63,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def difference(folder: Path, file: WeightFile) -> str | None:
-    """How the file on disk differs from the plan (names, shapes, dtypes, byte ranges, size), None when it does not."""
+    """How the file on disk differs from the plan (names, shapes, dtypes, byte ranges, size); None if it does not."""
     path = folder / file.name
     try:
         found, _ = read_header(path)
@@ -78,7 +78,7 @@ def difference(folder: Path, file: WeightFile) -> str | None:
 
 
 class OpenFiles:
-    """Positioned writes into the files of one folder; a file is flushed to the disk when the next one begins."""
+    """Writes at offsets into the files of one folder. A file is flushed to disk when the next one begins."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,7 +92,7 @@ class OpenFiles:
         self.close()
 
     def write(self, name: str, offset: int, data: torch.Tensor) -> None:
-        """Put `data` (1-D uint8, on the CPU) at byte `offset` of an existing file. Raises OSError."""
+        """Write `data` (1-D uint8, on the CPU) at byte `offset` of an existing file. Raises OSError."""
         if name != self._name:
             self.close()
             self._descriptor, self._name = os.open(self._folder / name, os.O_WRONLY), name
@@ -104,7 +104,7 @@ class OpenFiles:
                 left, offset = left[done:], offset + done
 
     def close(self) -> None:
-        """Flush and close what is open. Raises OSError: some file systems report a full disk only here."""
+        """Flush and close the open file. Raises OSError: some file systems report a full disk only here."""
         descriptor, name, self._descriptor, self._name = self._descriptor, self._name, -1, ""
         if descriptor < 0:
             return
@@ -117,7 +117,7 @@ class OpenFiles:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Calls on a descriptor raise errors without a path."""
+    """Add the path to errors, because calls on a descriptor raise errors without one."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def explain(error: OSError, folder: Path) -> str:
-    """What a user needs to know about a failed write."""
+    """Explain a failed write to the user."""
     path = error.filename or folder
     reason = f"{path} could not be written: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,6 +1,6 @@
-"""Which elements of which parameters lie at which bytes of which safetensors file. Pure arithmetic, and JSON.
+"""Maps elements of parameters to bytes of safetensors files. Pure arithmetic, and JSON.
 
-The plan is stored with the checkpoint: `hf-dist export` needs no model code.
+The plan is stored with the checkpoint, so `hf-dist export` needs no model code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["SAFETENSORS_DTYPES", "TORCH_DTYPES", "Extent", "StoredTensor", "Weig
 WEIGHTS = "model.safetensors"
 VERSION = 1
 
-# In the order in which safetensors sorts tensors within a file, last first (its `Dtype` enum).
+# In the reverse order of safetensors' `Dtype` enum, by which it sorts tensors within a file.
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -51,14 +51,14 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a safetensors file, and where its elements come from."""
+    """One tensor of a safetensors file, and the source of its elements."""
 
     name: str
-    """On disk."""
+    """Name on disk."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
-    """Together they cover the tensor once."""
+    """Together they cover the tensor exactly once."""
 
     @property
     def numel(self) -> int:
@@ -67,13 +67,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a stored tensor lies: neighbouring bytes of one file."""
+    """The place of a stored tensor: contiguous bytes of one file."""
 
     tensor: StoredTensor
     file: str
@@ -92,7 +92,7 @@ class WeightFile:
 
     @classmethod
     def of(cls, name: str, tensors: Iterable[StoredTensor]) -> WeightFile:
-        """Sorted as safetensors sorts: widest dtype first, then by name."""
+        """Sort as safetensors does: widest dtype first, then by name."""
         return cls(name, tuple(sorted(tensors, key=lambda t: (-_RANKS[t.dtype], t.name))))
 
     @cached_property
@@ -134,7 +134,7 @@ class WeightPlan:
 
     files: tuple[WeightFile, ...]
     indexes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Content of the index files (`model.safetensors.index.json`), by path in the folder."""
+    """Contents of the index files (`model.safetensors.index.json`), by path in the folder."""
 
     @classmethod
     def pack(
@@ -146,10 +146,10 @@ class WeightPlan:
         metadata: Mapping[str, Any] | None = None,
         storages: Mapping[str, tuple[Any, int]] | None = None,
     ) -> WeightPlan:
-        """Cut into files of at most `max_shard_size` as `save_pretrained` does: in the given order, by HF's own function.
+        """Split into files of at most `max_shard_size` as `save_pretrained` does: in the given order, by HF's own function.
 
-        `storages`: name -> (identity, bytes) of the storage that HF would find under the tensor: HF keeps the views of one
-        storage (the experts of a layer) in one file. `metadata` goes into the index beside `total_size`.
+        `storages`: name -> (identity, bytes) of the storage that HF would see behind the tensor. HF keeps the views of one
+        storage (the experts of a layer) in one file. `metadata` is added to the index next to `total_size`.
         """
         by_name = {tensor.name: tensor for tensor in tensors}
         unknown = sorted({str(t.dtype) for t in by_name.values() if t.dtype not in SAFETENSORS_DTYPES})
@@ -175,7 +175,7 @@ class WeightPlan:
 
     @classmethod
     def join(cls, plans: Iterable[tuple[str, WeightPlan]]) -> WeightPlan:
-        """Several plans in one folder, each below a path ("" for the folder itself)."""
+        """Combine several plans in one folder, each below a path ("" for the folder itself)."""
         files: list[WeightFile] = []
         indexes: dict[str, Mapping[str, Any]] = {}
         for below, plan in plans:
@@ -190,7 +190,7 @@ class WeightPlan:
 
     @cached_property
     def by_param(self) -> Mapping[str, tuple[tuple[Extent, Piece], ...]]:
-        """Parameter -> where its elements go, in file order."""
+        """Parameter -> the places of its elements, in file order."""
         found: dict[str, list[tuple[Extent, Piece]]] = {}
         for file in self.files:
             for extent in file.extents:
@@ -199,7 +199,7 @@ class WeightPlan:
         return {name: tuple(extents) for name, extents in found.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `from_json`."""
+        """Plain values that `from_json` accepts."""
         return {
             "version": VERSION,
             "indexes": {name: dict(content) for name, content in self.indexes.items()},

@@ -1,8 +1,8 @@
-"""Weights from the shards of all ranks into one folder, in parallel and without gathering.
+"""Writes weights from the shards of all ranks into one folder, in parallel and without gathering.
 
-Every rank writes the byte ranges of its own elements, cast to the dtype on disk. Where a folder does not take that (probed
-with a small file, or it lies on another machine's disk), the bytes travel to rank 0 in file order, a few MB at a time.
-A tensor whose elements are scattered over its parameter (a transposed one) is put together on one rank, one at a time.
+Every rank writes the byte ranges of its own elements, cast to the dtype on disk. If the folder does not support that (probed
+with a small file, or it is on another machine's disk), the bytes are sent to rank 0 in file order, a few MB at a time.
+A tensor whose elements are scattered over its parameter (a transposed one) is assembled on one rank, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ CHUNK = 8 * 2**20
 _PROBE = ".write-probe"
 
 Interval = tuple[str, int, int, TensorSlice]
-"""Name of a parameter, [start, stop) in the elements of the slice of it that a rank keeps."""
+"""Parameter name, and [start, stop) in the elements of the slice that a rank holds."""
 
 
 @dataclass(frozen=True)
 class _Write:
-    """Neighbouring elements of one part with their place on disk."""
+    """Contiguous elements of one part with their place on disk."""
 
     file: int
     offset: int
@@ -57,9 +57,9 @@ class _Write:
 
 
 def probe(folder: Path, axis: MeshAxis) -> str:
-    """Whether all ranks can write into one file of `folder` at once: PARALLEL, IN_ORDER or NOT_SHARED.
+    """Whether all ranks can write to one file of `folder` at once: PARALLEL, IN_ORDER or NOT_SHARED.
 
-    Collective over `axis`. Raises `CheckpointError` on every rank when rank 0 cannot write there at all.
+    Collective over `axis`. Raises `CheckpointError` on every rank if rank 0 cannot write there at all.
     """
     path = folder / _PROBE
     if axis.rank == 0:
@@ -95,11 +95,11 @@ def write_weights(
 ) -> str:
     """Write the files of `plan` below an existing `folder` and read their headers back. Returns the mode used.
 
-    Collective over `axis`: every rank calls it with the same plan and its own `parts`; over all ranks they hold each element
+    Collective over `axis`: every rank calls it with the same plan and its own `parts`, which over all ranks hold each element
     of the plan once (parts of other parameters are skipped). May run in a background thread if `axis` has its own group.
-    `mode`: what `probe` said of this file system before; None asks again. Host memory: 8 MB, and for scattered tensors one
-    parameter and one stored tensor. Raises `CheckpointError` on every rank, naming path and reason; what was there before
-    under the same names is lost, so write into a fresh folder.
+    `mode`: an earlier result of `probe` for this file system; None probes again. Host memory: 8 MB, and for scattered tensors
+    one parameter and one stored tensor. Raises `CheckpointError` on every rank, naming path and reason. Existing files
+    of the same names are lost, so write into a fresh folder.
     """
     folder = Path(folder)
     mode = mode or probe(folder, axis)
@@ -127,7 +127,7 @@ def _finish(folder: Path, plan: WeightPlan) -> None:
 
 
 def _together(axis: MeshAxis, folder: Path, act: Callable[[], object] | None) -> None:
-    """Run `act` on this rank and raise on every rank what went wrong on any. Collective."""
+    """Run `act` on this rank, and raise on every rank if it failed on any. Collective."""
 
     def explain(error: Exception) -> str:
         if isinstance(error, OSError):
@@ -153,11 +153,11 @@ class _Writer:
         self._scattered_names = {(p.file, p.tensor.name) for p in self.scattered}
         self.staging = torch.empty(CHUNK + 8, dtype=torch.uint8)
         self.written: Counter[str] = Counter()
-        """Bytes of each file that this rank wrote, or sent to be written."""
+        """Bytes of each file that this rank wrote, or sent to another rank."""
         self.problem: str | None = None
 
     def write(self) -> None:
-        """Everything of this rank (parallel), or everything of all ranks on rank 0. Raises on every rank together."""
+        """Write this rank's elements (parallel), or on rank 0 those of all ranks. Raises on every rank together."""
         with OpenFiles(self.folder) as files:
             if self.mode == PARALLEL:
                 for segment in _segments(self._writes(self._intervals(), self.axis.rank)):
@@ -169,7 +169,7 @@ class _Writer:
         agree(self.axis, self.problem, CheckpointError, names_rank=True)
 
     def check_complete(self) -> None:
-        """Every byte of every file was written by exactly one rank, or `CheckpointError`. Collective."""
+        """Raise `CheckpointError` unless exactly one rank wrote each byte of each file. Collective."""
         total: Counter[str] = Counter()
         for written in collectives.all_gather_object(self.axis, dict(self.written)):
             total.update(written)
@@ -214,7 +214,7 @@ class _Writer:
         writes.sort(key=lambda w: (w.file, w.offset))
         file = 0
         for segment in _segments(writes):
-            if segment[0].file != file:  # often enough to stop soon after a failure, without a message per segment
+            if segment[0].file != file:  # often enough to stop soon after a failure, without one message per segment
                 agree(self.axis, self.problem, CheckpointError, names_rank=True)
                 file = segment[0].file
             owner, nbytes = segment[0].owner, sum(w.nbytes for w in segment)
@@ -239,7 +239,7 @@ class _Writer:
             and not first.dtype.is_complex
         ):
             return values[first.start : first.start + first.numel].view(torch.uint8)
-        lead = first.offset % 8  # what follows is then aligned for its dtype, as it is in the file
+        lead = first.offset % 8  # aligns the following bytes for their dtype, as in the file
         end = lead
         for write in segment:
             into = self.staging[end : end + write.nbytes].view(write.dtype)
@@ -257,7 +257,7 @@ class _Writer:
             self.written[name] += data.numel()
 
     def _try(self, act: Callable[[], None]) -> None:
-        """A rank that failed goes on taking part in the exchange: nobody waits for it, and all raise together."""
+        """Run `act`. A failed rank keeps taking part in the exchange, so nobody hangs and all ranks raise together."""
         try:
             act()
         except OSError as error:
@@ -286,7 +286,7 @@ class _Writer:
     def _collect(
         self, name: str, everyone: list[list[Interval]], target: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """All of a parameter on rank `target` (None elsewhere, or when elements are missing), in the dtype on disk."""
+        """The whole parameter on rank `target` in the dtype on disk; None elsewhere, or if elements are missing."""
         rows = [(rank, *row[1:]) for rank, intervals in enumerate(everyone) for row in intervals if row[0] == name]
         numel = max((held.whole_numel for *_, held in rows), default=0)
         complete = sum(stop - start for _, start, stop, _ in rows) == numel
@@ -309,7 +309,7 @@ class _Writer:
 
 
 def _put_back(values: torch.Tensor, start: int, held: TensorSlice, full: torch.Tensor) -> None:
-    """Copy elements of a slice, from `start` on, to where they are in the flattened whole parameter."""
+    """Copy elements of a slice, from `start` on, to their places in the flattened whole parameter."""
     strides = strides_of(held.whole)
     for box in held.boxes(start, start + values.numel()):
         first = sum(index * stride for index, stride in zip(box.offsets, strides, strict=True))
@@ -318,7 +318,7 @@ def _put_back(values: torch.Tensor, start: int, held: TensorSlice, full: torch.T
 
 
 def _segments(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
-    """Neighbours on disk with one owner, joined up to CHUNK bytes; longer ones cut."""
+    """Contiguous writes of one owner, joined up to CHUNK bytes; longer ones are cut."""
     current: list[_Write] = []
     end = size = 0
     for long in writes:
@@ -342,7 +342,7 @@ def _cut(write: _Write) -> Iterator[_Write]:
 
 
 def _groups(extents: Iterable[Extent]) -> list[tuple[list[str], list[Extent]]]:
-    """Extents that need the same parameters together, so that each parameter is collected once."""
+    """Extents that need the same parameters, grouped so that each parameter is collected once."""
     groups: list[tuple[list[str], list[Extent]]] = []
     for extent in extents:
         params = {piece.param for piece in extent.tensor.pieces}
