@@ -1,4 +1,4 @@
-"""What `accelerate launch` was told: its environment variables and its YAML, as values for our keys.
+"""The settings of `accelerate launch` (its environment variables and its YAML) as values for hf_dist's keys.
 
 Source: accelerate utils/launch.py (which variables it sets), utils/dataclasses.py (DeepSpeedPlugin: what they mean).
 """
@@ -25,7 +25,7 @@ DEEPSPEED_KEYS: Mapping[str, str] = {
 """Keys of `deepspeed_config` in accelerate's YAML, and options of `accelerate launch`."""
 
 _MARKERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_CONFIG_DS_FIELDS")
-"""The first turns DeepSpeed on in accelerate; `hf_dist` turns it off again, and the second still tells what was asked."""
+"""The first variable turns DeepSpeed on in accelerate. `hf_dist` turns it off again; the second still shows the request."""
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _VARIABLES: Mapping[str, str] = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
@@ -42,26 +42,26 @@ _VARIABLES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class LauncherSetting:
-    """One value that the launcher decided."""
+    """One value that the launcher set."""
 
     value: Any
     """The value, as a JSON file would hold it."""
     origin: str
-    """The variable that carries it, or the key of the YAML."""
+    """The environment variable that carries it, or the key of the YAML."""
     key: str
-    """accelerate's own name of the setting, as in its YAML."""
+    """accelerate's own name of the setting, as in the YAML."""
 
 
 @dataclass(frozen=True)
 class LauncherSettings:
-    """What the launcher decided: single settings by JSON path, and perhaps a config file of DeepSpeed."""
+    """The launcher's settings by JSON path, and perhaps a DeepSpeed config file."""
 
     settings: Mapping[str, LauncherSetting]
     config_file: str | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> LauncherSettings | None:
-        """The settings of `accelerate launch --use_deepspeed`; None when it was not asked for DeepSpeed."""
+        """The settings of `accelerate launch --use_deepspeed`; None if DeepSpeed was not requested."""
         if environment.get(_MARKERS[0], "").lower() not in ("1", "true", "yes") and _MARKERS[1] not in environment:
             return None
         given = {name: environment[name] for name in _VARIABLES if environment.get(name, "none").lower() != "none"}
@@ -73,12 +73,12 @@ class LauncherSettings:
         return cls(settings, None if config_file == "none" else config_file)
 
     def base_config(self) -> dict[str, Any]:
-        """What accelerate starts from where no file is named, to be filled by these settings: ZeRO 2, or the stage given."""
+        """The config that accelerate starts from if no file is named, before these settings: ZeRO 2, or the given stage."""
         return {} if f"{_ZERO}.stage" in self.settings else {_ZERO: {"stage": 2}}
 
 
 def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Write `value` at a JSON path, making the sections on the way; nothing where a section is not an object."""
+    """Write `value` at a JSON path, creating missing sections. Does nothing if a section is not an object."""
     *sections, key = path.split(".")
     node: Any = config
     for section in sections:

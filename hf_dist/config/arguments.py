@@ -1,4 +1,4 @@
-"""The arguments of every optimizer and schedule that a config can name; kept by hand, so that reading needs no torch."""
+"""The arguments of every optimizer and schedule that a config can name. Kept by hand, so that reading needs no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZER_ARGUMENTS: Mapping[str, frozenset[str]] = {
         "Rprop": f"lr etas step_sizes capturable {_KERNELS}",
     }.items()
 }
-"""Classes of torch.optim with DeepSpeed's switches, Lion, and those that must see whole tensors: Muon, Lamb, HF's Adafactor."""
+"""Classes of torch.optim with DeepSpeed's switches, Lion, and those that need whole tensors: Muon, Lamb, HF's Adafactor."""
 
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
 _ONE_CYCLE = (

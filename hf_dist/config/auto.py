@@ -1,8 +1,8 @@
-"""Who fills "auto", which numbers must agree with TrainingArguments, and the two moments at which that is settled.
+"""Fills "auto" values and checks numbers that must agree with TrainingArguments, in two phases.
 
-Phase 1, when TrainingArguments are made: batch, learning rate, precision. Phase 2 (`final=True`), when the model and
-the number of steps are known: buckets and schedule; afterwards nothing is "auto". `resolve` may be called again with
-new sources: values it filled are filled anew, only values from the file are compared.
+Phase 1, when TrainingArguments are created: batch, learning rate, precision. Phase 2 (`final=True`), when the model and
+the number of steps are known: buckets and schedule. Afterwards no value is "auto". `resolve` may be called again with
+new sources: it fills its own values again, and compares only values from the file.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _BATCH = (TRAIN, MICRO, STEPS)
 
 @dataclass(frozen=True)
 class AutoRule:
-    """One key that "auto" may stand in."""
+    """One key that accepts "auto"."""
 
     path: str
     """JSON path."""
     source: str
     """Attribute of AutoSources that holds the value."""
     label: str
-    """The value's origin, for the table and the messages."""
+    """Where the value comes from, for the table and the messages."""
     option: str = ""
-    """Command line option that sets it; two options, with a space between, for a pair."""
+    """Command line option that sets it; for a pair, two options separated by a space."""
     must_match: bool = False
-    """Whether a value in the file has to equal the source."""
+    """Whether a value in the file must equal the source."""
     fill_absent: bool = False
     """Whether a missing key is filled like "auto"."""
     stage3: bool = False
-    """Whether the source counts at ZeRO stage 3 only."""
+    """Whether the source applies at ZeRO stage 3 only."""
 
 
 def _argument(path: str, name: str, **flags: bool) -> AutoRule:
@@ -91,13 +91,13 @@ _DEFAULTED = (
         )
     ),
 )
-"""Keys that cannot change a result: "auto" without a source is the default."""
+"""Keys that cannot change a result: without a source, "auto" means the default."""
 
 _OF_THE_TRAINER = (
     *("tensorboard", "wandb", "csv_monitor", "comms_logger"),
     *("curriculum_learning", "flops_profiler", "progressive_layer_drop"),
 )
-"""Sections that do nothing in a loop of one's own."""
+"""Sections that do nothing in a custom loop."""
 
 _FOUND_LATER = frozenset(
     {
@@ -105,7 +105,7 @@ _FOUND_LATER = frozenset(
         "expert_parallel.autoep_size",
     }
 )
-"""Keys whose "auto" is measured where it is used."""
+"""Keys whose "auto" is measured at the place of use."""
 
 _DEFAULTS = DistConfig()
 
@@ -121,7 +121,7 @@ class _Resolution:
         return self.changes[path][0] if path in self.changes else self.config.value_at(path)
 
     def explicit(self, path: str) -> bool:
-        """Whether the file, or the launcher, gives a value, not "auto"."""
+        """Whether the file or the launcher gives a value other than "auto"."""
         return self.config.source_of(path).startswith(("file", "launcher"))
 
     def fill(self, path: str, value: Any, origin: str) -> None:
@@ -139,7 +139,7 @@ class _Resolution:
 
 
 def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) -> DistConfig:
-    """`config` filled from TrainingArguments; every disagreement is reported in one ConfigError."""
+    """`config` with "auto" filled from TrainingArguments. One ConfigError reports every disagreement."""
     config = with_elastic_batch(config, sources.data_world_size)
     work = _Resolution(config)
     for rule in AUTO_TABLE:
@@ -154,7 +154,7 @@ def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) ->
 
 
 def disagreements(config: DistConfig, sources: AutoSources, known: list[Problem]) -> list[Problem]:
-    """What `resolve` would find wrong with a config in which `known` is wrong already, and left out."""
+    """The problems that `resolve` would find in a config with the errors `known`, without those."""
     try:
         resolve(config, sources)
     except ConfigError as error:
@@ -165,7 +165,7 @@ def disagreements(config: DistConfig, sources: AutoSources, known: list[Problem]
 
 
 def with_elastic_batch(config: DistConfig, data_ranks: int) -> DistConfig:
-    """`config` with the batch sizes that its `elasticity` section has for these ranks; the same where that is off."""
+    """`config` with the batch sizes that its `elasticity` section gives for these ranks; unchanged if the section is off."""
     if not config.elasticity.enabled:
         return config
     try:
@@ -177,7 +177,7 @@ def with_elastic_batch(config: DistConfig, data_ranks: int) -> DistConfig:
 
 
 def _note_overrides(work: _Resolution, sources: AutoSources) -> None:
-    """Sections of the file that win over an argument somebody chose."""
+    """Note sections of the file that override an argument set by the user."""
     scheduler, optimizer = work.config.scheduler, work.config.optimizer
     kind, optim = sources.lr_scheduler_type, sources.optim
     if scheduler is not None and kind not in ("", "linear"):
@@ -196,11 +196,11 @@ def resolve_without_trainer(
     num_training_steps: int | None = None,
     on_gpu: bool = False,
 ) -> DistConfig:
-    """`config` for one's own loop: the micro batch may stay None, gradients are clipped where the file says so."""
+    """`config` for a custom loop: the micro batch may stay None, and gradients are clipped if the file says so."""
     config = with_elastic_batch(config, data_ranks)
     work = _Resolution(config)
     if not work.explicit("gradient_clipping"):
-        # DeepSpeed and torch do not clip unasked; "auto" is what it is in the Trainer.
+        # DeepSpeed and torch do not clip by default; "auto" means the Trainer's value.
         work.fill("gradient_clipping", 0.0 if config.gradient_clipping is None else 1.0, "default")
     for section in _OF_THE_TRAINER:
         if config.value_at(f"{section}.enabled"):
@@ -232,7 +232,7 @@ def resolve_without_trainer(
 
 
 def _apply(rule: AutoRule, sources: AutoSources, work: _Resolution) -> None:
-    """Fill the key of one rule, or compare it."""
+    """Fill the key of one rule, or compare it with its source."""
     value, label = getattr(sources, rule.source), rule.label
     if rule.source in ("fp16", "bf16"):
         value, label = sources.precision(rule.source)
@@ -240,7 +240,7 @@ def _apply(rule: AutoRule, sources: AutoSources, work: _Resolution) -> None:
         return
     path = rule.path
     if path == "bf16.enabled" and work.config.torch_autocast.enabled and work.config.source_of(path) == "default":
-        return  # what `bf16=True` means for the stock Trainer: autocast over fp32 weights
+        return  # the meaning of `bf16=True` in the stock Trainer: autocast over fp32 weights
     if path in _BATCH and work.config.elasticity.enabled:
         return
     source = work.config.source_of(path)
@@ -268,7 +268,7 @@ def _same(path: str, written: Any, value: Any) -> bool:
 
 
 def _check_precision(work: _Resolution, sources: AutoSources) -> None:
-    """The file may turn a precision on alone; it may not turn off, or pair with another, what the arguments turn on."""
+    """The file alone may turn a precision on. It may not turn off, or combine, a precision that the arguments turn on."""
     for name in ("fp16", "bf16"):
         path = f"{name}.enabled"
         turned_on, origin = sources.precision(name)
@@ -311,7 +311,7 @@ def _resolve_batch(work: _Resolution, sources: AutoSources) -> None:
 
 
 def _ranks_hint(config: DistConfig, data_ranks: int) -> str:
-    """Why there are fewer data ranks than processes; empty where every rank reads rows of its own."""
+    """Why there are fewer data ranks than processes; empty if every rank reads its own rows."""
     stages, cut = config.pipeline.stages, config.tensor_parallel.autotp_size
     if cut == 1:
         return f"; {stages * data_ranks} processes in {stages} stages are {data_ranks} data ranks" if stages > 1 else ""
@@ -327,7 +327,7 @@ def _write_batch(work: _Resolution, sizes: BatchSizes, given: Mapping[str, int |
 
 
 def _settle(work: _Resolution, fix: str, *, on_gpu: bool) -> None:
-    """After the last sources: defaults where they are harmless, a problem for anything else that is still "auto"."""
+    """After the last sources: use defaults where they are harmless; report any other key that is still "auto"."""
     zero = work.config.zero_optimization
     for path in _DEFAULTED:
         if is_auto(work.value(path)):
@@ -335,7 +335,7 @@ def _settle(work: _Resolution, fix: str, *, on_gpu: bool) -> None:
     if work.value(f"{_ZERO}.overlap_comm") is None:
         overlap = f"{_ZERO}.overlap_comm"
         source = work.changes[overlap][1] if overlap in work.changes else "default"
-        # On a CPU a transfer takes the time of the cores that compute; what flies costs memory at every stage.
+        # On a CPU, transfers use the same cores as computation; data in flight costs memory at every stage.
         work.changes[overlap] = (on_gpu or zero.stage == 3, source)
     for path, source in work.config.sources.items():
         if source == "auto" and is_auto(work.value(path)) and path not in _FOUND_LATER:

@@ -1,4 +1,4 @@
-"""The batch triangle: train = micro x accumulation x data ranks, exact, never rounded."""
+"""The batch equation: train = micro x accumulation x data ranks, exact, never rounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes that satisfy the triangle; `train` and `micro` are None together, when only the data loader knows."""
+    """Sizes that satisfy the equation. `train` and `micro` are both None if only the data loader knows them."""
 
     train: int | None
     """Samples per optimizer step over all data ranks."""
@@ -26,7 +26,7 @@ class BatchSizes:
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, data_ranks: int) -> BatchSizes:
-    """Fill in what is None; raise ConfigError, with all four numbers, when no whole numbers fit."""
+    """Fill in the sizes that are None. Raises ConfigError with all four numbers if no whole numbers fit."""
     if data_ranks < 1:
         raise ConfigError(Problem("data_ranks", str(data_ranks), "is not at least 1", ""))
     _check_positive(train, micro, accumulation)
@@ -56,7 +56,7 @@ def _check_positive(train: int | None, micro: int | None, accumulation: int | No
 
 
 def _misfit(train: int, micro: int | None, accumulation: int | None, data_ranks: int) -> ConfigError:
-    """The error for sizes with no whole solution; says which single change would mend it."""
+    """The error for sizes without a whole solution; it names single changes that would fix it."""
     factors = f"{MICRO} ({micro or 'not set'}) x {STEPS} ({accumulation or 'not set'}) x data ranks ({data_ranks})"
     known = (micro or 1) * (accumulation or 1) * data_ranks
     if micro is not None and accumulation is not None:

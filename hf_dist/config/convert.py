@@ -1,4 +1,4 @@
-"""A config of ours from what people have: accelerate's YAML, or the `fsdp` arguments of TrainingArguments."""
+"""Makes an hf_dist config from accelerate's YAML, or from the `fsdp` arguments of TrainingArguments."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ _TEMPLATE = re.compile(r"\$\{|\{\{|^<.*>$")
 
 @dataclass
 class Conversion:
-    """The config that was made, and what became of keys that are not in it."""
+    """The resulting config, and what happened to keys that are not in it."""
 
     config: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    """Key of the source -> why it has no counterpart, or where it went."""
+    """Key of the source -> why it has no counterpart, or where it moved."""
 
 
 def from_accelerate(data: Mapping[str, Any]) -> Conversion:
-    """From the content of an `accelerate config` YAML, with a `deepspeed_config` or an `fsdp_config` section.
+    """Convert the content of an `accelerate config` YAML with a `deepspeed_config` or an `fsdp_config` section.
 
-    Where `deepspeed_config` names a `deepspeed_config_file`, that file is the config and there is nothing to convert:
-    ConfigError. So is a file with neither section. Values that are templates are left out, and listed.
+    Raises ConfigError if `deepspeed_config` names a `deepspeed_config_file`, because that file already is the config, and if
+    the YAML has neither section. Template values are left out and listed.
     """
     result = Conversion({key: "auto" for key in _AUTO})
     data = _filled(data, "", result.notes)
@@ -102,7 +102,7 @@ def from_accelerate(data: Mapping[str, Any]) -> Conversion:
 
 
 def _filled(node: Any, path: str, notes: dict[str, str]) -> Any:
-    """`node` without the values that a template leaves open."""
+    """`node` without values that are unfilled templates."""
     if not isinstance(node, Mapping):
         return node
     kept = {}
@@ -116,7 +116,7 @@ def _filled(node: Any, path: str, notes: dict[str, str]) -> Any:
 
 
 def _section(data: Mapping[str, Any], name: str, notes: Mapping[str, str]) -> Mapping[str, Any]:
-    """A section of the YAML, empty where there is none."""
+    """A section of the YAML; empty if missing."""
     if name in notes:
         raise ConfigError(Problem(name, "", "is a template", "Fill it in first."))
     section = data.get(name) or {}
@@ -130,7 +130,7 @@ def _whole(value: Any, otherwise: int) -> int:
 
 
 def _parallelism(section: Any, result: Conversion) -> None:
-    """Sizes of axes: copies of the shards (HSDP), parts of a matrix, parts of a sequence."""
+    """Convert sizes of axes: replicas of the shards (HSDP), parts of a matrix, parts of a sequence."""
     sizes = {}
     for written, value in section.items() if isinstance(section, Mapping) else ():
         key = str(written).removeprefix("parallelism_config_")
@@ -154,7 +154,7 @@ def _parallelism(section: Any, result: Conversion) -> None:
 
 
 def _dynamo(section: Any, result: Conversion) -> None:
-    """torch.compile as accelerate was told of it."""
+    """Convert accelerate's torch.compile settings."""
     for written, value in section.items() if isinstance(section, Mapping) else ():
         if str(written).removeprefix("dynamo_") == "backend":
             if str(value).lower() not in ("no", "none"):
@@ -164,7 +164,7 @@ def _dynamo(section: Any, result: Conversion) -> None:
 
 
 def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, Any]) -> Conversion:
-    """From `--fsdp "full_shard auto_wrap offload"` and the content of the `--fsdp_config` file; precision is "auto"."""
+    """Convert `--fsdp "full_shard auto_wrap offload"` and the content of the `--fsdp_config` file; precision is "auto"."""
     result = Conversion({key: "auto" for key in _AUTO})
     options = fsdp.replace(",", " ").split()
     known = (*(name.lower() for name in _SHARDING), "offload", "auto_wrap", "hybrid_shard_zero2", "true")
@@ -200,7 +200,7 @@ def _deepspeed_section(section: Mapping[str, Any], result: Conversion) -> None:
         elif path is not None:
             put(result.config, path, value)
         elif key in SUPPORT or any(known.startswith(f"{key}.") for known in SUPPORT):
-            # accelerate ignores raw DeepSpeed sections in its YAML; whoever wrote one meant it.
+            # accelerate ignores raw DeepSpeed sections in its YAML, but the user who wrote one meant it.
             both = isinstance(value, Mapping) and isinstance(result.config.get(key), dict)
             result.config[key] = {**result.config[key], **value} if both else value
             result.notes[key] = "taken over, though accelerate ignores it"
@@ -209,7 +209,7 @@ def _deepspeed_section(section: Mapping[str, Any], result: Conversion) -> None:
 
 
 def _fsdp_section(section: Mapping[str, Any], result: Conversion, prefix: str, per_machine: int) -> None:
-    """FSDP's settings, with or without the `fsdp_` that accelerate puts before them."""
+    """Convert FSDP's settings, with or without the `fsdp_` that accelerate puts before them."""
     zero = result.config.setdefault(_ZERO, {"stage": 3})
     for written, value in section.items():
         key, name = written.removeprefix("fsdp_"), f"{prefix}{written}"
@@ -237,7 +237,7 @@ def _fsdp_section(section: Mapping[str, Any], result: Conversion, prefix: str, p
 
 
 def _sharding(value: Any, zero: dict[str, Any], result: Conversion, name: str, per_machine: int) -> None:
-    """A strategy by name or number, or whether weights are freed after forward."""
+    """Convert a strategy by name or number, or the setting whether weights are freed after forward."""
     text = str(value).upper()
     if text.isdigit() and 1 <= int(text) <= len(_SHARDING_NUMBERS):
         text = _SHARDING_NUMBERS[int(text) - 1]

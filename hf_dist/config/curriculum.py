@@ -1,4 +1,4 @@
-"""The length of training batches at each step, as the `curriculum_learning` section says.
+"""The length of training batches at each step, according to the `curriculum_learning` section.
 
 Source: DeepSpeed runtime/data_pipeline/curriculum_scheduler.py.
 """
@@ -20,7 +20,7 @@ _EXAMPLES |= {"difficulty": "[64, 128]", "max_step": "[1000]"}
 
 
 def length_at(section: CurriculumConfig, finished_steps: int) -> int:
-    """Most tokens of a batch in the optimizer step that comes after `finished_steps`."""
+    """Maximum number of tokens per row in the optimizer step that follows `finished_steps`."""
     how, step = section.schedule_config, finished_steps + 1
     if section.schedule_type == "fixed_discrete":
         assert how.difficulty is not None and how.max_step is not None  # `check_curriculum`
@@ -35,7 +35,7 @@ def length_at(section: CurriculumConfig, finished_steps: int) -> int:
 
 
 def check_curriculum(section: CurriculumConfig, findings: Findings) -> None:
-    """Record what the schedule needs and does not have."""
+    """Record values that the schedule needs but lacks."""
     if not section.enabled:
         return
     where, how = "curriculum_learning", section.schedule_config

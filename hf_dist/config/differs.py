@@ -1,4 +1,4 @@
-"""Where hf_dist does something else than DeepSpeed would with the same file, and the key that restores it.
+"""Where hf_dist behaves differently from DeepSpeed with the same file, and the key that restores DeepSpeed's behaviour.
 
 Source: DeepSpeed 0.19.6, runtime/engine.py (data types, clipping), runtime/zero/config.py; accelerate 1.15, utils/deepspeed.py.
 """
@@ -17,21 +17,21 @@ _RECOMPUTE = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that the same file means here and not there."""
+    """One difference between hf_dist and DeepSpeed for the same file."""
 
     path: str
-    """The key that decides it, whether the file has it or not."""
+    """The key that controls it, whether or not the file has it."""
     text: str
-    """What happens here, and what there, as a clause."""
+    """What hf_dist does and what DeepSpeed does, as a clause."""
     restore: str
-    """What to write to have DeepSpeed's, as a clause."""
+    """What to write to get DeepSpeed's behaviour, as a clause."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.text}. As there: {self.restore}"
 
 
 def differences(config: DistConfig) -> tuple[Difference, ...]:
-    """Of a config as it was read, or resolved: then also what the job's own numbers say."""
+    """The differences of a config as read, or of a resolved one, which also covers the job's own numbers."""
     finders = (_clipping, _wire, _accumulation, _recompute, _overlap, _neox)
     return tuple(found for finder in finders for found in finder(config))
 
@@ -41,7 +41,7 @@ def _clipping(config: DistConfig) -> Iterator[Difference]:
     source, value = config.source_of(path), config.gradient_clipping
     if not source.startswith(("default", "absent")):
         return
-    if source.endswith("<- default"):  # a loop of one's own
+    if source.endswith("<- default"):  # a custom loop
         text = "not in the file, and nothing clips; DeepSpeed since 0.19 may clip at 1.0, its new default"
         yield Difference(path, text, 'write "gradient_clipping": 1.0, or 0.0 to say so')
     elif value != 0:
@@ -54,7 +54,7 @@ def _clipping(config: DistConfig) -> Iterator[Difference]:
 
 
 def _half(config: DistConfig) -> str | None:
-    """The half precision that is on; "half precision" while nobody has filled "auto"; None in fp32."""
+    """The enabled half precision; "half precision" while "auto" is not filled; None in fp32."""
     switches = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
     on = [name for name, value in switches.items() if value is True]
     open_ones = [name for name, value in switches.items() if is_auto(value)]

@@ -1,4 +1,4 @@
-"""The batch plan of the `elasticity` section: one global batch, shared out among however many data ranks there are.
+"""The batch plan of the `elasticity` section: one global batch that many numbers of data ranks can divide.
 
 Source: DeepSpeed elasticity/elasticity.py, version 0.1 of its plan; the same file gives the same global batch.
 """
@@ -11,7 +11,7 @@ from hf_dist.config.batch import BatchSizes
 from hf_dist.config.training_sections import ElasticityConfig
 from hf_dist.errors import ConfigError, Problem
 
-# Numbers with more divisors than any smaller one: times a micro batch they make global batches that many counts divide.
+# Numbers with more divisors than any smaller number: times a micro batch, they give global batches with many divisors.
 _HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120),
     *(20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400),
@@ -20,9 +20,9 @@ _HIGHLY_COMPOSITE = (
 
 
 def elastic_sizes(section: ElasticityConfig, data_ranks: int) -> BatchSizes:
-    """The sizes for `data_ranks`: the global batch is the same for every number that divides it.
+    """The sizes for `data_ranks`. The global batch is the same for every number that divides it.
 
-    Raises `ConfigError` where no micro batch fits, with the numbers of ranks that would.
+    Raises `ConfigError` if no micro batch fits, naming numbers of ranks that would.
     """
     train, counts = elastic_batch(section)
     sizes = sorted(set(section.micro_batch_sizes), reverse=True)
@@ -39,13 +39,13 @@ def elastic_sizes(section: ElasticityConfig, data_ranks: int) -> BatchSizes:
 
 
 def elastic_batch(section: ElasticityConfig) -> tuple[int, list[int]]:
-    """The global batch, and every number of data ranks within the bounds that can share it out."""
+    """The global batch, and every number of data ranks within the bounds that divides it."""
     micros, largest = section.micro_batch_sizes, section.max_train_batch_size
     candidates = sorted({_largest_multiple(base, largest) for base in (*micros, math.lcm(*micros)) if base <= largest})
     best, counts = min(micros), list[int]()
     for batch in candidates if section.prefer_larger_batch else reversed(candidates):
         found = _counts(batch, section)
-        if len(found) >= len(counts):  # of two that fit as many, the later one
+        if len(found) >= len(counts):  # the later one of two that fit equally many
             best, counts = batch, found
     return best, counts
 
@@ -55,7 +55,7 @@ def _largest_multiple(base: int, largest: int) -> int:
 
 
 def _counts(batch: int, section: ElasticityConfig) -> list[int]:
-    """Numbers of ranks, in order, to each of which the batch gives a whole number of some micro batch."""
+    """Sorted numbers of ranks that each divide the batch into a whole number of some micro batch."""
     found = {
         count
         for micro in section.micro_batch_sizes

@@ -1,4 +1,4 @@
-"""Names of other tools that people write into this file, and what to write instead; kept by hand: reading needs no torch."""
+"""Names of other tools that people write into the config, and what to write instead. Kept by hand: reading needs no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INSTEAD: Mapping[str, str] = {
     **_each("context_parallel_size cp_size sp_size", "sequence_parallel_size"),
     **_each("torch_compile", "compile.enabled"),
 }
-"""Name -> the path here that takes the same value."""
+"""Name -> the hf_dist path that takes the same value."""
 
 _HALF = 'Remove it and write "bf16": {"enabled": true} or "fp16": {"enabled": true}.'
 _RECOMPUTE = 'Remove it and write "activation_checkpointing": {"every_n_layers": 1}, or pass --gradient_checkpointing.'
@@ -52,7 +52,7 @@ SENTENCES: Mapping[str, str] = {
     **_each("gradient_checkpointing use_gradient_checkpointing enable_gradient_checkpointing", _RECOMPUTE),
     **_each("sharding_strategy fsdp_sharding_strategy fsdp fsdp_config", _SHARDED),
 }
-"""Name -> a sentence, where the value is another one here."""
+"""Name -> a sentence, where hf_dist needs a different value."""
 
 TRAINING_ARGUMENTS = frozenset(
     _names(
@@ -104,7 +104,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(_FSDP, "a setting of FSDP"),
     **dict.fromkeys((*TRAINING_ARGUMENTS, *_EARLIER_ARGUMENTS), "an argument of the script"),
 }
-"""Name -> whose it is."""
+"""Name -> the tool it belongs to."""
 
 FOREIGN = frozenset({"deepspeed", "project", "debug"})
-"""Arguments whose names other programs use for sections of their own."""
+"""Arguments whose names other programs use for their own sections."""

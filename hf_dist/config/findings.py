@@ -1,4 +1,4 @@
-"""What one reading of a config found: problems and notes, placed at the line and under the key the user wrote."""
+"""What one reading of a config found: problems and notes, with the line and the key as the user wrote it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NoteKind = Literal["unknown", "idle", "read", "override", "comment"]
 
 @dataclass(frozen=True)
 class Note:
-    """One accepted key that the user should know something about."""
+    """Something the user should know about one accepted key."""
 
     path: str
     """JSON path as the user wrote it."""
     reason: str
     """A few words."""
     kind: NoteKind = "idle"
-    """"unknown" would be an error but for `hf_dist.strict` false, "idle" changes nothing, "read" was written as another
-    type, "override" wins over an argument, "comment" is a remark of the user, like `_comment`."""
+    """"unknown" would be an error if `hf_dist.strict` were not false, "idle" changes nothing, "read" was written as another
+    type, "override" wins over an argument, "comment" is the user's remark, such as `_comment`."""
 
 
 @dataclass
 class Findings:
-    """Collector for one config; `written` leads from a canonical path to the alias the user wrote and its value."""
+    """Collects the findings for one config. `written` maps a canonical path to the user's alias and its value."""
 
     origin: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -42,13 +42,13 @@ class Findings:
         return respelled(path, {canonical: written for canonical, (written, _) in self.written.items()})
 
     def at_line(self, path: str) -> str:
-        """`file:line` of the key, the file alone if the line is unknown, empty for a dict."""
+        """`file:line` of the key; only the file if the line is unknown; empty for a dict."""
         return at_line(self.origin, self.lines, self.spelled(path))
 
     def problem(self, path: str, expected: str, fix: str = "", found: Any = _ABSENT) -> None:
-        """Record one wrong key; `found` is the value, left out for keys that are wrong whatever their value.
+        """Record one wrong key. `found` is the value; omit it for keys that are wrong whatever their value.
 
-        Without a `fix` the remedy is a value that `expected` names."""
+        Without a `fix` the remedy is to write a value that `expected` names."""
         value = self.written[path][1] if path in self.written and found is not _ABSENT else found
         text = "" if value is _ABSENT else shown(value)
         fix = fix or ("Remove the key." if value is _ABSENT else "Write one, or remove the key.")
@@ -63,17 +63,17 @@ class Findings:
             self.notes.append(note)
 
     def raise_if_any(self) -> None:
-        """Raise one ConfigError with every problem, in the order of the file."""
+        """Raise one ConfigError with every problem, in file order."""
         if self.problems:
             raise ConfigError(self.in_order())
 
     def in_order(self) -> list[Problem]:
-        """Every problem, in the order of the file."""
+        """Every problem, in file order."""
         return sorted(self.problems, key=lambda p: _line(p.file))
 
 
 def respelled(path: str, spellings: Mapping[str, str]) -> str:
-    """`path` with itself or the nearest enclosing section spelled as the user did."""
+    """`path` with its own or the nearest enclosing section's spelling as the user wrote it."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         head = ".".join(parts[:cut])

@@ -1,4 +1,4 @@
-"""The JSON Schema of the config, for editors that complete keys and check values while one types."""
+"""The JSON Schema of the config, for editors that complete keys and check values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_dist.config.support import FREE_FORM, STRICT, SUPPORT
 
 _VERSION = "https://json-schema.org/draft/2020-12/schema"
 _REMARKS = "^(_|comment|//|#|\\$)"
-"""Keys that hold remarks; `hf_dist.config.keys.is_comment`."""
+"""Keys that hold remarks; see `hf_dist.config.keys.is_comment`."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _type(kind: Any) -> dict[str, Any]:
 
 
 def _section(root: dict[str, Any], path: list[str]) -> dict[str, Any]:
-    """The schema of the object at `path`, made if missing."""
+    """The schema of the object at `path`, created if missing."""
     node = root
     for part in path:
         node = node.setdefault("properties", {}).setdefault(part, {})

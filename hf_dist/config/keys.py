@@ -1,4 +1,4 @@
-"""Every key of a config against the support table: refused, without effect, misspelled, in the wrong place, unknown."""
+"""Checks every key of a config against the support table: refused, without effect, misspelled, misplaced or unknown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_dist.config.values import BadValue
 def check_keys(data: dict[str, Any], findings: Findings) -> None:
     """Record a problem or a note for every key of normalised `data` that is not simply used.
 
-    Values of keys that are known under another name, or elsewhere, are put there.
+    Values under another name or in the wrong place are moved to the right key.
     """
     _Walk(data, findings).section(data, "")
 
@@ -26,7 +26,7 @@ def is_comment(key: str) -> bool:
 
 
 class _Walk:
-    """One pass over a file; values under wrong names are judged where they were meant to stand."""
+    """One pass over a file. Values under wrong names are checked as values of the key that was meant."""
 
     def __init__(self, root: dict[str, Any], findings: Findings) -> None:
         self.root = root
@@ -35,7 +35,7 @@ class _Walk:
         self.lenient = lenient is not None and not truthy(lenient)
 
     def section(self, section: Mapping[str, Any], path: str) -> None:
-        """Every key of one object."""
+        """Check every key of one object."""
         common = _common_reason(path)
         switch = SUPPORT.get(f"{path}.enabled")
         refused_as_a_whole = switch is not None and switch.status is Status.REFUSED
@@ -45,7 +45,7 @@ class _Walk:
             self.key(path, key, value, path if common else "")
 
     def key(self, path: str, key: str, value: Any, listed_as: str = "") -> None:
-        """One key of the section `path`; `listed_as`: the path for the note, if not its own."""
+        """Check one key of the section `path`; `listed_as`: the path for the note, if it differs."""
         findings = self.findings
         where = f"{path}.{key}" if path else key
         row = SUPPORT.get(where)
@@ -63,7 +63,7 @@ class _Walk:
             findings.note(listed_as or where, row.reason)
 
     def unknown(self, path: str, key: str, value: Any) -> None:
-        """A key that nobody here reads."""
+        """Handle a key that hf_dist does not know."""
         where = f"{path}.{key}" if path else key
         if is_comment(key):
             self.findings.note(where, "a comment", "comment")
@@ -79,7 +79,7 @@ class _Walk:
                 self.read_as(verdict.target, where, value)
 
     def read_as(self, target: str, where: str, value: Any) -> None:
-        """Put the value where it was meant to stand, so that one round shows what is wrong with it, too."""
+        """Put the value at the key that was meant, so that one run also reports what is wrong with the value."""
         *sections, name = target.split(".")
         home: Any = self.root
         for part in sections:
@@ -92,7 +92,7 @@ class _Walk:
 
 
 def _is_sound(path: str, value: Any, findings: Findings) -> bool:
-    """Whether a value without effect is at least one that could have had one; records the problem if it is not."""
+    """Whether a value without effect at least has a valid form; records a problem if not."""
     coerce = IDLE_VALUES.get(path)
     try:
         if coerce is not None:
@@ -109,7 +109,7 @@ def _object_example(path: str, value: Any) -> str:
 
 
 def _common_reason(path: str) -> str:
-    """The reason shared by all keys of a section none of which has an effect; empty otherwise."""
+    """The reason shared by all keys of a section in which no key has an effect; empty otherwise."""
     if not path:
         return ""
     rows = [row for key, row in SUPPORT.items() if key.startswith(f"{path}.") and row.status is not Status.MAPPED]

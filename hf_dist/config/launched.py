@@ -1,4 +1,4 @@
-"""The launcher's settings against the file: they fill what it leaves open, and must agree with what it says."""
+"""The launcher's settings and the file: settings fill what the file leaves open, and must agree with the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ABSENT = object()
 
 
 def take_launcher(data: dict[str, Any], launcher: LauncherSettings | None, findings: Findings) -> dict[str, str]:
-    """Write the launcher's values into normalised `data`; returns the source of each key that was filled."""
+    """Write the launcher's values into normalised `data`. Returns the source of each filled key."""
     filled: dict[str, str] = {}
     for path, setting in launcher.settings.items() if launcher is not None else ():
         value = _value_at(data, path)
@@ -38,7 +38,7 @@ def _value_at(data: dict[str, Any], path: str) -> Any:
 
 
 def _same(written: Any, value: Any) -> bool:
-    """Equal as JSON values, numbers and words written as text too."""
+    """Whether two JSON values are equal, also if numbers and words are written as text."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             return float(written) == value

@@ -1,4 +1,4 @@
-"""From a path, a dict or a text to a checked `DistConfig`: everything wrong is reported in one ConfigError."""
+"""From a path, dict or text to a checked `DistConfig`. One ConfigError reports everything that is wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_dist.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class ConfigDocument:
-    """A config as written: plain data, where it came from, the line of each key, slips of the text."""
+    """A config as written: plain data, its origin, the line of each key, and slips in the text."""
 
     data: dict[str, Any]
     origin: str = ""
@@ -42,7 +42,7 @@ def load_config(
 ) -> DistConfig:
     """The checked config of a file, a dict, a JSON text or a base64 text; "auto" values stay until `resolve`.
 
-    `launcher`: what `accelerate launch` was told; fills "auto" and missing keys, and must agree with the others.
+    `launcher`: the settings of `accelerate launch`. They fill "auto" and missing keys, and must agree with the others.
     """
     config, problems = examine(source, launcher=launcher)
     if problems:
@@ -53,7 +53,7 @@ def load_config(
 def examine(
     source: str | os.PathLike[str] | Mapping[str, Any], *, launcher: LauncherSettings | None = None
 ) -> tuple[DistConfig, list[Problem]]:
-    """The config without what is wrong in it, and all that is wrong; raises ConfigError for what is no JSON object."""
+    """The config without its wrong values, and all problems. Raises ConfigError if the source is not a JSON object."""
     document = read_config(source)
     findings = Findings(document.origin, document.lines or {}, problems=list(document.problems))
     data = normalised(document.data, findings)
@@ -68,7 +68,7 @@ def examine(
     sources = _sources(typed, "")
     sources |= {path: source for path, source in filled.items() if path in sources}
     note_coercions(typed, config, findings)
-    config._provenance = Provenance(sources=sources)  # a row may ask whether a default was written
+    config._provenance = Provenance(sources=sources)  # a rule may ask whether the file wrote a default value
     check_together(config, sources, findings)
     if config.hf_dist.strict:
         _refuse_notes(findings)
@@ -78,7 +78,7 @@ def examine(
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigDocument:
-    """The data of `source`, unchecked apart from being one JSON object; a dict is copied, never changed."""
+    """The data of `source`, checked only to be one JSON object. A dict is copied, never changed."""
     if isinstance(source, Mapping):
         return ConfigDocument(_plain_copy(source, ""))
     if isinstance(source, os.PathLike):
@@ -138,7 +138,7 @@ def _read_text(text: str, origin: str) -> ConfigDocument:
 
 
 def _decoded(text: str) -> str | None:
-    """The JSON object in a url-safe base64 text, None when it is something else."""
+    """The JSON object in a url-safe base64 text; None for anything else."""
     try:
         decoded = base64.b64decode(text.strip(), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
@@ -157,7 +157,7 @@ def _plain_copy(node: Any, path: str) -> Any:
 
 
 def _typed(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `data` that has a field; `check_keys` has judged the rest."""
+    """The part of `data` that has fields; `check_keys` has checked the rest."""
     result: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if name not in data or name in ("optimizer", "scheduler"):
@@ -173,7 +173,7 @@ def _typed(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(typed: dict[str, Any], findings: Findings) -> DistConfig:
-    """The model; values that do not fit are reported and dropped, so that the rest can still be checked together."""
+    """The model. Invalid values are reported and dropped, so that the rest can still be checked together."""
     try:
         return DistConfig(**typed)
     except ValidationError as error:
@@ -190,7 +190,7 @@ def _built(typed: dict[str, Any], findings: Findings) -> DistConfig:
 
 
 def _refuse_notes(findings: Findings) -> None:
-    """What `hf_dist.strict` asks for: no key without effect, no value of another type."""
+    """Apply `hf_dist.strict`: keys without effect and values of another type become problems."""
     for note in findings.notes:
         if note.kind != "comment":
             said = "has no effect" if note.kind == "idle" else "is not of the type of the key"
@@ -198,7 +198,7 @@ def _refuse_notes(findings: Findings) -> None:
 
 
 def _sources(node: Mapping[str, Any], path: str) -> dict[str, str]:
-    """Every leaf of the file: "file", or "auto" while nobody has filled it."""
+    """Every leaf of the file: "file", or "auto" while it is not filled."""
     found: dict[str, str] = {}
     for key, value in node.items():
         where = f"{path}.{key}" if path else key

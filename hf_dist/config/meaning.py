@@ -1,4 +1,4 @@
-"""What each key means, in the words that stand under its field in the code."""
+"""What each key means, from the sentence under its field in the code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_dist.config.support import SUPPORT
 
 @cache
 def sentences() -> Mapping[str, str]:
-    """JSON path -> the sentence under its field, without the path that it begins with."""
+    """JSON path -> the sentence under its field, without the path at its start."""
     return {path: _words(info.description or "") for path, info in fields().items()}
 
 
 def meaning(path: str) -> str:
-    """What the key does here: its sentence, or what the support table says; empty for a key that is not known."""
+    """What the key does: its sentence, or the entry of the support table; empty for an unknown key."""
     row = SUPPORT.get(path)
     if path in sentences():
         return sentences()[path]

@@ -1,4 +1,4 @@
-"""One spelling per key: null sections vanish, aliases and old names become the canonical ones."""
+"""One spelling per key: null sections are dropped, and aliases and old names become the canonical ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _WRAPPERS = frozenset({"deepspeed", "deepspeed_config", "ds_config", "deepspeed_
 _HOW = "schedule_config"
 SWITCHED = ("elasticity", "curriculum_learning", "flops_profiler", "progressive_layer_drop")
 _TELLING = frozenset({"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"})
-"""Names that stand in no other program's sections."""
+"""Names that no other program uses for its sections."""
 
 
 def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """A copy of `data` with canonical keys; `findings.written` remembers what the user wrote for each moved key."""
+    """A copy of `data` with canonical keys. `findings.written` records what the user wrote for each moved key."""
     result: dict[str, Any] = _unwrapped(_without_nulls(data, ""), findings)
     for alias, target in SECTION_ALIASES.items():
         _move(result, alias, target, findings)
@@ -26,7 +26,7 @@ def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
     _take_candidates(result, findings)
     _take_sampling(result, findings)
     for name in SWITCHED:
-        # What a section that is off says besides means nothing, there as here.
+        # The other keys of a disabled section mean nothing, as in DeepSpeed.
         if isinstance(result.get(name), dict) and not truthy(result[name].get("enabled", False)):
             unread = {
                 key: value for key, value in result[name].items() if f"{name}.{key}" not in SUPPORT and key != _HOW
@@ -39,7 +39,7 @@ def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
 
 
 def _unwrapped(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """`data` with the content of a key that holds a whole configuration, which is a problem, at the top level."""
+    """`data` with the content of a key that holds a whole configuration moved to the top level; records a problem."""
     for key, inner in data.items():
         if not isinstance(inner, dict) or key in known_keys(""):
             continue
@@ -53,7 +53,7 @@ def _unwrapped(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
 
 
 def _without_nulls(node: Any, path: str) -> Any:
-    """null means absent everywhere except among the arguments of an optimizer or schedule."""
+    """null means absent, except among the arguments of an optimizer or schedule."""
     if not isinstance(node, dict) or path in FREE_FORM:
         return node
     kept = {key: value for key, value in node.items() if value is not None}
@@ -69,7 +69,7 @@ def _legacy_zero(data: dict[str, Any], findings: Findings) -> None:
 
 
 def _take_candidates(data: dict[str, Any], findings: Findings) -> None:
-    """Lists of candidates for `hf-dist tune`: all stages give the same numbers, training takes the one with least memory."""
+    """Lists of candidates for `hf-dist tune`. All stages give the same numbers, so training uses the one with least memory."""
     zero = data.get("zero_optimization")
     if is_off(data.get("autotuning")) or not isinstance(zero, dict):
         return
@@ -82,7 +82,7 @@ def _take_candidates(data: dict[str, Any], findings: Findings) -> None:
 
 
 def _take_sampling(data: dict[str, Any], findings: Findings) -> None:
-    """The growing length among `data_efficiency.data_sampling`'s metrics is `curriculum_learning`."""
+    """Move the sequence-length metric of `data_efficiency.data_sampling` to `curriculum_learning`."""
     path = "data_efficiency.data_sampling.curriculum_learning"
     metrics = data.get("data_efficiency")
     if is_off(metrics):
@@ -107,7 +107,7 @@ def _take_sampling(data: dict[str, Any], findings: Findings) -> None:
 
 
 def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> None:
-    """Move the value at `alias` to `target`; both present with different values is a problem."""
+    """Move the value at `alias` to `target`. Different values at both are a problem."""
     parent = _section(data, alias)
     key = alias.rpartition(".")[2]
     if parent is None or key not in parent:
@@ -138,14 +138,14 @@ def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> 
 
 
 def _meant(alias: str, target: str, written: Any) -> Any:
-    """The value for the newer key, None for nothing; an old key may be a switch where the newer one is not, or its opposite."""
+    """The value for the newer key, or None. An old key may be a switch where the newer key is not, or its opposite."""
     if target.endswith(".device"):
         return "cpu" if values.flag(written) else None
     return not values.flag(written) if alias.endswith(".disable") else written
 
 
 def _section(data: dict[str, Any], path: str, create: bool = False) -> dict[str, Any] | None:
-    """The object that holds the last key of `path`, None when it is missing or not an object."""
+    """The object that holds the last key of `path`; None if it is missing or not an object."""
     node = data
     for part in path.split(".")[:-1]:
         if create:

@@ -1,4 +1,4 @@
-"""Types and arguments of the `optimizer` and `scheduler` sections: which names exist, which values fit."""
+"""Types and arguments of the `optimizer` and `scheduler` sections: valid names and values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "LBFGS": "is not supported: it searches along a direction of all parameters at once",
     "SparseAdam": "is not supported: gradients are dense here",
 }
-"""Optimizers known by name and not served, with the clause that says why."""
+"""Optimizers that are known but not supported, with the clause that says why."""
 _NEAREST: Mapping[str, str] = {
     "OneBitAdam": "Adam",
     "OneBitLamb": "Lamb",
@@ -31,14 +31,14 @@ _NEAREST: Mapping[str, str] = {
     "MuAdam": "Adam",
     "MuSGD": "SGD",
 }
-"""What comes nearest to them; AdamW for the others."""
+"""The nearest supported optimizer; AdamW for all others."""
 
 _NEEDS_CODE = "needs Python objects, which a JSON file cannot hold"
 REFUSED_SCHEDULES: Mapping[str, str] = {
     **{name: _NEEDS_CODE for name in ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler")},
     "ReduceLROnPlateau": "needs a metric at every step, which the training loop does not give",
 }
-"""Schedules known by name and not served, with the clause that says why."""
+"""Schedules that are known but not supported, with the clause that says why."""
 
 _LR = values.or_auto(values.real())
 _OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
@@ -58,7 +58,7 @@ _OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
     **dict.fromkeys(("foreach", "fused", "fp32_optimizer_states"), values.flag),
 }
 _OWN_VALUES: Mapping[tuple[str, str], values.Coerce] = {("Adafactor", "eps"): values.pair(values.real())}
-"""By optimizer and argument: what it means by a name that others have, too."""
+"""(optimizer, argument) -> coercion, for names with a special meaning in that optimizer."""
 _RATE = values.reals()
 _SCHEDULER_VALUES: Mapping[str, values.Coerce] = {
     "warmup_min_lr": values.or_auto(_RATE),
@@ -88,7 +88,7 @@ _SCHEDULER_VALUES: Mapping[str, values.Coerce] = {
 
 
 def checked_optimizer(section: Any, findings: Findings) -> dict[str, Any] | None:
-    """The `optimizer` section with canonical type and numbers as numbers; None when it is absent or unusable."""
+    """The `optimizer` section with canonical type and numbers as numbers; None if it is absent or unusable."""
     name = _type(section, "optimizer", tuple(OPTIMIZER_ARGUMENTS), REFUSED_OPTIMIZERS, findings)
     if name is None:
         return None
@@ -114,7 +114,7 @@ def checked_optimizer(section: Any, findings: Findings) -> dict[str, Any] | None
 
 
 def checked_scheduler(section: Any, findings: Findings) -> dict[str, Any] | None:
-    """The `scheduler` section with canonical type and numbers as numbers; None when it is absent or unusable."""
+    """The `scheduler` section with canonical type and numbers as numbers; None if it is absent or unusable."""
     served = {**DEEPSPEED_SCHEDULES, **TORCH_SCHEDULES}
     name = _type(section, "scheduler", tuple(served), REFUSED_SCHEDULES, findings)
     if name is None:
@@ -137,12 +137,12 @@ def checked_scheduler(section: Any, findings: Findings) -> dict[str, Any] | None
 
 
 def read_optimizer(type: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Canonical type and parameters of an optimizer, as the section gives them. Raises `ConfigError` with all that is wrong."""
+    """Canonical type and parameters of an optimizer, as in the section. Raises `ConfigError` with all problems."""
     return _read("optimizer", checked_optimizer, type, params)
 
 
 def read_scheduler(type: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Canonical type and parameters of a schedule, as the section gives them. Raises `ConfigError` with all that is wrong."""
+    """Canonical type and parameters of a schedule, as in the section. Raises `ConfigError` with all problems."""
     return _read("scheduler", checked_scheduler, type, params)
 
 
@@ -158,7 +158,7 @@ def _read(
         if values.is_auto(value):
             findings.problem(f"{path}.params.{key}", "has not been filled in", "Write a value.", found=value)
     findings.raise_if_any()
-    assert section is not None  # else there was a problem
+    assert section is not None  # otherwise a problem was recorded
     return section["type"], section["params"]
 
 
@@ -174,7 +174,7 @@ def _not_a_parameter(path: str, name: str, known: tuple[str, ...], findings: Fin
 def _type(
     section: Any, path: str, served: tuple[str, ...], refused: Mapping[str, str], findings: Findings
 ) -> str | None:
-    """The class that is asked for; for a wrong name the one that its remedy names, so that parameters are checked too."""
+    """The requested class. For a wrong name, the class that its remedy names, so that parameters are checked too."""
     if not isinstance(section, Mapping):
         return None
     where = f"{path}.type"

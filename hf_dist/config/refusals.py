@@ -1,7 +1,7 @@
-"""THE list of settings that cannot be together. `hf_dist/README.md` has it as a table, which a test holds against this one.
+"""THE list of settings that cannot be combined. `hf_dist/README.md` shows it as a table, and a test compares the two.
 
-`REFUSALS` are decided by the keys alone, when a file is read and again where arguments or "auto" have filled them. What depends
-on the model or on the script is raised where it is found; `ELSEWHERE` says where.
+Keys alone decide the rows of `REFUSALS`, when a file is read and again after arguments or "auto" have filled keys. Conflicts
+that depend on the model or the script are raised where they are found; `ELSEWHERE` says where.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ _TP = "tensor_parallel.autotp_size"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Two settings of which each alone is fine."""
+    """Two settings that cannot be combined, although each alone is fine."""
 
     path: str
     """The key that is refused."""
     beside: str
-    """The other one, as the table has it."""
+    """The other setting, as shown in the table."""
     both: Callable[[DistConfig], bool]
     why: str
-    """In the table."""
+    """The reason in the table."""
     expected: str
-    """A clause of the message; `{other}` is the value at `other`."""
+    """A clause of the message; `{other}` stands for the value at `other`."""
     fix: str
     one: Mapping[str, Any]
-    """The refused setting alone, as it stands in a file: for tests."""
+    """The refused setting alone, as in a file; for tests."""
     two: Mapping[str, Any]
-    """The other one."""
+    """The other setting alone; for tests."""
     other: str = ""
-    """The other key, where its value is named, or may itself be wrong."""
+    """Path of the other key, if the message names its value or that value may itself be wrong."""
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What the model or the script decides."""
+    """A conflict that depends on the model or the script."""
 
     setting: str
     beside: str
     file: str
-    """In `hf_dist/`: where the error is raised."""
+    """File in `hf_dist/` that raises the error."""
     words: str
-    """Of its message."""
+    """Words of its message."""
 
 
 def _in_stages(config: DistConfig) -> bool:
@@ -328,19 +328,19 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "`dispatch_batches`",
         "stages, slices or parts of sequences",
         "hf/accelerator.py",
-        "one process would deal batches to all others",
+        "one process would send batches to all others",
     ),
     Elsewhere(
         '`train_sampling_strategy` "batch_rebalance"',
         "stages, slices or parts of sequences",
         "hf/args.py",
-        "deals batches to processes, of which several share a batch",
+        "sends batches to processes, but several processes share a batch",
     ),
 )
 
 
 def refused(config: DistConfig) -> Iterator[tuple[Refusal, str]]:
-    """Rows that apply to `config`, each with its clause."""
+    """Rows that apply to `config`, each with its message clause."""
     for row in REFUSALS:
         if row.both(config):
             yield row, row.expected.format(other=config.value_at(row.other))
@@ -357,7 +357,7 @@ def refuse(config: DistConfig) -> None:
 
 
 def table() -> list[str]:
-    """Both lists as Markdown."""
+    """Both lists as Markdown tables."""
     keys = [f"| `{row.path}` | {row.beside} | {row.why} |" for row in REFUSALS]
     found = [f"| {row.setting} | {row.beside} | `{row.file}` |" for row in ELSEWHERE]
     return [

@@ -1,4 +1,4 @@
-"""The resolved config as a plain table: every value that somebody set, and the keys that change nothing."""
+"""The resolved config as a plain table: every value that was set, and the keys that change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADS: Mapping[NoteKind, str] = {
 
 
 def format_table(config: DistConfig) -> str:
-    """Aligned lines of key, value and source for every filled or changed value, then the keys without effect."""
+    """Aligned lines of key, value and source for every set or changed value, then the keys without effect."""
     idle = {note.path for note in config.notes if note.kind == "idle"}
     rows = [
         (path, shown(config.value_at(path)), _source(config, path))
@@ -33,13 +33,13 @@ def format_table(config: DistConfig) -> str:
 
 
 def format_differences(config: DistConfig) -> list[str]:
-    """What DeepSpeed would do otherwise with this file, each in a line with the key that restores it."""
+    """What DeepSpeed would do differently with this file, one line each with the key that restores it."""
     found = differences(config)
     return ["Differs from DeepSpeed:", *(f"  {each}" for each in found)] if found else []
 
 
 def format_notes(notes: tuple[Note, ...]) -> list[str]:
-    """One line per reason, with all keys that share it; remarks of the user are left out."""
+    """One line per reason, with all keys that share it. The user's remarks are left out."""
     lines: list[str] = []
     for kind, head in _HEADS.items():
         by_reason: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The rows of the support table: what can become of a key, and which values ask for nothing."""
+"""Rows of the support table: what can happen to a key, and which values request nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Status(Enum):
-    """What becomes of a key."""
+    """What happens to a key."""
 
     USED = "used"
     MAPPED = "mapped"
@@ -29,11 +29,11 @@ class Support:
     target: str = ""
     """MAPPED: the canonical JSON path."""
     accepted: Callable[[Any], bool] = lambda value: False
-    """Values that ask for what happens anyway: no error, no note."""
+    """Values that request what happens anyway: no error, no note."""
 
 
 def is_off(value: Any) -> bool:
-    """Nothing is asked for: null, false, 0, "none", empty, or an object that is not `enabled`, nor anything in it."""
+    """Nothing is requested: null, false, 0, "none", empty, or an object that is not `enabled` and has no other active value."""
     if isinstance(value, Mapping):
         if "enabled" in value and not truthy(value["enabled"]):
             return True
@@ -44,17 +44,17 @@ def is_off(value: Any) -> bool:
 
 
 def truthy(value: Any) -> bool:
-    """Whether a value switches something on, the string "false" read as false."""
+    """Whether a value switches something on; the string "false" counts as false."""
     return bool(value) and str(value).strip().lower() not in ("false", "0")
 
 
 def is_true(value: Any) -> bool:
-    """Whether a value is true in any spelling."""
+    """Whether a value is true, in any spelling."""
     return truthy(value) and str(value).lower() in ("true", "1")
 
 
 def at_most_one(value: Any) -> bool:
-    """Whether a degree asks for no splitting: 0, 1, "auto", "none"."""
+    """Whether a degree requests no splitting: 0, 1, "auto", "none"."""
     try:
         return str(value).strip().lower() in ("auto", "none") or float(value) <= 1
     except (TypeError, ValueError):
@@ -67,28 +67,28 @@ def is_any_of(*accepted: str) -> Callable[[Any], bool]:
 
 
 def rows(section: str, keys: str, support: Support) -> dict[str, Support]:
-    """The same row for several keys, space-separated, of one section ("" for the top level)."""
+    """The same row for several space-separated keys of one section ("" for the top level)."""
     prefix = f"{section}." if section else ""
     return {prefix + key: support for key in keys.split()}
 
 
 def idle(reason: str, accepted: Callable[[Any], bool] = lambda value: False) -> Support:
-    """A row accepted without effect."""
+    """A row for a key that is accepted without effect."""
     return Support(Status.NO_EFFECT, reason, accepted=accepted)
 
 
 def refused(reason: str, fix: str, accepted: Callable[[Any], bool] = is_off) -> Support:
-    """A row that is an error."""
+    """A row for a key that is an error."""
     return Support(Status.REFUSED, reason, fix, accepted=accepted)
 
 
 def later(fix: str, accepted: Callable[[Any], bool] = is_off) -> Support:
-    """A row that is an error until the feature is built."""
+    """A row for a key that is an error until the feature is built."""
     return refused("is not available yet in this version of hf_dist", fix, accepted)
 
 
 def moved(target: str) -> Support:
-    """A row that is another spelling of `target`."""
+    """A row for another spelling of `target`."""
     return Support(Status.MAPPED, target=target)
 
 

@@ -1,7 +1,7 @@
-"""A JSON reader that knows the line of every key, and reads over comments and trailing commas, as DeepSpeed does.
+"""A JSON reader that records the line of every key, and skips comments and trailing commas, as DeepSpeed does.
 
-Repeated keys, missing commas, single quotes and Python's words are recorded and read as they were meant, so that the rest of
-the file is checked in the same run; anything else that is not JSON ends the scan with the line and column.
+Repeated keys, missing commas, single quotes and Python's words are recorded and read as meant, so that the same run checks
+the rest of the file. Anything else that is not JSON ends the scan with the line and column.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Scanner:
         self._breaks = [match.start() for match in re.finditer("\n", text)]
 
     def document(self) -> Any:
-        """The one value of the text."""
+        """Read the single value of the text."""
         if not self._peek():
             raise self._stop("is empty; expected a JSON object", "")
         value = self._value("", 0)
@@ -117,7 +117,7 @@ class _Scanner:
         return result
 
     def _next(self, close: str) -> None:
-        """Step over the comma between two members; the closing bracket is left for the caller."""
+        """Skip the comma between two members; the closing bracket is left for the caller."""
         char = self._peek()
         if char == ",":
             self.at += 1
@@ -165,7 +165,7 @@ class _Scanner:
         raise self._stop(f"expected a value, found {self._word()}", fix)
 
     def _peek(self) -> str:
-        """The next character that is not blank and not in a comment; empty at the end."""
+        """The next character outside blanks and comments; empty at the end."""
         while self.at < len(self.text):
             if self.text[self.at] in " \t\r\n":
                 self.at += 1

@@ -1,4 +1,4 @@
-"""The typed configuration: `DistConfig`, its sections (`sections.py`), and where each of its values comes from."""
+"""The typed configuration: `DistConfig`, its sections (`sections.py`), and the source of each value."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from hf_dist.config.training_sections import (
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the values of one config come from; rides on `DistConfig` without being part of the schema."""
+    """Where the values of one config come from. Stored with `DistConfig`, but not part of the schema."""
 
     origin: str = ""
     """Absolute path or other name of the source; empty for a dict."""
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Line of each key by JSON path, as the user spelled it."""
+    """Line of each key, by JSON path as the user spelled it."""
     notes: tuple[Note, ...] = ()
     """Accepted keys that change nothing."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """JSON path -> "file", "launcher <- X", "auto <- X" or "absent <- X"; a missing path has its default."""
+    """JSON path -> "file", "launcher <- X", "auto <- X" or "absent <- X"; a path that is missing has its default."""
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """Canonical JSON path of a key or section -> the alias the user wrote."""
+    """Canonical JSON path of a key or section -> the alias that the user wrote."""
 
 
 class DistConfig(Frozen):
-    """The whole configuration; compare, copy and pickle it freely, it never changes."""
+    """The whole configuration. It never changes, so compare, copy and pickle it freely."""
 
     train_batch_size: CountOrAuto | None = None
     """`train_batch_size`: samples per optimizer step over all data ranks."""
@@ -73,15 +73,15 @@ class DistConfig(Frozen):
     gradient_accumulation_steps: CountOrAuto | None = None
     """`gradient_accumulation_steps`: forward and backward passes per optimizer step."""
     gradient_clipping: RealOrAuto | None = None
-    """`gradient_clipping`: largest global L2 norm of the gradient, 0 for no limit; None, absent, until resolved."""
+    """`gradient_clipping`: largest global L2 norm of the gradient; 0 for no limit; None if absent and not yet resolved."""
     communication_data_type: Dtype | None = None
     """`communication_data_type`: dtype of gradient reductions; None is fp32."""
     sequence_parallel_size: Count = 1
-    """`sequence_parallel_size`: neighbouring ranks that read the same rows, each computing on a part of every sequence."""
+    """`sequence_parallel_size`: neighbouring ranks that read the same rows and each compute a part of every sequence."""
     optimizer: OptimizerConfig | None = None
-    """`optimizer`: None when the Trainer or the script makes it."""
+    """`optimizer`: None if the Trainer or the script creates the optimizer."""
     scheduler: SchedulerConfig | None = None
-    """`scheduler`: None when the Trainer or the script makes it."""
+    """`scheduler`: None if the Trainer or the script creates the schedule."""
     fp16: Fp16Config = Fp16Config()
     """`fp16`: half precision."""
     bf16: Bf16Config = Bf16Config()
@@ -95,11 +95,11 @@ class DistConfig(Frozen):
     aio: AioConfig = AioConfig()
     """`aio`: files for device "nvme"."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
-    """`activation_checkpointing`: what becomes of saved activations."""
+    """`activation_checkpointing`: recomputation and offload of activations."""
     pipeline: PipelineConfig = PipelineConfig()
-    """`pipeline`: layers shared out between groups of ranks."""
+    """`pipeline`: layers divided over groups of ranks."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
-    """`tensor_parallel`: matrices cut between neighbouring ranks."""
+    """`tensor_parallel`: matrices split over neighbouring ranks."""
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     """`expert_parallel`: experts spread over ranks."""
     local_sgd: LocalSgdConfig = LocalSgdConfig()
@@ -119,13 +119,13 @@ class DistConfig(Frozen):
     curriculum_learning: CurriculumConfig = CurriculumConfig()
     """`curriculum_learning`: batches whose length grows."""
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
-    """`progressive_layer_drop`: blocks that are left out of a step."""
+    """`progressive_layer_drop`: blocks that are skipped in a step."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """`flops_profiler`: a table of one forward, module by module."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """`checkpoint`: how training state and weights are written."""
     hf_dist: HfDistSection = HfDistSection()
-    """`hf_dist`: our own keys."""
+    """`hf_dist`: keys of hf_dist itself."""
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
 
@@ -158,10 +158,10 @@ class DistConfig(Frozen):
 
     @property
     def shard_group_size(self) -> int | None:
-        """Ranks that share one copy of what is sharded, None when all do that hold the same layers.
+        """Ranks that share one copy of the sharded states; None if all ranks with the same layers do.
 
-        `mics_shard_size` is read at stage 3 only, as in DeepSpeed, unless the copies train alone; where nothing is sharded
-        each rank then is one.
+        `mics_shard_size` is read at stage 3 only, as in DeepSpeed, unless replicas train alone (`local_sgd`). Then, if
+        nothing is sharded, each rank is one replica.
         """
         zero = self.zero_optimization
         if zero.stage != 3 and not self.local_sgd.enabled:
@@ -171,26 +171,26 @@ class DistConfig(Frozen):
         return 1 if zero.stage == 0 and self.local_sgd.enabled else None
 
     def source_of(self, path: str) -> str:
-        """Where the value at `path` comes from; "default" when nobody set it."""
+        """The source of the value at `path`; "default" if it was not set."""
         return self._provenance.sources.get(path, "default")
 
     def at_line(self, path: str) -> str:
-        """`file:line` of the key, empty for a dict."""
+        """`file:line` of the key; empty for a dict."""
         return at_line(self.origin, self.lines, self.spelled(path))
 
     def spelled(self, path: str) -> str:
-        """The path as the user wrote it, when that is an alias."""
+        """The path as the user wrote it, if that is an alias."""
         return respelled(path, self._provenance.spelled)
 
     def value_at(self, path: str) -> Any:
-        """The value of a JSON path, None where a section or a parameter is missing."""
+        """The value at a JSON path; None if a section or a parameter is missing."""
         value: Any = self
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
         return value
 
     def replaced(self, changes: Mapping[str, tuple[Any, str]], notes: tuple[Note, ...] = ()) -> DistConfig:
-        """A copy with `changes` (JSON path -> value and its source) and further notes."""
+        """A copy with `changes` (JSON path -> value and its source) and additional notes."""
         result: Any = self
         for path, (value, _) in changes.items():
             result = _with_value(result, path.split("."), value)
@@ -211,12 +211,12 @@ def _with_value(node: Any, path: list[str], value: Any) -> Any:
 
 
 def fields() -> Mapping[str, FieldInfo]:
-    """JSON path -> field, of sections and of their keys."""
+    """JSON path -> field, for sections and for their keys."""
     return dict(_fields(DistConfig, ""))
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a section, None for a key."""
+    """The model of a field that is a section; None for a key."""
     kinds = (info.annotation, *typing.get_args(info.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

@@ -1,6 +1,6 @@
-"""One frozen model per section of the file: a field per key the engine uses, its default and its sentence.
+"""One frozen model per section of the file, with a field, a default and a sentence for each key the engine uses.
 
-A field that the file may leave to TrainingArguments has "auto" in its type until `hf_dist.config.auto` resolves it.
+If the file may leave a field to TrainingArguments, its type includes "auto" until `hf_dist.config.auto` resolves it.
 Keys that are accepted without effect have no field; `support.py` lists them.
 """
 
@@ -44,13 +44,13 @@ ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
 
 class Frozen(BaseModel):
-    """A section: unknown fields are refused, values never change, the sentence under a field is its description."""
+    """A section. Unknown fields are refused, values never change, and the sentence under a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class OptimizerConfig(Frozen):
-    """The `optimizer` section; without it the Trainer makes the optimizer."""
+    """The `optimizer` section; without it the Trainer creates the optimizer."""
 
     type: str
     """`optimizer.type`: the class, e.g. "AdamW", in its usual letter case."""
@@ -59,7 +59,7 @@ class OptimizerConfig(Frozen):
 
 
 class SchedulerConfig(Frozen):
-    """The `scheduler` section; without it the Trainer makes the schedule."""
+    """The `scheduler` section; without it the Trainer creates the schedule."""
 
     type: str
     """`scheduler.type`: "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" or a class of torch.optim.lr_scheduler."""
@@ -77,13 +77,13 @@ class Fp16Config(Frozen):
     initial_scale_power: Whole = 16
     """`fp16.initial_scale_power`: the adaptive scale starts at 2 to this power."""
     loss_scale_window: Count = 1000
-    """`fp16.loss_scale_window`: steps without overflow before the scale doubles."""
+    """`fp16.loss_scale`: fixed factor on the loss; 0 makes the factor adapt to overflows."""
     hysteresis: Count = 2
     """`fp16.hysteresis`: overflows before the scale halves."""
     consecutive_hysteresis: Flag = False
     """`fp16.consecutive_hysteresis`: whether a good step refills `hysteresis`."""
     min_loss_scale: Real = 1.0
-    """`fp16.min_loss_scale`: factor below which the adaptive scale does not go."""
+    """`fp16.min_loss_scale`: lower limit of the adaptive scale."""
 
 
 class Bf16Config(Frozen):
@@ -94,31 +94,31 @@ class Bf16Config(Frozen):
     check_grad_overflow: Flag = True
     """`bf16.check_grad_overflow`: whether a step with inf or nan gradients is skipped."""
     bf16_optimizer_states: Flag = False
-    """`bf16.bf16_optimizer_states`: whether optimizer states rest in bf16; they are stepped in fp32."""
+    """`bf16.bf16_optimizer_states`: whether optimizer states are stored in bf16; the step computes in fp32."""
     bf16_master_weights_and_grads: Flag = False
-    """`bf16.bf16_master_weights_and_grads`: whether there are no fp32 master weights, and gradients add up in bf16."""
+    """`bf16.bf16_master_weights_and_grads`: whether to keep no fp32 master weights and to sum gradients in bf16."""
 
 
 class TorchAutocastConfig(Frozen):
-    """The `torch_autocast` section: `torch.autocast` around forward, as `bf16=True` is for the stock Trainer."""
+    """The `torch_autocast` section: `torch.autocast` around forward, like `bf16=True` in the stock Trainer."""
 
     enabled: Flag = False
-    """`torch_autocast.enabled`: whether operators cast by torch's rules; weights stay fp32 unless `bf16` is on as well."""
+    """`torch_autocast.enabled`: whether operators cast by torch's rules; weights stay fp32 unless `bf16` is also on."""
     dtype: AutocastDtype = "bf16"
-    """`torch_autocast.dtype`: what they cast to; only "bfloat16" is available."""
+    """`torch_autocast.dtype`: the dtype to cast to; only "bfloat16" is available."""
 
 
 class DataTypesConfig(Frozen):
     """The `data_types` section."""
 
     grad_accum_dtype: Dtype | None = None
-    """`data_types.grad_accum_dtype`: dtype in which gradients add up; None is fp32."""
+    """`data_types.grad_accum_dtype`: dtype in which gradients are summed; None is fp32."""
     param_dtype: Dtype | None = None
     """`data_types.param_dtype`: dtype of the weights, which must agree with fp16/bf16; None follows them."""
 
 
 class LeafModuleConfig(Frozen):
-    """The `zero_optimization.leaf_module` section: modules gathered as one, with all their children."""
+    """The `zero_optimization.leaf_module` section: modules gathered as one unit with all their children."""
 
     classes: Names = ()
     """`zero_optimization.leaf_module.classes`: class names."""
@@ -129,26 +129,26 @@ class LeafModuleConfig(Frozen):
 
 
 class OffloadOptimizerConfig(Frozen):
-    """The `zero_optimization.offload_optimizer` section: where optimizer state and master weights rest, and step."""
+    """The `zero_optimization.offload_optimizer` section: where optimizer state and master weights are stored and stepped."""
 
     device: Device = "none"
     """`zero_optimization.offload_optimizer.device`: "none", "cpu" or "nvme"."""
     nvme_path: Text | None = None
     """`zero_optimization.offload_optimizer.nvme_path`: folder on the disk, for device "nvme"."""
     buffer_count: Count = 4
-    """`zero_optimization.offload_optimizer.buffer_count`: most groups of parameters whose state is in memory at a time."""
+    """`zero_optimization.offload_optimizer.buffer_count`: most parameter groups whose state is in memory at the same time."""
     pin_memory: Flag = True
     """`zero_optimization.offload_optimizer.pin_memory`: whether host memory is page-locked."""
     ratio: Share = 1.0
     """`zero_optimization.offload_optimizer.ratio`: share of the elements whose state is offloaded, 0 to 1."""
     pipeline_read: Flag = False
-    """`zero_optimization.offload_optimizer.pipeline_read`: whether reads run beside the step, for device "nvme"."""
+    """`zero_optimization.offload_optimizer.pipeline_read`: whether reads overlap the step, for device "nvme"."""
     pipeline_write: Flag = False
-    """`zero_optimization.offload_optimizer.pipeline_write`: whether writes run beside the step, for device "nvme"."""
+    """`zero_optimization.offload_optimizer.pipeline_write`: whether writes overlap the step, for device "nvme"."""
 
 
 class OffloadParamConfig(Frozen):
-    """The `zero_optimization.offload_param` section: where the shards of the weights rest at stage 3."""
+    """The `zero_optimization.offload_param` section: where the weight shards are stored at stage 3."""
 
     device: Device = "none"
     """`zero_optimization.offload_param.device`: "none", "cpu" or "nvme"."""
@@ -157,7 +157,7 @@ class OffloadParamConfig(Frozen):
     buffer_count: Count = 5
     """`zero_optimization.offload_param.buffer_count`: buffers in host memory, for device "nvme"."""
     buffer_size: NumelOrAuto = 100_000_000
-    """`zero_optimization.offload_param.buffer_size`: elements; times `buffer_count`, what may be read ahead."""
+    """`zero_optimization.offload_param.buffer_size`: elements; times `buffer_count`, the amount that may be read ahead."""
     max_in_cpu: NumelOrAuto = 1_000_000_000
     """`zero_optimization.offload_param.max_in_cpu`: elements kept in host memory, for device "nvme"."""
     pin_memory: Flag = True
@@ -168,23 +168,23 @@ class ZeroConfig(Frozen):
     """The `zero_optimization` section: what is sharded over the data ranks."""
 
     stage: Stage = 0
-    """`zero_optimization.stage`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    """`zero_optimization.stage`: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     reduce_bucket_size: NumelOrAuto = 500_000_000
-    """`zero_optimization.reduce_bucket_size`: elements of gradient reductions in flight."""
+    """`zero_optimization.reduce_bucket_size`: elements of gradient reductions that may be in flight."""
     allgather_bucket_size: NumelOrAuto = 500_000_000
-    """`zero_optimization.allgather_bucket_size`: elements of all-gathers in flight after a step at stage 1, 2."""
+    """`zero_optimization.allgather_bucket_size`: elements of all-gathers in flight after a step at stages 1 and 2."""
     overlap_comm: FlagOrAuto | None = None
-    """`zero_optimization.overlap_comm`: whether reductions run beside backward; None: on GPUs, and at stage 3."""
+    """`zero_optimization.overlap_comm`: whether reductions overlap backward; None means on GPUs, and at stage 3."""
     stage3_prefetch_bucket_size: NumelOrAuto = 50_000_000
-    """`zero_optimization.stage3_prefetch_bucket_size`: elements gathered ahead of their use at stage 3."""
+    """`zero_optimization.stage3_prefetch_bucket_size`: elements gathered before they are needed at stage 3."""
     ignore_unused_parameters: Flag = True
     """`zero_optimization.ignore_unused_parameters`: false makes a weight without gradient an error."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    """`zero_optimization.offload_optimizer`: where optimizer state rests, and steps."""
+    """`zero_optimization.offload_optimizer`: where optimizer state is stored and stepped."""
     offload_param: OffloadParamConfig = OffloadParamConfig()
-    """`zero_optimization.offload_param`: where weights rest."""
+    """`zero_optimization.offload_param`: where weights are stored."""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
-    """`zero_optimization.leaf_module`: modules gathered as one, with all their children."""
+    """`zero_optimization.leaf_module`: modules gathered as one unit with all their children."""
     mics_shard_size: ShardSize = -1
     """`zero_optimization.mics_shard_size`: ranks that share one copy of all states (3, or `local_sgd`); -1: all data ranks."""
     zero_hpz_partition_size: Count = 1
@@ -199,7 +199,7 @@ class AioConfig(Frozen):
     queue_depth: Count = 8
     """`aio.queue_depth`: requests in flight for each of `intra_op_parallelism`."""
     intra_op_parallelism: Count = 1
-    """`aio.intra_op_parallelism`: times `queue_depth` it is the number of requests in flight, 32 at most."""
+    """`aio.intra_op_parallelism`: times `queue_depth`, the number of requests in flight, at most 32."""
 
 
 class ActivationCheckpointingConfig(Frozen):
@@ -207,20 +207,20 @@ class ActivationCheckpointingConfig(Frozen):
     as `gradient_checkpointing` of TrainingArguments does."""
 
     cpu_checkpointing: Flag = False
-    """`activation_checkpointing.cpu_checkpointing`: whether inputs of checkpointed blocks rest on the host."""
+    """`activation_checkpointing.cpu_checkpointing`: whether inputs of checkpointed blocks are stored on the host."""
     every_n_layers: Count | None = None
     """`activation_checkpointing.every_n_layers`: only every n-th block is checkpointed; None leaves it to the model."""
     selective: Flag = False
     """`activation_checkpointing.selective`: whether outputs of matrix products and attention are kept, the rest recomputed."""
     mlp_tiles: Count = 1
-    """`activation_checkpointing.mlp_tiles`: parts of the sequence in which the MLP of each block runs; 1 is all at once."""
+    """`activation_checkpointing.mlp_tiles`: number of sequence parts in which each block's MLP runs; 1 runs all at once."""
 
 
 class PipelineConfig(Frozen):
-    """The `pipeline` section: the layers of the model shared out between groups of ranks."""
+    """The `pipeline` section: the model's layers divided over groups of ranks."""
 
     stages: Stages = 1
-    """`pipeline.stages`: number of pipeline stages; 1, or "auto", is no pipeline."""
+    """`pipeline.stages`: number of pipeline stages; 1 or "auto" means no pipeline."""
     partition_method: Partition = "cost"
     """`pipeline.partition_method`: "cost", "uniform", "parameters", "type:REGEX", or a list of blocks per stage."""
     schedule: Schedule = "1f1b"
@@ -228,27 +228,27 @@ class PipelineConfig(Frozen):
     virtual_stages: Count = 1
     """`pipeline.virtual_stages`: parts of the model per rank, for the schedule "interleaved_1f1b"."""
     activation_checkpoint_interval: Whole = 0
-    """`pipeline.activation_checkpoint_interval`: every n-th block is checkpointed, without a pipeline too; 0 is off."""
+    """`pipeline.activation_checkpoint_interval`: checkpoint every n-th block, also without a pipeline; 0 is off."""
     reshard_per_microbatch: Flag = False
     """`pipeline.reshard_per_microbatch`: whether weights (stage 3) are freed and gradients (2, 3) reduced every microbatch."""
 
 
 class TensorParallelConfig(Frozen):
-    """The `tensor_parallel` section: the matrices of each layer cut between neighbouring ranks."""
+    """The `tensor_parallel` section: the matrices of each layer split over neighbouring ranks."""
 
     autotp_size: Degree = 1
-    """`tensor_parallel.autotp_size`: ranks between which each layer is cut; 0, 1, or "auto", is no cut."""
+    """`tensor_parallel.autotp_size`: number of ranks that share each layer; 0, 1 or "auto" means no split."""
     tp_overlap_comm: Flag = False
-    """`tensor_parallel.tp_overlap_comm`: the sum of an input's gradient begins before weight gradients are computed."""
+    """`tensor_parallel.tp_overlap_comm`: whether the sum of an input's gradient starts before weight gradients are computed."""
     partition_config: dict[str, Any] | None = None
-    """`tensor_parallel.partition_config`: which weights are cut by rows or columns, in place of the model's own plan."""
+    """`tensor_parallel.partition_config`: which weights are split by rows or columns, instead of the model's own plan."""
 
 
 class ExpertParallelConfig(Frozen):
     """The `expert_parallel` section: the experts of a mixture spread over neighbouring ranks of those that ZeRO shards over."""
 
     enabled: Flag = False
-    """`expert_parallel.enabled`: whether tokens travel to experts, instead of the weights of experts to tokens."""
+    """`expert_parallel.enabled`: whether tokens are sent to experts, instead of gathering the experts' weights."""
     autoep_size: CountOrAuto = 1
     """`expert_parallel.autoep_size`: ranks that hold different experts; "auto": as many of a machine as divide the experts."""
 
@@ -257,7 +257,7 @@ class TensorboardConfig(Frozen):
     """The `tensorboard` section: adds "tensorboard" to the Trainer's report_to."""
 
     enabled: Flag = False
-    """`tensorboard.enabled`: whether the training log goes to TensorBoard."""
+    """`tensorboard.enabled`: whether to write the training log to TensorBoard."""
     output_path: Label = ""
     """`tensorboard.output_path`: folder of the event files; empty for the Trainer's own."""
     job_name: Label = "DeepSpeedJobName"
@@ -268,7 +268,7 @@ class WandbConfig(Frozen):
     """The `wandb` section: adds "wandb" to the Trainer's report_to."""
 
     enabled: Flag = False
-    """`wandb.enabled`: whether the training log goes to Weights & Biases."""
+    """`wandb.enabled`: whether to send the training log to Weights & Biases."""
     group: Label | None = None
     """`wandb.group`: group of the run, as WANDB_RUN_GROUP."""
     team: Label | None = None
@@ -299,48 +299,48 @@ class CompileConfig(Frozen):
     """The `compile` section: torch.compile of the model's blocks."""
 
     enabled: Flag = False
-    """`compile.enabled`: whether blocks are compiled, as by torch_compile of TrainingArguments."""
+    """`compile.enabled`: whether blocks are compiled, as with torch_compile of TrainingArguments."""
     backend: Text = "inductor"
-    """`compile.backend`: a backend that torch.compile knows, as torch_compile_backend of TrainingArguments."""
+    """`compile.backend`: a backend that torch.compile knows, like torch_compile_backend of TrainingArguments."""
 
 
 class CheckpointConfig(Frozen):
     """The `checkpoint` section."""
 
     async_save: Flag = False
-    """`checkpoint.async_save`: whether training goes on while a checkpoint is written; it waits for the copy to host."""
+    """`checkpoint.async_save`: whether training continues while a checkpoint is written; it stops only for the copy to host."""
     max_shard_size: FileSize = "50GB"
     """`checkpoint.max_shard_size`: largest safetensors file of the weights, a size such as "5GB" or a number of bytes."""
 
 
 class HfDistSection(Frozen):
-    """The `hf_dist` section: our own keys, ignored by other readers of the file."""
+    """The `hf_dist` section: keys of hf_dist itself, ignored by other readers of the file."""
 
     strict: Flag | None = None
-    """`hf_dist.strict`: true makes keys without effect errors, false makes unknown keys warnings; None is in between."""
+    """`hf_dist.strict`: true makes keys without effect errors, false makes unknown keys warnings; None does neither."""
     save_on_signal: Flag = True
-    """`hf_dist.save_on_signal`: whether SIGTERM or SIGUSR1 at any rank makes all ranks save a checkpoint and exit."""
+    """`hf_dist.save_on_signal`: whether SIGTERM or SIGUSR1 on any rank makes all ranks save a checkpoint and exit."""
     check_load: Flag = True
     """`hf_dist.check_load`: whether weights are compared with their files before the first step."""
     tiled_loss: FlagOrAuto | None = None
-    """`hf_dist.tiled_loss`: whether head and loss run in tiles; None is true in the Trainer, else the loss alone is chunked."""
+    """`hf_dist.tiled_loss`: whether head and loss run in tiles; None: true in the Trainer, else only the loss is chunked."""
     sequence_parallel: SequenceExchange = "auto"
     """`hf_dist.sequence_parallel`: "auto", "ulysses", "gather", "ring", or ranks of [Ulysses, ring]."""
     sequence_regions: FlagOrAuto | None = None
-    """`hf_dist.sequence_regions`: whether ranks that cut layers keep parts of the sequence between; None: where that works."""
+    """`hf_dist.sequence_regions`: whether ranks that split layers keep parts of the sequence between; None: if possible."""
     memory_budget: MemoryBudget | None = None
-    """`hf_dist.memory_budget`: "auto", "20GB" or bytes of a rank's device; at stage 3 what is left of it saves gathers."""
+    """`hf_dist.memory_budget`: "auto", "20GB" or bytes per device; at stage 3 unused memory of it saves all-gathers."""
     lazy_load: Flag = True
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
     reduce_once_per_window: Flag = False
-    """`hf_dist.reduce_once_per_window`: whether gradients are reduced in the last microbatch only, whole until then (2, 3)."""
+    """`hf_dist.reduce_once_per_window`: whether gradients stay whole until they are reduced in the last microbatch (2, 3)."""
     optimizer_in_backward: Flag = False
-    """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; without clipping."""
+    """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; excludes clipping."""
     stochastic_rounding: Flag = False
-    """`hf_dist.stochastic_rounding`: whether optimizer states in bf16 are rounded up or down by chance, right in the mean."""
+    """`hf_dist.stochastic_rounding`: whether bf16 optimizer states are rounded up or down at random, unbiased on average."""
     router_loss: RouterLossScope = "global"
-    """`hf_dist.router_loss`: "global" takes the auxiliary loss of a mixture's routers over all ranks, "local" each rank's."""
+    """`hf_dist.router_loss`: "global" computes a mixture's auxiliary router loss over all ranks, "local" on each rank."""
     log_measurements: Flag = True
-    """`hf_dist.log_measurements`: whether speed, time, memory and load of experts are added to the Trainer's log records."""
+    """`hf_dist.log_measurements`: whether speed, time, memory and expert load are added to the Trainer's log records."""
     stall_report_seconds: Real = 60.0
-    """`hf_dist.stall_report_seconds`: how long a rank may wait for the others before all are reported on; 0 for never."""
+    """`hf_dist.stall_report_seconds`: how long a rank waits for the others before a report on all ranks; 0 for never."""

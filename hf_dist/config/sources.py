@@ -1,4 +1,4 @@
-"""What "auto" can be filled from, as plain values: TrainingArguments, the model's width, the number of steps."""
+"""The sources for "auto" as plain values: TrainingArguments, the model's width, the number of steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _COPIED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
     *("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
 )
-"""Attributes of TrainingArguments that are taken as they are."""
+"""Attributes of TrainingArguments that are copied unchanged."""
 
 
 @dataclass(frozen=True)
 class AutoSources:
-    """Values for "auto"; None where the value is not known yet."""
+    """Values for "auto"; None if a value is not known yet."""
 
     data_world_size: int = 1
     """Ranks that read different data."""
@@ -39,7 +39,7 @@ class AutoSources:
     bf16: bool | None = None
     """Whether --bf16 or --bf16_full_eval is given."""
     launcher_precision: str = ""
-    """Precision that `accelerate launch` was told, "fp16" or "bf16"; the arguments' own is in the two fields above."""
+    """Precision given to `accelerate launch`, "fp16" or "bf16"; the arguments' own precision is in the two fields above."""
     warmup_steps: int | None = None
     """Warm-up length in optimizer steps, at least 1."""
     num_training_steps: int | None = None
@@ -47,16 +47,16 @@ class AutoSources:
     hidden_size: int | None = None
     """Width of the model."""
     auto_find_batch_size: bool = False
-    """Whether the Trainer lowers the batch size by trial, so that the file's batch sizes do not bind."""
+    """Whether the Trainer lowers the batch size by trial, so that the file's batch sizes are not binding."""
     lr_scheduler_type: str = ""
-    """Schedule asked for on the command line, for the note that the config overrides it."""
+    """Schedule given on the command line, for the note that the config overrides it."""
 
     on_gpu: bool = False
-    """Whether the ranks compute on GPUs, where a collective runs beside computation."""
+    """Whether the ranks compute on GPUs, where collectives overlap computation."""
     only_loss_is_read: bool | None = None
-    """Whether nobody but the loss inside the model's forward reads its logits in training."""
+    """Whether in training only the loss inside the model's forward reads the logits."""
     optim: str = ""
-    """Optimizer asked for on the command line, likewise."""
+    """Optimizer given on the command line, for the same note."""
 
     @classmethod
     def from_training_arguments(
@@ -81,7 +81,7 @@ class AutoSources:
         return cls(data_world_size=data_world_size, **values)
 
     def precision(self, name: str) -> tuple[bool | None, str]:
-        """Whether "fp16" or "bf16" is turned on outside of the file, and by whom."""
+        """Whether "fp16" or "bf16" is turned on outside the file, and by what."""
         if not getattr(self, name) and self.launcher_precision == name:
             return True, "mixed_precision of accelerate"
         return getattr(self, name), f"TrainingArguments.{name}"
@@ -95,7 +95,7 @@ class AutoSources:
 
     @property
     def lowest_lr(self) -> float:
-        """Learning rate at which warm-up starts."""
+        """Learning rate at the start of warm-up."""
         return 0.0
 
     @property
@@ -105,12 +105,12 @@ class AutoSources:
 
     @property
     def prefetch_numel(self) -> int | None:
-        """Elements to gather ahead."""
+        """Number of elements to prefetch."""
         return None if self.hidden_size is None else int(0.9 * self.hidden_size**2)
 
 
 def hidden_size_of(model_config: Any) -> int | None:
-    """Width of a model by its Hugging Face config, the largest where there are several; None when it names none."""
+    """Width of a model by its Hugging Face config, the largest if there are several; None if it names none."""
     for part in (model_config, getattr(model_config, "text_config", None)):
         width = getattr(part, "hidden_size", None)
         if width is not None:

@@ -1,4 +1,4 @@
-"""Near misses: how far two names are apart, which words they share, and which known name was probably meant."""
+"""Near misses: the distance between two names, the words they share, and which known name was probably meant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHORT = {
     "optimisation": ("optimization",),
     "optimiser": ("optimizer",),
 }
-"""Words that people write for others."""
+"""Words that people use in place of others."""
 _ANYWHERE = frozenset(
     {
         "size",
@@ -37,31 +37,31 @@ _ANYWHERE = frozenset(
         "config",
     }
 )
-"""Words that say little about what a name is of."""
+"""Words that say little about a name's subject."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name at most two edits away (fewer for short names), or None; case and hyphens count as no edit."""
+    """The known name at most two edits away (fewer for short names), or None. Case and hyphens are not counted."""
     limit = 0 if len(name) < 3 else min(2, max(1, len(name) // 3))
     plain = _plain(name)
     near = [other for other in known if abs(len(other) - len(name)) <= limit]
-    # Of two that are as far, the one with more of the same letters: `pf16` is fp16, not bf16.
+    # If two are equally far, prefer more common letters: `pf16` is fp16, not bf16.
     ranked = sorted((distance(plain, _plain(other)), -len(set(plain) & set(_plain(other))), other) for other in near)
     return ranked[0][2] if ranked and ranked[0][0] <= limit else None
 
 
 def begun(name: str, known: Iterable[str]) -> str | None:
-    """The shortest known name that begins with `name`, of five letters or more."""
+    """The shortest known name that begins with `name`, if `name` has five letters or more."""
     return min((other for other in known if len(name) > 4 and other.startswith(name)), key=len, default=None)
 
 
 def same_words(name: str, known: Iterable[str]) -> str | None:
-    """The known name of the same words in any order and form (`clip_grad`: `gradient_clipping`), or None."""
+    """The known name with the same words in any order and form (`clip_grad`: `gradient_clipping`), or None."""
     return _by_words(name, known, lambda words, others, shared: len(words) == len(others) == shared)
 
 
 def nearly_same_words(name: str, known: Iterable[str]) -> str | None:
-    """The known name with one word more or less, two being shared; or with all of three words or more of `name`."""
+    """The known name with one word more or less, if two are shared; or with all words of `name`, if it has three or more."""
     return _by_words(
         name,
         known,
@@ -85,7 +85,7 @@ def _by_words(name: str, known: Iterable[str], fits: Callable[[list[str], list[s
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The remedy for a name that is not among `known`: the one that was probably meant, else `otherwise`."""
+    """The remedy for a name that is not in `known`: the name that was probably meant, else `otherwise`."""
     meant = closest(name, known)
     return f'Did you mean "{meant}"?' if meant else otherwise
 
@@ -115,7 +115,7 @@ def _words(name: str) -> list[str]:
 
 
 def _shared(words: list[str], others: list[str]) -> list[str]:
-    """The words of the first that the second has, too, each once."""
+    """Words of the first list that the second also has, each once."""
     left, shared = list(others), []
     for word in words:
         match = next((other for other in left if _is_same(word, other)), None)
@@ -126,6 +126,6 @@ def _shared(words: list[str], others: list[str]) -> list[str]:
 
 
 def _is_same(a: str, b: str) -> bool:
-    """`grad` and `gradient`, `optimizer` and `optimization`: one begins the other, or both begin with five same letters."""
+    """Whether two words match, like `grad` and `gradient`: one is a prefix, or both start with the same five letters."""
     short, long = sorted((a, b), key=len)
     return a == b or (len(short) >= 3 and long.startswith(short)) or (len(short) > 5 and short[:5] == long[:5])

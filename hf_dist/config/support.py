@@ -1,4 +1,4 @@
-"""THE table: every key of DeepSpeed's schema and what becomes of it here.
+"""THE table: every key of DeepSpeed's schema, and what happens to it in hf_dist.
 
 USED       the engine honours it: every typed field (`sections.py`, `schema.py`), and the arguments listed here
 MAPPED     another spelling of the key named by `target`
@@ -35,7 +35,7 @@ _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
 _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
 _ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, lambda value: False)
 
-# What saves as much, with the same numbers.
+# Alternatives that save as much with the same numbers.
 _WEIGHTS_TRAVEL = (
     "weights travel unquantized; hf_dist.memory_budget and mics_shard_size send them less often or less far"
 )
@@ -295,7 +295,7 @@ _OUT_OF_SCOPE = {
 }
 
 _FIELDS = {path: USED for path, info in fields().items() if section_of(info) is None or path.count(".")}
-"""What the engine honours is a typed field; a section has a row where it is part of another section."""
+"""The engine honours every typed field. A section has a row if it is part of another section."""
 SUPPORT: Mapping[str, Support] = {
     **_FIELDS,
     **_TOP,
@@ -342,10 +342,10 @@ IDLE_VALUES: Mapping[str, values.Coerce] = {
     "activation_checkpointing.synchronize_checkpoint_boundary": values.flag,
     "activation_checkpointing.number_checkpoints": values.or_auto(values.whole()),
 }
-"""What the values of keys without effect look like, where DeepSpeed would look: a slip there is still a slip."""
+"""Valid values of keys without effect, where DeepSpeed checks them: a slip in such a value is still reported."""
 
 FREE_FORM = frozenset({"optimizer.params", "scheduler.params", "zero_optimization.zenflow"})
-"""Rows with children that are not walked as sections."""
+"""Rows whose children are not checked as sections."""
 
 STRICT = frozenset(
     {
@@ -361,4 +361,4 @@ STRICT = frozenset(
         *("tensorboard", "wandb", "csv_monitor", "comms_logger"),
     }
 )
-"""Sections in which an unknown key is an error rather than a note."""
+"""Sections in which an unknown key is an error instead of a note."""

@@ -1,4 +1,4 @@
-"""Keys beside each other: contradictions, what has no effect because of another key, what was read as another type."""
+"""Checks keys together: contradictions, keys disabled by other keys, and values read as another type."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PARAM = f"{_ZERO}.offload_param"
 
 @dataclass(frozen=True)
 class Needs:
-    """Keys that do something only under a condition."""
+    """Keys that have an effect only under a condition."""
 
     keys: tuple[str, ...]
     """JSON paths; a section stands for everything in it."""
     holds: Callable[[DistConfig], bool]
     reason: str
-    """A few words for the log, for when the condition does not hold."""
+    """A few words for the log, used if the condition does not hold."""
 
 
 def _on_disk(config: DistConfig) -> bool:
@@ -131,18 +131,18 @@ _NEEDS = (
 _SWITCHES = frozenset(
     {f"{_ZERO}.stage", f"{_PARAM}.device", f"{_OPTIMIZER}.device", "pipeline.stages", "tensor_parallel.autotp_size"}
 )
-"""Keys that switch others off; where one of them is wrong, nobody knows what it was meant to switch."""
+"""Keys that disable others. If one of these is wrong, its meaning for the others is unknown."""
 _SAY_NOTHING = frozenset(
     {
         *(f"{_PARAM}.device", f"{_OPTIMIZER}.device", f"{_ZERO}.mics_shard_size"),
         *("pipeline.stages", "pipeline.reshard_per_microbatch", "tensor_parallel.autotp_size", "local_sgd.nesterov"),
     }
 )
-"""Keys whose value "none", 1, -1 or false asks for nothing, or is what switches the rest off."""
+"""Keys whose value "none", 1, -1 or false requests nothing, or is what disables the rest."""
 
 
 def check_together(config: DistConfig, sources: Mapping[str, str], findings: Findings) -> None:
-    """Record contradictions, and keys of the file that another key switches off."""
+    """Record contradictions, and keys of the file that another key disables."""
     idle = set()
     wrong = {problem.path for problem in findings.problems}
     for needs in _NEEDS:
@@ -156,7 +156,7 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
     check_curriculum(config.curriculum_learning, findings)
     _check_warm_up(config, findings)
     for row, clause in refused(config):
-        if row.other not in wrong:  # of a stage that is no number nobody knows what it is beside
+        if row.other not in wrong:  # a wrong value at `other` leaves the row undecided
             findings.problem(row.path, clause, row.fix, found=config.value_at(row.path))
     _check_shard_groups(config, findings)
     _check_offload(config, findings, wrong)
@@ -169,7 +169,7 @@ def _asks_nothing(config: DistConfig, path: str) -> bool:
 
 
 def _check_batch(config: DistConfig, sources: Mapping[str, str], findings: Findings) -> None:
-    """Sizes that fit on no number of ranks; those that do not fit on the ranks at hand are found with them (`auto.py`)."""
+    """Record sizes that fit no number of ranks. `auto.py` checks sizes against the actual number of ranks."""
     sizes = {path: config.value_at(path) for path in (TRAIN, MICRO, STEPS)}
     if config.elasticity.enabled:
         largest = config.elasticity.max_train_batch_size
@@ -240,7 +240,7 @@ def _check_intervals(config: DistConfig, findings: Findings) -> None:
 
 
 def note_coercions(written: Mapping[str, Any], config: DistConfig, findings: Findings) -> None:
-    """Record every value that was written as another type than it is read as: "5e8", "true", 15099494.4."""
+    """Record every value that was written as another type than it is read as, such as "5e8", "true", 15099494.4."""
     for path, value in _leaves(written, ""):
         read = config.value_at(path)
         if is_auto(value) or path.startswith(("optimizer.", "scheduler.")):

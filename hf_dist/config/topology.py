@@ -1,4 +1,4 @@
-"""The axes of a job as its configuration asks for them: the one place where keys become sizes."""
+"""The axes of a job according to its configuration: the only place where keys become sizes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
 def axes_of(config: DistConfig, processes: int, *, here: int | None = None, experts: Sequence[int] = ()) -> Axes:
-    """Who reads what and who holds what among `processes` ranks. Raises `ConfigError` for sizes that do not divide them.
+    """Which of `processes` ranks read which rows and hold which parts. Raises `ConfigError` for sizes that do not divide them.
 
-    One copy of the model has `pipeline.stages` x `tensor_parallel.autotp_size` ranks or more. `here` (processes of one
-    machine) and `experts` (their number, of each kind of layer) are what `expert_parallel.autoep_size` "auto" divides, so that
-    the ranks of `ep` stay on a machine.
+    One copy of the model spans at least `pipeline.stages` x `tensor_parallel.autotp_size` ranks. With
+    `expert_parallel.autoep_size` "auto", `here` (processes of one machine) and `experts` (their number, per kind of layer) give
+    the size of `ep`, so that its ranks stay on one machine.
     """
     zero = config.zero_optimization
     try:
@@ -44,7 +44,7 @@ def axes_of(config: DistConfig, processes: int, *, here: int | None = None, expe
 
 
 def _check_second_copy(zero: ZeroConfig, shards: int) -> None:
-    """Neighbours that share a second copy are a part of the ranks of `shard`; as many or more need none, as in DeepSpeed."""
+    """Ranks that share a second copy must divide the ranks of `shard`; as many or more need no second copy, as in DeepSpeed."""
     size = zero.zero_hpz_partition_size
     if zero.stage == 3 and size < shards and shards % size:
         expected = f"is not a divisor of the {shards} ranks that share the weights"

@@ -1,4 +1,4 @@
-"""Sections about training around the model: batches that fit any number of ranks, growing lengths, a profile."""
+"""Sections about training around the model: batches for any number of ranks, growing lengths, a profile."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ FromMinusOne = Annotated[int, PlainValidator(values.whole(-1))]
 
 
 class ElasticityConfig(Frozen):
-    """The `elasticity` section: one global batch that many numbers of ranks can share out."""
+    """The `elasticity` section: one global batch that many numbers of ranks can divide."""
 
     enabled: Flag = False
-    """`elasticity.enabled`: whether this section decides the batch sizes, for the script's arguments too."""
+    """`elasticity.enabled`: whether this section decides the batch sizes, including the script's arguments."""
     max_train_batch_size: Count = 2000
     """`elasticity.max_train_batch_size`: largest number of samples per optimizer step."""
     micro_batch_sizes: Counts = (2, 4, 6)
-    """`elasticity.micro_batch_sizes`: samples per rank and forward to choose from."""
+    """`elasticity.micro_batch_sizes`: samples per rank and forward, to choose from."""
     min_gpus: Count = 1
-    """`elasticity.min_gpus`: fewest data ranks that count in the choice."""
+    """`elasticity.min_gpus`: fewest data ranks that the choice considers."""
     max_gpus: Count = 10_000
-    """`elasticity.max_gpus`: most data ranks that count in the choice."""
+    """`elasticity.max_gpus`: most data ranks that the choice considers."""
     prefer_larger_batch: Flag = True
-    """`elasticity.prefer_larger_batch`: which of two global batches is taken that fit as many numbers of ranks."""
+    """`elasticity.prefer_larger_batch`: whether to take the larger of two global batches that fit as many numbers of ranks."""
     ignore_non_elastic_batch_info: Flag = False
-    """`elasticity.ignore_non_elastic_batch_info`: whether batch sizes elsewhere in the file are passed over."""
+    """`elasticity.ignore_non_elastic_batch_info`: whether to ignore batch sizes elsewhere in the file."""
 
 
 class LocalSgdConfig(Frozen):
-    """The `local_sgd` section: copies of what is sharded train alone, and meet every so many steps."""
+    """The `local_sgd` section: replicas of the sharded states train alone and meet every so many steps."""
 
     every: Whole = 0
     """`local_sgd.every`: optimizer steps from one meeting of the replicas to the next; 0 is off."""
     outer_lr: Real = 1.0
-    """`local_sgd.outer_lr`: learning rate of the outer SGD, whose gradient is what the replicas moved on average."""
+    """`local_sgd.outer_lr`: learning rate of the outer SGD; its gradient is the average movement of the replicas."""
     outer_momentum: BelowOne = 0.0
-    """`local_sgd.outer_momentum`: momentum of the outer SGD; 0 with `outer_lr` 1 is the mean of the weights, without state."""
+    """`local_sgd.outer_momentum`: momentum of the outer SGD; 0 with `outer_lr` 1 averages the weights and needs no state."""
     nesterov: Flag = False
     """`local_sgd.nesterov`: whether the outer momentum is Nesterov's."""
     fragments: Count = 1
-    """`local_sgd.fragments`: parts of the model that meet in turn, spread over the steps of `every`; 1: all at once."""
+    """`local_sgd.fragments`: parts of the model that meet in turn, spread over the steps of `every`; 1 means all at once."""
     overlap: Whole = 0
-    """`local_sgd.overlap`: optimizer steps that a mean may travel beside training before it is taken up."""
+    """`local_sgd.overlap`: optimizer steps for which an averaging may overlap training before its result is applied."""
     mix: BelowOne = 0.0
-    """`local_sgd.mix`: share of its own weights that a replica keeps when it takes up a fragment."""
+    """`local_sgd.mix`: share of its own weights that a replica keeps when a fragment's mean is applied."""
 
     @property
     def enabled(self) -> bool:
@@ -63,7 +63,7 @@ class LocalSgdConfig(Frozen):
 
     @property
     def streams(self) -> bool:
-        """Whether fragments meet in turn, or travel beside training; otherwise training waits, and all meet at once."""
+        """Whether fragments meet in turn or averaging overlaps training. Otherwise training waits and all parts meet."""
         return self.enabled and (self.fragments > 1 or self.overlap > 0)
 
 
@@ -77,7 +77,7 @@ class CurriculumSchedule(Frozen):
     root_degree: NeededCount | None = None
     """`curriculum_learning.schedule_config.root_degree`: for "fixed_root": 2 grows with the square root of the step."""
     difficulty: Counts | None = None
-    """`curriculum_learning.schedule_config.difficulty`: for "fixed_discrete": the lengths, one after the other."""
+    """`curriculum_learning.schedule_config.difficulty`: for "fixed_discrete": the lengths, in order."""
     max_step: Counts | None = None
     """`curriculum_learning.schedule_config.max_step`: for "fixed_discrete": last step of each length but the last one."""
 
@@ -103,23 +103,23 @@ class FlopsProfilerConfig(Frozen):
     enabled: Flag = False
     """`flops_profiler.enabled`: whether the table is made."""
     profile_step: FromMinusOne = 1
-    """`flops_profiler.profile_step`: after so many optimizer steps the next forward is counted; -1 for never."""
+    """`flops_profiler.profile_step`: after this many optimizer steps the next forward is counted; -1 for never."""
     module_depth: FromMinusOne = -1
-    """`flops_profiler.module_depth`: deepest level of modules that is listed; -1 for all."""
+    """`flops_profiler.module_depth`: deepest level of modules to list; -1 for all."""
     top_modules: Count = 1
-    """`flops_profiler.top_modules`: how many modules of a level are listed where `detailed` is false."""
+    """`flops_profiler.top_modules`: number of modules listed per level if `detailed` is false."""
     detailed: Flag = True
-    """`flops_profiler.detailed`: whether every module is listed, not only the largest of each level."""
+    """`flops_profiler.detailed`: whether to list every module, not only the largest of each level."""
     output_file: Text | None = None
     """`flops_profiler.output_file`: where the table goes; None for the log."""
 
 
 class LayerDropConfig(Frozen):
-    """The `progressive_layer_drop` section: blocks are left out of a step, the more the later it is and the deeper they are."""
+    """The `progressive_layer_drop` section: skips blocks in a step; later steps and deeper blocks are skipped more often."""
 
     enabled: Flag = False
-    """`progressive_layer_drop.enabled`: whether blocks are left out in training."""
+    """`progressive_layer_drop.enabled`: whether blocks are skipped in training."""
     theta: Share = 1.0
-    """`progressive_layer_drop.theta`: share of the steps in which the last block runs in the end."""
+    """`progressive_layer_drop.theta`: share of the steps in which the last block finally runs."""
     gamma: Real = 0.001
     """`progressive_layer_drop.gamma`: how fast that share falls from 1, per optimizer step."""

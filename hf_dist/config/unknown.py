@@ -1,4 +1,4 @@
-"""A key that nobody here reads: what was probably meant by it, or that it belongs to another program."""
+"""Judges a key that hf_dist does not know: what was probably meant, or that it belongs to another program."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ SECTIONS = frozenset(key.rsplit(".", cut)[0] for key in SUPPORT for cut in range
 _AMBIGUOUS = frozenset(
     {"enabled", "type", "params", "names", "classes", "strict", "device", "dtype", "momentum", "mpu", "stages"}
 )
-"""Names that mean something else in every section, and in other programs."""
+"""Names that have different meanings in every section and in other programs."""
 _NEVER_ALONE = frozenset({"enabled", "params"})
-"""Of those, what nobody writes outside of a section on purpose."""
+"""Those of them that nobody writes outside a section on purpose."""
 _LAX = frozenset(
     {
         *("", "activation_checkpointing", "flops_profiler", "aio", "checkpoint", "pipeline", "expert_parallel"),
         *("data_types", "elasticity", "optimizer", "scheduler"),
     }
 )
-"""Sections in which DeepSpeed looks at the keys that it knows and at nothing else."""
+"""Sections in which DeepSpeed reads only the keys that it knows."""
 _PLAIN_ENOUGH = 8
-"""Letters from which on a single word is taken for a misspelling of another section's."""
+"""A single word of at least this many letters counts as a misspelling of another section's key."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with an unknown key, as a clause, and its remedy, as a sentence."""
+    """What is wrong with an unknown key, as a clause, and the remedy, as a sentence."""
 
     expected: str
     fix: str
     target: str | None = None
-    """Where the value is meant to stand; None where that is not certain, or taken."""
+    """Where the value was meant to be; None if that is uncertain or already taken."""
 
 
 def known_keys(section: str) -> frozenset[str]:
-    """The keys that may stand directly in `section`, "" for the top level."""
+    """The keys that may be directly in `section`; "" for the top level."""
     prefix = f"{section}." if section else ""
     below = (key[len(prefix) :].split(".")[0] for key in SUPPORT if key.startswith(prefix))
     aliases = (alias.rpartition(".") for alias in SECTION_ALIASES)
@@ -54,7 +54,7 @@ def known_keys(section: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Key:
-    """An unknown key as it stands in a file."""
+    """An unknown key as found in a file."""
 
     name: str
     value: Any
@@ -64,15 +64,15 @@ class _Key:
 
     @property
     def here(self) -> str:
-        """Where it stands, in words."""
+        """Where the key is, in words."""
         return f'in "{self.section}"' if self.section else "at the top level"
 
     def lost(self, fix: str, target: str | None = None, more: str = "") -> Verdict:
-        """The verdict on a name that is not known here."""
+        """The verdict on an unknown name."""
         return Verdict(f"is not a key {self.here}{more}", fix, target)
 
     def meant(self, path: str, whole: bool = False) -> Verdict:
-        """A question: whether the key at `path` was meant; `whole`: which is of another section."""
+        """A question whether the key at `path` was meant. `whole`: the key belongs to another section."""
         name = path if whole or not self.section else path.rpartition(".")[2]
         if at(self.root, path) is not None:
             return self.lost(f'Did you mean "{name}"? It is there already: remove this one.')
@@ -82,7 +82,7 @@ class _Key:
         return self.lost(f'Did you mean {top}"{name}"?', path)
 
     def moved(self, path: str) -> tuple[str, str | None]:
-        """An order, where the value belongs, with the path if that is certain."""
+        """An instruction where to move the value, and the path if it is certain."""
         home, _, name = path.rpartition(".")
         if at(self.root, path) is not None:
             return f'Remove it: "{path}" is there already.', None
@@ -100,7 +100,7 @@ class _Key:
         return f'Move it to "{path}".', path
 
     def one_of(self, homes: Iterable[str]) -> tuple[str, str | None]:
-        """The same for a name that several sections have: those that the file has, if there are any."""
+        """The same for a name of several sections; sections that the file contains are preferred."""
         homes = list(homes)
         there = [home for home in homes if at(self.root, home.rpartition(".")[0]) is not None] or homes
         free = [home for home in there if at(self.root, home) is None]
@@ -115,7 +115,7 @@ class _Key:
 
 
 def judged(name: str, value: Any, section: str, root: Mapping[str, Any]) -> Verdict | None:
-    """What an unknown key of `section` was meant to be, None for a key of another program. `root`: the whole file."""
+    """What an unknown key of `section` was meant to be; None for a key of another program. `root`: the whole file."""
     key = _Key(name, value, section, root)
     wrong_place = f"does not belong {key.here}" + (", where DeepSpeed ignores it" if section in _LAX else "")
     if name in INSTEAD and INSTEAD[name] != key.under(name):
@@ -142,7 +142,7 @@ def judged(name: str, value: Any, section: str, root: Mapping[str, Any]) -> Verd
 
 
 def _resembling(key: _Key) -> Verdict | None:
-    """Names of other tools, then names that are nearly those of this section or of another one."""
+    """Names of other tools, then names close to those of this section or another one."""
     name = key.name
     owner = None if name in FOREIGN else OWNERS.get(name)
     if owner is not None:
@@ -160,7 +160,7 @@ def _resembling(key: _Key) -> Verdict | None:
 
 
 def _as_name(key: _Key, name: str) -> Verdict:
-    """The verdict for a key that nearly is `name`, known in another section or tool."""
+    """The verdict for a key close to `name`, which another section or tool has."""
     if name in INSTEAD:
         return key.lost(*key.moved(INSTEAD[name]))
     if name in SENTENCES:
@@ -177,7 +177,7 @@ def _pass(name: str, owner: str) -> str:
 
 
 def at(root: Mapping[str, Any], path: str) -> Any:
-    """The value at a JSON path of plain data, None where there is none."""
+    """The value at a JSON path of plain data; None if missing."""
     node: Any = root
     for part in path.split(".") if path else ():
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -185,9 +185,9 @@ def at(root: Mapping[str, Any], path: str) -> Any:
 
 
 def written_out(path: str, value: Any, section: str | None = None) -> str:
-    """A section as an object, in place of a plain value that says what was meant: `"fp16": {"enabled": true}`.
+    """A section as an object instead of a plain value, with the same meaning: `"fp16": {"enabled": true}`.
 
-    `section`: where it is to be written if that is not where it belongs, which is then shown too.
+    `section`: where it will be written. If that is not where it belongs, the result shows its place, too.
     """
     home, _, name = path.rpartition(".")
     parts, inner = [name], _object(path, value)
@@ -217,7 +217,7 @@ def _object(path: str, value: Any) -> dict[str, Any]:
 
 
 def _places() -> dict[str, str]:
-    """Key name -> the one path where it belongs, for names that mean one thing wherever they stand."""
+    """Key name -> its only path, for names that mean the same everywhere."""
     found: dict[str, set[str]] = {}
     for path, row in SUPPORT.items():
         parts = path.split(".")
@@ -230,7 +230,7 @@ def _places() -> dict[str, str]:
 
 
 def _homes() -> dict[str, tuple[str, ...]]:
-    """Key name -> every path where it belongs, for names of two words or more, which other programs hardly use."""
+    """Key name -> all its paths, for names of two words or more, which other programs rarely use."""
     found: dict[str, list[str]] = {}
     for path in SUPPORT:
         key = path.rpartition(".")[2]
@@ -245,10 +245,10 @@ _JOINED = {
     for path, row in SUPPORT.items()
     if row.status is Status.USED and path.rpartition(".")[2] in _AMBIGUOUS and "." in path
 }
-"""Section and key as one word: `bf16_enabled`."""
+"""Section and key joined into one word: `bf16_enabled`."""
 _EVERYWHERE = tuple(
     name
     for name in sorted({*_PLACES, *_HOMES, *INSTEAD, *SENTENCES, *OWNERS} - FOREIGN - _AMBIGUOUS)
     if "_" in name or len(name) >= _PLAIN_ENOUGH
 )
-"""Names that a key anywhere may be a misspelling of."""
+"""Names that any key may be a misspelling of."""

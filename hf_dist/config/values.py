@@ -1,4 +1,4 @@
-"""Values as people write them in JSON: coercion to the type of a field, or a clause that says what is wrong."""
+"""Values as people write them in JSON: coercion to a field's type, or a clause that says what is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from hf_dist.config.spelling import did_you_mean
 
 Auto = Literal["auto"]
-"""The string a user writes to let TrainingArguments or the model decide."""
+"""The string that leaves a value to TrainingArguments or the model."""
 AUTO: Auto = "auto"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]B)")
@@ -37,7 +37,7 @@ _DTYPE_SPELLINGS = {
 
 
 class BadValue(ValueError):
-    """A value that no coercion accepts; `clause` follows the value in the message, `fix` is a sentence."""
+    """A value that cannot be coerced. `clause` follows the value in the message; `fix` is a sentence."""
 
     def __init__(self, clause: str, fix: str = "") -> None:
         super().__init__(clause)
@@ -46,23 +46,23 @@ class BadValue(ValueError):
 
 
 def settled(value: _T | Auto) -> _T:
-    """`value`, which is known to be resolved: no field of a resolved config is still "auto"."""
+    """`value`, known to be resolved: no field of a resolved config is "auto"."""
     assert not is_auto(value), "read before resolve()"
     return value  # type: ignore[return-value]
 
 
 def is_auto(value: object) -> bool:
-    """Whether the user left this value to be filled; any letter case."""
+    """Whether the user wrote "auto", in any letter case."""
     return isinstance(value, str) and value.strip().lower() == AUTO
 
 
 def is_off(value: object) -> bool:
-    """Whether a degree is left away: "auto" or "none"."""
+    """Whether a degree is not set: "auto" or "none"."""
     return isinstance(value, str) and value.strip().lower() in (AUTO, "none")
 
 
 def shown(value: object) -> str:
-    """`value` the way a JSON file spells it, shortened."""
+    """`value` as a JSON file spells it, shortened."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -71,7 +71,7 @@ def shown(value: object) -> str:
 
 
 def or_auto(coerce: Coerce) -> Coerce:
-    """The same coercion, which also lets "auto" through."""
+    """The same coercion, but it also accepts "auto"."""
     return lambda value: AUTO if is_auto(value) else coerce(value)
 
 
@@ -103,7 +103,7 @@ def real(minimum: float = 0.0, *, below: float = math.inf, most: float = math.in
 
 
 def period(value: Any) -> float:
-    """Number of steps between two events; infinity is never."""
+    """Number of steps between two events; infinity means never."""
     return math.inf if value == math.inf else real()(value)
 
 
@@ -114,7 +114,7 @@ def reals(minimum: float = 0.0) -> Coerce:
 
 
 def wholes(value: Any, minimum: int = 0) -> list[int]:
-    """List of whole numbers, of one at least where they have a minimum."""
+    """List of whole numbers; not empty if they have a minimum."""
     if not isinstance(value, (list, tuple)) or (minimum and not value):
         raise BadValue("is not a list of whole numbers")
     return [whole(minimum)(item) for item in value]
@@ -171,7 +171,7 @@ def autocast_dtype(value: Any) -> str:
 
 
 def needed(coerce: Coerce) -> Coerce:
-    """The same coercion of a key that something depends on: its remedy never is to remove it."""
+    """The same coercion for a key that other keys depend on, so its remedy is never to remove it."""
 
     def of_needed(value: Any) -> Any:
         try:
@@ -194,7 +194,7 @@ def device(value: Any) -> str:
 
 
 def partition(value: Any) -> str | tuple[int, ...]:
-    """How layers are shared out; DeepSpeed's "best" is "cost"."""
+    """How layers are divided over stages; DeepSpeed's "best" means "cost"."""
     if isinstance(value, (list, tuple)):
         return tuple(whole(1)(item) for item in value)
     if isinstance(value, str) and value.startswith("type:") and len(value) > len("type:"):
@@ -210,7 +210,7 @@ def partition(value: Any) -> str | tuple[int, ...]:
 
 
 def sequence_exchange(value: Any) -> str | tuple[int, int]:
-    """How attention sees the other parts of a sequence: a name, or [Ulysses ranks, ring ranks]."""
+    """How attention reads the other parts of a sequence: a name, or [Ulysses ranks, ring ranks]."""
     if isinstance(value, (list, tuple)):
         if len(value) != 2:
             raise BadValue("is not two numbers", "Write [4, 2] for 4 Ulysses ranks in each of 2 places of a ring.")
@@ -241,7 +241,7 @@ def memory_nbytes(text: str | int) -> int:
 
 
 def memory_budget(value: Any) -> str | int:
-    """ "auto", or a size of memory as it was written."""
+    """ "auto", or a memory size as written."""
     if is_auto(value):
         return AUTO
     if isinstance(value, str) and memory_nbytes(value):
@@ -289,7 +289,7 @@ def _number(value: Any, clause: str) -> float:
 
 
 def nobody_fills() -> BadValue:
-    """The complaint about "auto" on a key that no one can fill."""
+    """The error for "auto" on a key that nothing can fill."""
     return BadValue(
         "has no source to be filled from: neither TrainingArguments nor the model decides this key",
         "Write a value, or remove the key to get the default.",

@@ -69,7 +69,7 @@ def test_explain_says_of_every_key_where_it_comes_from_and_what_it_does(tmp_path
     path.write_text('{"zero_optimization": {\n"prefetch_bucket_size": 5, "stage": 3},\n "steps_per_print": 10}')
     rows = {row["key"]: row for row in json.loads(run("explain", str(path), "--json").stdout)}
     assert rows["zero_optimization.stage"]["source"] == "line 2"
-    assert "2 and gradients, 3 and weights" in rows["zero_optimization.stage"]["meaning"]
+    assert "2 also gradients, 3 also weights" in rows["zero_optimization.stage"]["meaning"]
     assert (
         "written as zero_optimization.prefetch_bucket_size"
         in rows["zero_optimization.stage3_prefetch_bucket_size"]["meaning"]
