@@ -1,14 +1,14 @@
-"""Bytes that a forward keeps for its backward, measured on meta: nothing is computed, nothing is allocated.
+"""Bytes that a forward keeps for its backward, measured on meta without computing or allocating.
 
-What autograd saves is seen by `saved_tensors_hooks`; each storage counts once, for the block in whose forward it is saved
-first. Parameters and buffers are not activations, and tensors over the vocabulary are counted apart, as the loss makes more
-of them. Attention counts as a fused kernel: inputs, output and one fp32 number per row and head, no matrix of scores.
+`saved_tensors_hooks` show what autograd saves. Each storage counts once, for the block whose forward saves it first.
+Parameters and buffers are not activations. Tensors over the vocabulary are counted separately, because the loss makes more
+of them. Attention counts as a fused kernel: inputs, output and one fp32 number per row and head, no score matrix.
 
-With checkpointing a block keeps its input, and in backward one block at a time is computed again:
+With checkpointing a block keeps its input, and backward recomputes one block at a time:
 
-    kept        outside + sum of saved (blocks that are kept) + sum of inputs (checkpointed blocks)
-    recomputed  the largest saved of the checkpointed blocks, without its input
-    passing     two gradients of the size of the largest tensor that a block saves: that of an output, and that of its input
+    kept        outside + sum of saved (kept blocks) + sum of inputs (checkpointed blocks)
+    recomputed  the largest `saved` of a checkpointed block, without its input
+    passing     two gradients of the size of the largest tensor that a block saves: of an output, and of its input
 """
 
 from __future__ import annotations
@@ -36,56 +36,56 @@ from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.sharding.precision import precision_for
 
 _PLAIN_LOSS_NBYTES = 12
-"""Per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits themselves are gone by then."""
+"""Bytes per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits are freed by then."""
 _ALL = -2
-"""Marks what `all` returned."""
+"""Marks the return values of `all`."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Sizes of one call: rows of the batch and positions of this rank, heads and their widths."""
+    """Sizes of one attention call: this rank's batch rows and positions, heads and their widths."""
 
     rows: int
     length: int
     heads: int
     key_heads: int
     widths: int
-    """Of a key and a value together."""
+    """Widths of a key and a value together."""
     itemsize: int
     flops: int
 
 
 @dataclass
 class Work:
-    """Of one forward, or of a part of it."""
+    """The computation and communication of one forward, or of a part of it."""
 
     flops: int = 0
-    """Of matrix products and attention."""
+    """Operations of matrix products and attention."""
     attention: list[AttentionCall] = field(default_factory=list)
     crossed: Crossed = field(default_factory=dict)
     """Collectives over `tp`."""
     again: Crossed = field(default_factory=dict)
-    """Those of them that a recomputation makes: it ends where the last tensor was saved."""
+    """The collectives that recomputation repeats: it stops where the last tensor was saved."""
 
 
 @dataclass
 class Block:
-    """What one call of a block keeps; bytes."""
+    """What one call of a block keeps, in bytes."""
 
     path: str
     input: int = 0
-    """Its hidden states."""
+    """Size of its hidden states."""
     saved: int = 0
     saved_input: int = 0
-    """The part of `saved` that is its input."""
+    """The part of `saved` that is the block's input."""
     largest: int = 0
-    """The largest storage in `saved`."""
+    """Size of the largest storage in `saved`."""
     costly: int = 0
     """Outputs of matrix products and attention, which selective checkpointing keeps."""
     mlp: int = 0
-    """The part of `saved` that an MLP saves, without its input: what `mlp_tiles` computes again, a tile at a time."""
+    """The part of `saved` from an MLP, without its input: `mlp_tiles` recomputes it one tile at a time."""
     work: Work = field(default_factory=Work)
-    """What its forward computes and sends."""
+    """The computation and communication of its forward."""
 
 
 @dataclass(frozen=True)
@@ -93,38 +93,38 @@ class Kept:
     """Bytes of one microbatch under one kind of checkpointing."""
 
     device: int
-    """From forward to backward."""
+    """Kept from forward to backward."""
     recomputed: int = 0
-    """Besides, while one block is in backward."""
+    """Additional bytes while one block is in backward."""
     host: int = 0
     passing: int = 0
-    """Gradients of activations, while one block is in backward."""
+    """Gradients of activations while one block is in backward."""
 
 
 @dataclass(eq=False)
 class Activations:
-    """One forward of a model with a microbatch."""
+    """One forward of a model with one microbatch."""
 
     blocks: list[Block] = field(default_factory=list)
     outside: int = 0
-    """Saved outside the blocks, without tensors over the vocabulary."""
+    """Saved outside the blocks, excluding tensors over the vocabulary."""
     rows: int = 0
-    """Of the logits: tokens of the microbatch; 0 for a model without a head over a vocabulary."""
+    """Rows of the logits: tokens of the microbatch; 0 for a model without a head over a vocabulary."""
     vocabulary: int = 0
     cuts_vocabulary: bool = False
-    """Whether the ranks of `tp` have some columns of the logits each."""
+    """Whether each rank of `tp` holds only some columns of the logits."""
     logit: int = 0
-    """Bytes of one, as the head gives it."""
+    """Bytes of one logit in the head's output dtype."""
     width: int = 0
     learns: bool = True
-    """Whether the head is trained."""
+    """Whether the head is trainable."""
     rest: Work = field(default_factory=Work)
-    """Of the forward outside the blocks."""
+    """Work of the forward outside the blocks."""
     backward: Crossed = field(default_factory=dict)
-    """Collectives over `tp` of the whole backward, without those of blocks that run again."""
+    """Collectives over `tp` of the whole backward, without those of recomputed blocks."""
 
     def kept(self, config: DistConfig, checkpointing: bool = False, paths: frozenset[str] | None = None) -> Kept:
-        """Under `config`. `checkpointing`: asked for by the Trainer's argument. `paths`: the blocks of a pipeline stage."""
+        """Bytes kept under `config`. `checkpointing`: set by the Trainer's argument. `paths`: blocks of a pipeline stage."""
         section = config.activation_checkpointing
         asked, every = asks_for_checkpointing(config)
         on = (asked or checkpointing) and self.blocks
@@ -150,7 +150,7 @@ class Activations:
         return Kept(device, max(recomputed, 0), host, 2 * largest)
 
     def logits(self, config: DistConfig) -> int:
-        """Bytes of the logits and of what the loss makes of them, where backward begins."""
+        """Bytes of the logits and of the loss's tensors over the vocabulary, at the start of backward."""
         wanted = settled(config.hf_dist.tiled_loss)
         if wanted is False:
             return self.rows * self.vocabulary * _PLAIN_LOSS_NBYTES
@@ -169,8 +169,8 @@ def measure_activations(
 ) -> Activations:
     """Run `model(*args, **batch)` on meta in the dtype of `config`. Local; `model` (real or on meta) stays as it was.
 
-    `batch`: arguments without labels; only the shapes of its tensors matter; `slices`: what one rank runs of a
-    model whose matrices are cut. Raises what the model raises on meta.
+    `batch`: arguments without labels; only its tensor shapes matter. `slices`: what one rank runs of a
+    model whose matrices are split. Raises whatever the model raises on meta.
     """
     model = meta_twin(model)
     precision = precision_for(config, model)
@@ -183,7 +183,7 @@ def measure_activations(
             module._backward_hooks,
             module._backward_pre_hooks,
         ):
-            hooks.clear()  # of a sharded model: they gather weights
+            hooks.clear()  # hooks of a sharded model would gather weights
         if hasattr(module, "gradient_checkpointing"):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
     model.train()
@@ -203,7 +203,7 @@ def measure_activations(
 
 
 def _group_experts(model: nn.Module) -> None:
-    """Let experts take their share of the rows: a loop over them would give each all rows, as nobody knows its own on meta."""
+    """Give each expert its share of the rows: a loop over experts would give each all rows, because meta has no routing."""
     chosen = getattr(getattr(model, "config", None), "_experts_implementation", None)
     can: Any = getattr(model, "_can_set_experts_implementation", lambda: False)
     if chosen == "eager" and can():
@@ -212,10 +212,10 @@ def _group_experts(model: nn.Module) -> None:
 
 
 class _Unpadded(MetaTrace):
-    """Answers "yes" to whether all elements are true: HF asks that of masks, and makes none for a batch without padding."""
+    """Answers "yes" when HF asks whether all mask elements are true, so that HF makes no mask for a batch without padding."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation on meta."""
+        """Run one operation on meta."""
         packet = func.overloadpacket
         if packet is torch.ops.aten._local_scalar_dense and _ALL in self.sources(args[0]):
             return True
@@ -235,20 +235,20 @@ def text_batch(model: nn.Module, micro: int, seq: int) -> dict[str, Any]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Adds up what is saved, by block; as a dispatch mode it also sees which outputs are costly."""
+    """Adds up what is saved, by block. As a dispatch mode it also sees which outputs are costly."""
 
     def __init__(self, model: nn.Module, trace: MetaTrace, peers: MetaPeers | None = None) -> None:
         super().__init__()
         self.found = Activations()
         self._trace, self._peers = trace, peers
-        self._before = 0  # flops when the block began
+        self._before = 0  # flops at the start of the block
         self._send_from(self.found.rest)
         self._block: Block | None = None
         self._input: int | None = None
         self._seen: set[int] = set()
         self._shared: set[int] = set()
-        """Arguments of blocks that are not their hidden states: masks, positions."""
-        self._alive: list[Any] = []  # a storage that dies would give its number to the next one
+        """Arguments of blocks other than hidden states: masks, positions."""
+        self._alive: list[Any] = []  # kept alive: a freed storage would pass its number to the next one
         self.ignore([*model.parameters(), *model.buffers()])
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         weight = getattr(head, "weight", None)
@@ -257,7 +257,7 @@ class _Recorder(TorchDispatchMode):
             self.found.learns = weight.requires_grad
             self.found.cuts_vocabulary = peers is not None and peers.cuts_vocabulary
             head.register_forward_hook(self._after_head)
-        self._mlp: int | None = None  # the number of the input of the MLP that runs
+        self._mlp: int | None = None  # number of the input of the running MLP
         for module in mlps_of(model):
             module.register_forward_pre_hook(self._enter_mlp)
             module.register_forward_hook(self._leave_mlp)
@@ -267,7 +267,7 @@ class _Recorder(TorchDispatchMode):
                 module.register_forward_hook(self._leave)
 
     def ignore(self, tree: Any) -> None:
-        """Tensors that are no activations."""
+        """Mark tensors that are not activations."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
                 self._seen.add(self._number(leaf))
@@ -300,12 +300,12 @@ class _Recorder(TorchDispatchMode):
         self._send_from(self.found.rest)
 
     def _send_from(self, work: Work) -> None:
-        """What crosses from now on is of this part of the model."""
+        """Count the following collectives for this part of the model."""
         if self._peers is not None:
             self._peers.crossed = work.crossed
 
     def attends(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> None:
-        """One call of attention; causal kernels compute half of the scores."""
+        """Record one attention call; causal kernels compute half of the scores."""
         work = self.found.rest if self._block is None else self._block.work
         widths = key.shape[-1] + value.shape[-1]
         rows, heads, length, _ = query.shape
@@ -325,7 +325,7 @@ class _Recorder(TorchDispatchMode):
             self.found.logit = output.element_size()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves `tensor`."""
+        """Called when autograd saves `tensor`."""
         number = self._number(tensor)
         if self._block is not None:
             self._block.work.again = dict(self._block.work.crossed)
@@ -347,12 +347,12 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def add_costly(self, *outputs: torch.Tensor) -> None:
-        """Outputs that selective checkpointing keeps."""
+        """Record outputs that selective checkpointing keeps."""
         if self._block is not None:
             self._block.costly += sum(t.numel() * t.element_size() for t in outputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and look at what it is."""
+        """Run the operation and record it."""
         out = func(*args, **(kwargs or {}))
         if self._block is not None and keep_costly(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
             self.add_costly(*(t for t in tree_leaves(out) if isinstance(t, torch.Tensor)))
@@ -360,13 +360,13 @@ class _Recorder(TorchDispatchMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves what a fused attention kernel saves, and computes nothing."""
+    """Saves what a fused attention kernel saves, without computing."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (B, H, L, D) in the memory order of (B, L, H, D), as the kernels have it, and one number per row."""
+        """Output (B, H, L, D) in the memory order of (B, L, H, D), as kernels return it, and one number per row."""
         *batch, heads, length, _ = query.shape
         out = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-2, -3)
         rows = query.new_empty(*batch, heads, length, dtype=torch.float32)
@@ -376,7 +376,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """There is none."""
+        """Not implemented: nothing is computed."""
         raise NotImplementedError
 
 
@@ -392,7 +392,7 @@ def _fused_attention(recorder: _Recorder) -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if attn_mask is not None and attn_mask.requires_grad:  # T5's bias: no fused kernel gives it a gradient
+        if attn_mask is not None and attn_mask.requires_grad:  # T5's bias: no fused kernel computes its gradient
             return before(query, key, value, attn_mask, *args, **kwargs)
         recorder.attends(query, key, value, causal=bool(kwargs.get("is_causal", False)))
         out, rows = _FusedAttention.apply(query, key, value, attn_mask)

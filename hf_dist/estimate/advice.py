@@ -1,17 +1,17 @@
-"""Which setting helps: every single change tried on the plan, and the cheapest combinations that fit.
+"""Which setting helps: plans every single change, and finds the cheapest combinations that fit.
 
-Cheap means least time lost. The price of a change is a rough percentage of the step, on a GPU with the sequence lengths of
-fine-tuning; only the order matters:
+Cheap means little lost time. The price of a change is a rough percentage of the step, on a GPU with sequence lengths of
+fine-tuning. Only the order matters:
 
     tiled loss                      1   the same matrix products, in pieces
-    ZeRO stage 1, 2                 0, 2   the bytes of stage 0 on the wire; more reductions with accumulation
-    ZeRO stage 3                   10   half as many bytes again
+    ZeRO stage 1, 2                 0, 2   the same bytes as stage 0; more reductions with accumulation
+    ZeRO stage 3                   10   50% more bytes
     smaller microbatches, halved    5   each time: smaller matrices, more gathers at stage 3
     rows over twice the ranks      15   each time: exchanges in every attention, more microbatches
     gradient checkpointing         30   a second forward
-    block inputs on the host        5   besides: copies beside the computing
-    optimizer on the host          60   a step on the CPU, gradients and weights over the bus
-    weights on the host            90   every gather over the bus
+    block inputs on the host        5   additional: copies beside the computation
+    optimizer on the host          60   a step on the CPU; gradients and weights cross the bus
+    weights on the host            90   every gather crosses the bus
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _STAGE_PRICES = {0: 0, 1: 0, 2: 2, 3: 10}
 _TILES, _HALVED, _SHARED, _AGAIN, _ON_HOST, _OPTIMIZER, _WEIGHTS = 1, 5, 15, 30, 5, 60, 90
 MAX_HALVINGS = 3
 _LONG = 16384
-"""Tokens from which on it is worth sharing a row."""
+"""Tokens from which sharing a row over ranks is worthwhile."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that differ from those of a config, by JSON path."""
+    """Settings that differ from a config, by JSON path."""
 
     text: str
     values: Mapping[str, Any] = field(default_factory=dict)
     price: int = 0
 
     def of(self, config: DistConfig) -> DistConfig:
-        """The config with them."""
+        """`config` with these settings."""
         return config.replaced({path: (value, "plan") for path, value in self.values.items()})
 
     def __add__(self, other: Change) -> Change:
@@ -55,16 +55,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Tried:
-    """A change and what it makes of the plan."""
+    """A change and its effect on the plan."""
 
     change: Change
     plan: MemoryPlan
     saved: int
-    """Bytes on the device, negative if it needs more."""
+    """Bytes saved on the device; negative if it needs more."""
 
 
 def single_changes(planner: Planner, config: DistConfig) -> list[Change]:
-    """One setting each that may help and that goes with the others of `config`."""
+    """Single settings that may help and are compatible with `config`."""
     zero = config.zero_optimization
     shards = axes_of(config, planner.world_size).size("shard")
     changes = [_stage(s) for s in range(zero.stage + 1, 4) if shards > 1]
@@ -78,21 +78,21 @@ def single_changes(planner: Planner, config: DistConfig) -> list[Change]:
     if not settled(config.hf_dist.tiled_loss):
         changes.append(_TILED)
     stages = config.pipeline.stages * 2
-    changes.append(Change(f"pipeline stages {stages}", {"pipeline.stages": stages}))  # left out where it cannot be
+    changes.append(Change(f"pipeline stages {stages}", {"pipeline.stages": stages}))  # skipped later if impossible
     return changes + [c for c in _smaller(planner, config) if c.text and c.values][:1]
 
 
 def try_each(planner: Planner, config: DistConfig, limits: Limits) -> list[Tried]:
-    """Every single change, the most helpful first: what leaves fewest bytes missing, then fewest on the device."""
+    """Every single change, most helpful first: fewest missing bytes, then fewest bytes on the device."""
     now = planner.plan(config)
     tried = list(_planned(planner, config, single_changes(planner, config), now))
     return sorted(tried, key=lambda t: (t.plan.over(limits), t.plan.device_need))
 
 
 def suggest(planner: Planner, config: DistConfig, limits: Limits, count: int = 3) -> list[Tried]:
-    """The cheapest combinations that fit, cheapest first; `config` itself, unchanged, if it fits.
+    """The cheapest combinations that fit, cheapest first; only `config` itself if it already fits.
 
-    What contains all changes of a cheaper one is left out.
+    Combinations that contain all changes of a cheaper one are omitted.
     """
     now = planner.plan(config)
     combined = sorted(_combinations(planner, config), key=lambda change: change.price)
@@ -110,7 +110,7 @@ def _planned(planner: Planner, config: DistConfig, changes: Iterable[Change], no
     for change in changes:
         try:
             plan = planner.plan(change.of(config))
-        except HfDistError:  # a model that cannot be cut, say
+        except HfDistError:  # for example a model that cannot be split
             continue
         yield Tried(change, plan, now.device_need - plan.device_need)
 
@@ -134,7 +134,7 @@ _OFFLOADS = {
 
 
 def _shared(planner: Planner, config: DistConfig) -> list[Change]:
-    """Long rows on as many ranks as they are, and on twice, four times, ... as many; the samples of a step stay the same."""
+    """Share long rows over as many ranks as now, and over 2, 4, ... times as many. Samples per step stay the same."""
     found, now = [Change("")], config.sequence_parallel_size
     readers, steps = axes_of(config, planner.world_size).size("data"), settled(config.gradient_accumulation_steps) or 1
     for doublings in range(1, MAX_HALVINGS + 1):
@@ -147,7 +147,7 @@ def _shared(planner: Planner, config: DistConfig) -> list[Change]:
 
 
 def _smaller(planner: Planner, config: DistConfig) -> list[Change]:
-    """The microbatch as it is, and halved as often as it can be; the samples of a step stay the same."""
+    """The microbatch as it is, and repeatedly halved. Samples per step stay the same."""
     micro = settled(config.train_micro_batch_size_per_gpu) or planner.workload.micro
     steps = settled(config.gradient_accumulation_steps) or 1
     found = [Change("")]
@@ -183,7 +183,7 @@ def _combinations(planner: Planner, config: DistConfig) -> Iterator[Change]:
 
 
 def _batches(planner: Planner, config: DistConfig, shared: list[Change]) -> list[Change]:
-    """Smaller microbatches, and longer rows of each: both together have as many microbatches as both say."""
+    """Combine smaller microbatches with shared rows; the numbers of microbatches multiply."""
     found, steps = [], "gradient_accumulation_steps"
     for row in shared:
         for smaller in _smaller(planner, config):

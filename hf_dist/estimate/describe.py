@@ -1,4 +1,4 @@
-"""A plan as text: for `hf-dist plan`, and beside an out-of-memory error."""
+"""A plan as text, for `hf-dist plan` and for out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hf_dist.sharding.placement import Stay
 from hf_dist.sizes import size_text
 
 _TIGHT = 0.9
-"""Share of a memory above which a fit is called tight: fragments take some."""
+"""Share of a memory above which a fit is called tight, because fragmentation takes some."""
 
 
 def kept_units(plan: MemoryPlan) -> str:
-    """How many units stay gathered, and for how long."""
+    """How many units stay gathered, and how long."""
     to_backward, window = (len(plan.states.kept(stay)) for stay in (Stay.BACKWARD, Stay.WINDOW))
     return (
         f"{to_backward} of {len(plan.states.units)} units stay gathered from forward to backward, {window} over the window "
@@ -24,7 +24,7 @@ def kept_units(plan: MemoryPlan) -> str:
 
 
 def plan_table(plan: MemoryPlan) -> list[str]:
-    """The rows of a plan and its sums, one line each."""
+    """The rows of a plan and their sums, one line each."""
     rows = [(what, size_text(nbytes), kind) for what, nbytes, kind in plan.rows()]
     rows.append(("device, at rest", size_text(plan.states.nbytes.resident(Tier.DEVICE)), "exact"))
     rows.append(("device, peak", size_text(plan.device_peak), "estimate"))
@@ -42,7 +42,7 @@ def plan_table(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(plan: MemoryPlan, limits: Limits) -> list[str]:
-    """One line for each memory whose size is known."""
+    """One line for each memory of known size."""
     sums = [("device", plan.device_need, limits.device)]
     ranks = limits.ranks_per_machine
     sums.append((f"host ({ranks} rank{'s' if ranks > 1 else ''})", plan.host * ranks, limits.host))
@@ -73,5 +73,5 @@ def settings(tried: Sequence[Tried], limits: Limits) -> list[str]:
 
 
 def json_paths(tried: Tried) -> str:
-    """The settings as they stand in a config."""
+    """The settings as written in a config."""
     return ", ".join(f"{path}: {str(value).lower()}" for path, value in tried.change.values.items())

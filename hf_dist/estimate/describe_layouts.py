@@ -1,4 +1,4 @@
-"""Found layouts as a table, with the reason why each loses to the first, and as a picture of where their steps go."""
+"""Layouts as a table, with the reason why each loses to the first, and as a picture of their step times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_REASONS = 2
 
 
 def layout_table(found: Sequence[Found]) -> list[str]:
-    """One line per layout under a head; the first is the fastest."""
+    """One line per layout below a header, fastest first."""
     head = (
         *("", "layout", "microbatches", "runs again", "tokens/s", "step s", "exposed", "bubble"),
         *("at rest", "peak", "inside", "between", "loses by"),
@@ -56,7 +56,7 @@ def _row(number: int, found: Found, first: Found) -> tuple[str, ...]:
 
 
 def reason(found: Found, first: Found) -> str:
-    """Such as `bubble 0.41 s, weights 0.12 s`."""
+    """For example `bubble 0.41 s, weights 0.12 s`."""
     named = {"tp": "sends of tp", "cp": "sends of cp", "ep": "sends of ep", "weights": "gathers and reductions"}
     more = found.loses(first)[:_MOST_REASONS]
     if not more:
@@ -65,7 +65,7 @@ def reason(found: Found, first: Found) -> str:
 
 
 def layout_dict(found: Found, first: Found) -> dict[str, object]:
-    """For programs."""
+    """Plain values for programs."""
     return {
         "layout": found.layout.text,
         "values": found.layout.values,
@@ -83,7 +83,7 @@ def layout_dict(found: Found, first: Found) -> dict[str, object]:
 
 
 def draw_layouts(found: Sequence[Found]) -> Picture:
-    """One bar per layout, as long as its step, in the colours of its parts."""
+    """One bar per layout, as long as its step, in the colours of the step's parts."""
     left, width, height, top = 330, 620, 26, 34
     longest = max(each.time.seconds for each in found)
     picture = Picture(12, left + width + 200, top + len(found) * (height + 8) + 8)

@@ -1,4 +1,4 @@
-"""Which ranks hold what, and which links carry which bytes: as lines for a log, and as a picture of ranks x axes."""
+"""Shows which ranks hold what and which links carry which bytes, as log lines and as a picture of ranks and axes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ HOLDS: Mapping[str, str] = {
     "edp": "shards of the same experts",
     "ep": "different experts",
 }
-"""What ranks along an axis hold."""
+"""What the ranks along an axis hold."""
 _MOST_LINES, _MOST_RANKS = 4, 8
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#eeca3b", "#b279a2", "#ff9da6")
 
 
 def link_on(axes: Axes, axis: str, machines: Sequence[int]) -> Link:
-    """How the ranks of the widest line of an axis or view are joined; `machines`: of every rank."""
+    """How the ranks of the widest line of an axis or view are connected. `machines`: the machine of every rank."""
     lines = axes.lines(axis)
     here = [min(sum(machines[r] == m for r in line) for m in {machines[r] for r in line}) for line in lines]
     return Link(axes.size(axis), min(here))
 
 
 def mesh_lines(axes: Axes, machines: Sequence[int], traffic: Traffic | None = None) -> list[str]:
-    """One line for each axis of more than one rank: what they hold, who they are, where their bytes go."""
+    """One line for each axis with more than one rank: what the ranks hold, their numbers, and where their bytes go."""
     shown = [axis for axis in HOLDS if axes.size(axis) > 1 and (axis != "edp" or axes.size("ep") > 1)]
     rows = [
         (f"{axis} {axes.size(axis)}", HOLDS[axis], _ranks(axes.lines(axis)), _where(axes, axis, machines))
@@ -51,7 +51,7 @@ def _sums(traffic: Traffic) -> dict[str, int]:
 
 
 def _ranks(lines: Sequence[Sequence[int]]) -> str:
-    """Such as `0 1, 2 3, ... of 32`."""
+    """For example `0 1, 2 3, ... of 32`."""
     named = [" ".join(map(str, line[:_MOST_RANKS])) + (" ..." if len(line) > _MOST_RANKS else "") for line in lines]
     more = f", ... of {len(named)}" if len(named) > _MOST_LINES else ""
     return ", ".join(named[:_MOST_LINES]) + more
@@ -70,7 +70,7 @@ def _bytes(axes: Axes, axis: str, nbytes: int, machines: Sequence[int]) -> str:
 
 
 def draw_mesh(axes: Axes, machines: Sequence[int], traffic: Traffic | None = None) -> Picture:
-    """A row of ranks for each machine, their places on every axis, and the bytes of a rank below."""
+    """A row of ranks for each machine, their positions on every axis, and the bytes that a rank sends."""
     shown = [axis for axis in AXES if axes.size(axis) > 1] + [axis for axis in ("ep",) if axes.size(axis) > 1]
     left, line = 90, 14
     cell = max(64, 8 + 7 * max((len(f"{axis} {axes.size(axis)}") for axis in shown), default=0))

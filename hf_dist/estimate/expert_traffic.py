@@ -1,12 +1,12 @@
-"""What experts cost on the wire, gathered as weights or visited by tokens, and how many tokens make the two equal.
+"""Bytes that experts send, if their weights are gathered or if tokens are sent to them, and at how many tokens both are equal.
 
-One rank, one microbatch of T tokens, a layer of experts with P elements of which k are chosen, among N ranks, ep of which hold
-different ones (edp = N / ep):
+One rank, one microbatch of T tokens, a layer of experts with P elements of which k are chosen, among N ranks; ep of these
+hold different experts (edp = N / ep):
 
     weights   P / ep x (edp - 1) / edp x (gathers x bytes of a weight + reductions x bytes of a gradient)
-    tokens    4 x T x r x H x bytes of an activation x (ep - 1) / ep      r = ep (1 - (1 - 1/ep)^k): ranks that a token visits
+    tokens    4 x T x r x H x bytes of an activation x (ep - 1) / ep      r = ep (1 - (1 - 1/ep)^k): ranks a token is sent to
 
-Forward and backward send tokens there and back; recomputed blocks send them once more. Routing is taken to be even.
+Forward and backward send tokens to the experts and back; recomputed blocks do so once more. Routing is assumed to be even.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """Bytes that one rank sends for all layers of experts in a microbatch."""
+    """Bytes that one rank sends for all expert layers in a microbatch."""
 
     ep: int
     weights: int
-    """Gathered and reduced, of the experts."""
+    """Bytes of gathered and reduced expert weights."""
     tokens: int
 
     @property
     def nbytes(self) -> int:
-        """Both."""
+        """Both together."""
         return self.weights + self.tokens
 
 
 def choices(
     model: nn.Module, config: DistConfig, *, shard: int, here: int, tokens: int, recomputed: bool = False, tp: int = 1
 ) -> list[ExpertTraffic]:
-    """For every `ep` that divides the experts, the `shard` ranks and those of a machine (`here`); empty without experts.
+    """One entry per `ep` that divides the experts, the `shard` ranks and a machine's ranks (`here`); empty without experts.
 
-    `tokens`: of a rank's microbatch; `recomputed`: blocks run again in backward; `tp`: ranks that cut matrices: those of
-    experts that are not spread, else each sends a part of the tokens. `model` may be on meta.
+    `tokens`: of a rank's microbatch; `recomputed`: backward recomputes blocks; `tp`: ranks that split matrices, including
+    experts that are not spread; if experts are spread, each rank sends part of the tokens. `model` may be on meta.
     """
     found = find_experts(model)
     chosen = _chosen(model)
@@ -84,13 +84,13 @@ def _traffic(
 
 
 def crossover(gathered: ExpertTraffic, spread: ExpertTraffic, tokens: int) -> float:
-    """Tokens per rank and microbatch below which `spread` sends fewer bytes than `gathered` (ep 1)."""
+    """Number of tokens per rank and microbatch below which `spread` sends fewer bytes than `gathered` (ep 1)."""
     saved = gathered.weights - spread.weights
     return saved / (spread.tokens / tokens) if spread.tokens else math.inf
 
 
 def advice(rows: Sequence[ExpertTraffic], ep: int, tokens: int) -> list[str]:
-    """Lines for a plan: a row for each `ep`, and which of them to take. `ep`: the one in use."""
+    """Lines for a plan: one row per `ep`, and which one to choose. `ep`: the current size."""
     if len(rows) < 2:
         return []
     best = min(rows, key=lambda row: (row.nbytes, -row.ep))
@@ -108,7 +108,7 @@ def advice(rows: Sequence[ExpertTraffic], ep: int, tokens: int) -> list[str]:
 
 
 def _chosen(model: nn.Module) -> int | None:
-    """Experts of a token, as the model's config names them."""
+    """Experts per token, from the model's config."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((int(getattr(text, name)) for name in _CHOSEN if isinstance(getattr(text, name, None), int)), None)

@@ -1,4 +1,4 @@
-"""How fast a job's machines are: rough figures, of which only ratios mean something; those of `tests/gpu_sim/costs.py`."""
+"""Rough speeds of a job's machines. Only ratios are meaningful. The figures equal those of `tests/gpu_sim/costs.py`."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ __all__ = ["Hardware", "Link", "link_of"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of one rank, per second."""
+    """Speeds per rank and second."""
 
     flops: float = 450e12
-    """Of matrix products in half precision, as training reaches them."""
+    """FLOP of matrix products in half precision, as training achieves them."""
     memory: float = 2.6e12
     """Bytes that kernels read and write."""
     inside: float = 300e9
-    """Bytes that a rank sends to others of its machine."""
+    """Bytes that a rank sends to ranks of its machine."""
     between: float = 50e9
     """Bytes that a rank sends to other machines."""
     host: float = 25e9
     """Bytes between a device and its host."""
     latency: float = 20e-6
-    """Seconds of a collective without bytes."""
+    """Seconds of a collective without data."""
     ranks_per_machine: int = RANKS_PER_MACHINE
 
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks along an axis are joined."""
+    """How the ranks along an axis are connected."""
 
     ranks: int
     here: int
-    """Of them on one machine."""
+    """Number of these ranks on one machine."""
 
     def split(self, nbytes: int, *, pairwise: bool = False) -> tuple[int, int]:
-        """(inside, between): of the bytes that a rank sends those that stay on its machine, and those that leave it.
+        """(inside, between): how many of a rank's sent bytes stay on its machine, and how many leave it.
 
-        A ring runs through all ranks of a machine before it leaves it, with as many rings as there are ranks; `pairwise` sends
-        every other rank the same.
+        A ring passes all ranks of a machine before it leaves it, with as many rings as ranks. With `pairwise` a rank sends
+        every other rank the same amount.
         """
         if self.here >= self.ranks:
             return nbytes, 0
@@ -50,7 +50,7 @@ class Link:
 
 
 def link_of(axes: Axes, axis: str, ranks_per_machine: int) -> Link:
-    """Of the first line along an axis or view; ranks of a machine are neighbours."""
+    """The link of the first line along an axis or view. Ranks of a machine have consecutive numbers."""
     line: Sequence[int] = axes.line(axis, 0) if axes.size(axis) > 1 else [0]
     machines: dict[int, int] = {}
     for rank in line:

@@ -1,12 +1,12 @@
-"""What activations send in one step of one rank, by axis: products that are cut, sequences that are shared, stages, experts.
+"""Bytes that activations send in one step of one rank, by axis: split products, shared sequences, stages, experts.
 
-    tp   crossings, counted on meta (`sliced.py`), and three numbers of each row where the vocabulary is cut
-    cp   queries, keys, values and outputs of attention by its layout (`sequence/layout.py`)
-    pp   hidden states to the next stage, their gradient to the one before
-    ep   rows to the experts and back; by even routing, so an estimate (`expert_traffic.py`)
+    tp   crossings, counted on meta (`sliced.py`), and three numbers per row if the vocabulary is split
+    cp   queries, keys, values and outputs of attention, by its layout (`sequence/layout.py`)
+    pp   hidden states to the next stage, and their gradient to the previous one
+    ep   rows to the experts and back; an estimate with even routing (`expert_traffic.py`)
 
-Exact for rows without padding, but for `ep` and stages that are not equal: forward and backward of every microbatch, and
-again for blocks that run again.
+Exact for rows without padding, except `ep` and unequal stages. Covers forward and backward of every microbatch, and
+recomputed blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_dist.sequence.layout import SequenceLayout
 __all__ = ["layer_traffic", "recomputed_blocks", "shared"]
 
 _LOSS_NBYTES = 12
-"""Of a row of split logits: the largest, the sum and the target's logit, fp32."""
+"""Bytes per row of split logits: the maximum, the sum and the target's logit, in fp32."""
 
 
 def recomputed_blocks(found: Activations, config: DistConfig, checkpointing: bool = False) -> list[bool]:
-    """Which blocks run again in backward."""
+    """Which blocks are recomputed in backward."""
     asked, every = asks_for_checkpointing(config)
     on = asked or checkpointing
     return [on and (every is None or i % every == 0) for i in range(len(found.blocks))]
@@ -43,9 +43,9 @@ def layer_traffic(
     layout: SequenceLayout | None = None,
     checkpointing: bool = False,
 ) -> Traffic:
-    """Of a rank; `found`: of one microbatch, in all layers; `layout`: how `cp` shares sequences.
+    """Traffic of one rank. `found`: one microbatch in all layers; `layout`: how `cp` shares sequences.
 
-    Of a pipeline's rank it is an equal share; with several parts per rank hidden states travel as often.
+    A pipeline rank gets an equal share; with several parts per rank, hidden states are sent once per part.
     """
     again = recomputed_blocks(found, config, checkpointing)
     traffic: Traffic = {}
@@ -83,7 +83,7 @@ def _of_sequence(blocks: Sequence[Block], again: Sequence[bool], layout: Sequenc
                 add(crossed, "all_to_all", (1 + forwards) * (inner - 1) * whole // inner, 2 * (1 + forwards))
             if (
                 outer > 1 and layout.is_ring
-            ):  # backward passes them on again, and their gradients, in fp32, all the way round
+            ):  # in backward they go round the ring again, and their fp32 gradients all the way
                 passed = (1 + forwards) * (outer - 1) * call.itemsize + 4 * outer
                 add(crossed, "shift", passed * keys, 0)
             elif outer > 1:
@@ -93,7 +93,7 @@ def _of_sequence(blocks: Sequence[Block], again: Sequence[bool], layout: Sequenc
 
 
 def _copies(call: AttentionCall, ranks: int) -> int:
-    """Heads of keys, copied until `ranks` can share them (`sequence/attention.py`)."""
+    """Key heads, replicated until `ranks` can share them (`sequence/attention.py`)."""
     own = call.key_heads
     if own % ranks == 0:
         return own
@@ -101,5 +101,5 @@ def _copies(call: AttentionCall, ranks: int) -> int:
 
 
 def shared(crossed: Crossed, times: int, parts: int) -> Crossed:
-    """So many times all of it, of which a rank has one of equal parts."""
+    """`crossed` repeated `times` times, divided over equal `parts`, one of which belongs to a rank."""
     return {op: (-(-times * count // parts), times * nbytes // parts) for op, (count, nbytes) in crossed.items()}

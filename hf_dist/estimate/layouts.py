@@ -1,4 +1,4 @@
-"""Which layouts there are for a model on so many ranks: sizes of all axes, ZeRO's stage, microbatches and recomputation."""
+"""The possible layouts of a model on a number of ranks: sizes of all axes, ZeRO stage, microbatches and recomputation."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from hf_dist.config import DistConfig
 __all__ = ["RECOMPUTED", "Layout", "Shape", "Wanted", "layouts"]
 
 RECOMPUTED = ("nothing", "selective", "blocks")
-"""What runs again in backward; "selective" is everything but matrix products and attention."""
+"""What backward recomputes; "selective" is everything except matrix products and attention."""
 _MICRO = (1, 2, 4, 8)
 _MOST_CP, _LEAST_TOKENS = 16, 2048
-"""A sequence is shared by so many ranks at most, and each has so many tokens of it at least."""
+"""Most ranks that share a sequence, and fewest tokens that each of them gets."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides which sizes are possible."""
+    """The properties of a model that decide which sizes are possible."""
 
     blocks: int
     heads: int
     key_heads: int
     experts: tuple[int, ...] = ()
-    """Of each kind of layer with experts."""
+    """Number of experts, for each kind of expert layer."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The job."""
+    """The job to find layouts for."""
 
     ranks: int
     rows: int
-    """Of the global batch."""
+    """Rows of the global batch."""
     seq: int
     ranks_per_machine: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One of them."""
+    """One layout."""
 
     pp: int = 1
     tp: int = 1
@@ -58,12 +58,12 @@ class Layout:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """What holds what: all but microbatches and recomputation."""
+        """Where everything is held: all sizes except microbatches and recomputation."""
         return (self.pp, self.tp, self.cp, self.ep, self.dp_replicate, self.dp_shard, self.stage)
 
     @property
     def text(self) -> str:
-        """Such as `pp 2 x tp 8 x dp_shard 4, ZeRO 1`."""
+        """For example `pp 2 x tp 8 x dp_shard 4, ZeRO 1`."""
         sizes = [(name, getattr(self, name)) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
         named = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "1 rank"
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The keys of a config, by JSON path; nothing that is the default."""
+        """The config keys, by JSON path, without defaults."""
         found: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.microbatches,
@@ -96,12 +96,12 @@ class Layout:
         return found
 
     def of(self, config: DistConfig) -> DistConfig:
-        """`config` with them."""
+        """`config` with this layout's keys."""
         return config.replaced({path: (value, "plan") for path, value in self.values.items()})
 
 
 def layouts(shape: Shape, wanted: Wanted) -> Iterator[Layout]:
-    """All that divide. Every rank of a machine is used, `tp` stays on one."""
+    """All layouts whose sizes divide. Every rank of a machine is used, and `tp` stays within a machine."""
     here = min(wanted.ranks, wanted.ranks_per_machine)
     sizes = itertools.product(
         _powers(min(shape.blocks, wanted.ranks)),
@@ -130,7 +130,7 @@ def _batches(wanted: Wanted, shape: Shape, place: Layout, data: int) -> Iterator
 
 
 def _stages(data: int, cp: int, ep: int, here: int, pp: int) -> Iterator[tuple[int, int]]:
-    """(copies, stage): ZeRO over all ranks, or at stage 3 within machines; a pipeline reduces once anyway, so 2 is as 1."""
+    """(replicas, stage): ZeRO over all ranks, or stage 3 within machines. A pipeline reduces once, so stage 2 equals 1."""
     shards = data * cp
     if shards == 1:
         yield 1, 0
@@ -153,5 +153,5 @@ def _experts(shape: Shape, ranks: int) -> list[int]:
 
 
 def _cuts_heads(shape: Shape, size: int) -> bool:
-    """Ranks beyond the heads of keys share them (`tensor_parallel/slices.py`)."""
+    """Whether `size` ranks can split the heads; ranks beyond the key heads share them (`tensor_parallel/slices.py`)."""
     return shape.heads % size == 0 and (shape.key_heads % size == 0 or size % shape.key_heads == 0)

@@ -1,7 +1,7 @@
-"""The longest rows that fit: plans at two lengths, and the line through them.
+"""The longest rows that fit, from plans at two lengths and the line through them.
 
-What a rank holds of a row grows with its tokens, so two plans tell all; the answer is planned once more, since rounding and the
-moment of the peak may differ.
+A rank's memory grows linearly with the tokens of a row, so two plans are enough. The result is planned once more, because
+rounding and the moment of the peak may differ.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _PROBES = (4096, 16384)
 
 
 def longest_rows(plan_at: Callable[[int], MemoryPlan], limits: Limits, ranks: int) -> int | None:
-    """Tokens of the longest row that fits `limits`, a multiple of `ranks`; None where memory does not say, 0 if none fits.
+    """Tokens of the longest row that fits `limits`, a multiple of `ranks`; None if memory sets no limit, 0 if none fits.
 
-    `plan_at(tokens)`: the plan for rows of that length, shared by `ranks`.
+    `plan_at(tokens)`: the plan for rows of that length, shared over `ranks`.
     """
     if limits.device is None and limits.host is None:
         return None

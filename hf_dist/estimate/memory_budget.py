@@ -1,4 +1,4 @@
-"""`hf_dist.memory_budget`: which units stay gathered is planned from the first batch of training, alike on all data ranks."""
+"""`hf_dist.memory_budget`: plans from the first training batch which units stay gathered, equally on all data ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_dist.sizes import size_text
 
 
 def keep_by_budget(engine: Running) -> None:
-    """Plan before the first training forward which units stay gathered, if the config has a budget. Local."""
+    """If the config has a budget, plan before the first training forward which units stay gathered. Local."""
     sharded = engine.sharded
     if not has_budget(engine.config) or sharded.placements.params is not Placement.SHARD:
         return
@@ -36,14 +36,14 @@ def keep_by_budget(engine: Running) -> None:
 
 
 def _decide(engine: Running, args: Any, kwargs: Any) -> None:
-    """Set how long every unit stays. Collective over dp; the arguments are those of this rank's first microbatch."""
+    """Set how long every unit stays gathered. Collective over dp. The arguments are this rank's first microbatch."""
     sharded = engine.sharded
     mine: tuple[int | None, Kept | None, int] = (None, None, 0)
     plan, problem = None, ""
     try:
         plan = _plan(engine, args, kwargs)
         mine, problem = (budget_nbytes(engine.config, memory_of(engine)), plan.kept, plan.logits), plan.problem
-    except Exception as error:  # this rank alone: the others wait for its word
+    except Exception as error:  # on this rank alone, while the others wait for its result
         problem = f"{type(error).__name__}: {error}"
     first = first_problem(sharded.mesh.dp, problem)
     everyone = collectives.all_gather_object(sharded.mesh.dp, mine)
@@ -63,10 +63,10 @@ def _decide(engine: Running, args: Any, kwargs: Any) -> None:
 
 
 def _plan(engine: Running, args: Any, kwargs: Any) -> MemoryPlan:
-    """What this rank's stage needs, before anything is kept."""
+    """What this rank's stage needs with no unit kept."""
     shapes = [v.shape for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
     micro = engine.batch.micro or (shapes[0][0] if shapes else 1)
-    batch = {k: v for k, v in kwargs.items() if k != "labels"}  # measured without
+    batch = {k: v for k, v in kwargs.items() if k != "labels"}  # the measurement uses no labels
     planner = planner_for(engine, micro, 0, args, batch)
     return planner.plan_rank(planned_config(engine, micro), engine.mesh.pp.rank)
 

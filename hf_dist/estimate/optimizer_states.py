@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps for a trained tensor."""
+"""Bytes that an optimizer keeps for a trainable tensor."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from hf_dist.sharding.precision import states_in_bf16
 __all__ = ["OptimizerStates"]
 
 _PROBE_NUMEL = 8192
-"""Of a tensor that is stepped to see: below 4096 elements 8-bit states keep 32."""
+"""Elements of a probe tensor: below 4096 elements, 8-bit optimizers keep 32-bit states."""
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer keeps for a trained tensor."""
+    """State sizes of an optimizer for a trainable tensor."""
 
     elements: tuple[int, ...] = (4, 4)
-    """Bytes per element of each of its states that have the tensor's shape; Adam has two."""
+    """Bytes per element of each state with the tensor's shape; Adam has two."""
     nbytes: int = 4
-    """Of everything else that it keeps per tensor, such as its step."""
+    """Bytes of all other states per tensor, such as the step."""
     of_matrix: tuple[int, ...] | None = None
-    """Like `elements`, of what Muon takes for matrices, which have no step; None for another optimizer."""
+    """Like `elements`, for the matrices of Muon, which have no step counter; None for another optimizer."""
     of_whole: Callable[[str, tuple[int, ...]], int] | None = None
-    """Bytes of a tensor of this name and shape at its owner, for an optimizer that sees whole tensors."""
+    """Bytes that the owner of a tensor of this name and shape keeps, for an optimizer that sees whole tensors."""
     names: frozenset[str] | None = None
-    """Of the parameters that it was given; None: of all that train."""
+    """The parameters that the optimizer was given; None for all trainable ones."""
     known: bool = True
-    """False: of an optimizer that could not be asked; its states are not counted."""
+    """False if the optimizer could not be probed; its states are then not counted."""
 
     def of_slot(self, slot: ParamSlot) -> tuple[tuple[int, ...], int]:
         """(`elements`, `nbytes`) of one parameter."""
@@ -54,28 +54,28 @@ class OptimizerStates:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerStates:
-        """Read from the states that it has, else found by one step of an optimizer like it on a small tensor."""
+        """Read from the optimizer's states. Without any, step a similar optimizer once on a small tensor."""
         if type(optimizer) is torch.optim.Muon:
             return cls((4,), 0)
         for param, state in optimizer.state.items():
             found = cls._read(param, state)
             if found.elements:
                 return found
-        # Not a copy: that would share states, and a schedule's wrapped `step`, with the original.
+        # Not a copy, which would share states and a schedule's wrapped `step` with the original.
         param = nn.Parameter(torch.zeros(_PROBE_NUMEL))
         try:
             return cls._stepped(like(optimizer, [param], optimizer.defaults), param)
-        except Exception:  # a class that wants more than its options
+        except Exception:  # a class that needs more than its options
             probe = type(optimizer).__new__(type(optimizer))
         try:
             torch.optim.Optimizer.__init__(probe, [param], dict(optimizer.defaults))
             return cls._stepped(probe, param)
-        except Exception:  # somebody's class, which wants more than its options: a plan is not worth an error
+        except Exception:  # a user's class that needs more than its options: a plan is not worth an error
             return cls()
 
     @classmethod
     def of_attached(cls, fragments: FragmentedOptimizer | None, config: DistConfig) -> OptimizerStates:
-        """Of what steps an engine: the config's optimizer, or the object that it was given; AdamW if there is neither yet."""
+        """For an engine's optimizer: the config's, or the object passed to it; AdamW if there is none yet."""
         if config.optimizer is not None or fragments is None:
             return cls.of_config(config)
         if not fragments.sees_whole:
@@ -88,13 +88,13 @@ class OptimizerStates:
             for group in fragments.sharded.trainable_groups:
                 for slot in group.layout.slots:
                     found(slot.name, slot.shape)
-        except Exception:  # somebody's class, on tensors without elements: a plan is not worth an error
+        except Exception:  # a user's class, on tensors without elements: a plan is not worth an error
             return cls((), 0, of_whole=lambda _, __: 0, known=False)
         return cls((), 0, of_whole=found)
 
     @classmethod
     def of_config(cls, config: DistConfig) -> OptimizerStates:
-        """Of the config's optimizer; of the Trainer's AdamW if it has none."""
+        """For the config's optimizer, or the Trainer's AdamW if the config has none."""
         found = cls._wide(config)
         if states_in_bf16(config):
             return replace(found, elements=tuple(2 for _ in found.elements))
@@ -129,7 +129,7 @@ class OptimizerStates:
 
 
 class _NumbersAreOne(TorchDispatchMode):
-    """Answers a step that asks a tensor without elements for its value, as torch's Adafactor does for a norm."""
+    """Returns 1 when a step reads a value of a tensor without elements, as torch's Adafactor does for a norm."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -138,16 +138,16 @@ class _NumbersAreOne(TorchDispatchMode):
 
 
 class WholeStates:
-    """Bytes that an optimizer object keeps for a whole tensor: one like it is stepped on a tensor without elements."""
+    """Bytes that an optimizer keeps for a whole tensor, found by stepping a similar one on a tensor without elements."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """`options`: of the param group of each parameter, by name."""
+        """`options`: the options of each parameter's param group, by parameter name."""
         self._optimizer = optimizer
         self._options = options
         self._found: dict[tuple[Any, ...], int] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> int:
-        """Of one parameter; 0 of one that the optimizer was not given, or without elements."""
+        """Bytes for one parameter; 0 if the optimizer was not given it, or if it has no elements."""
         options = self._options.get(name)
         if options is None or not math.prod(shape):
             return 0
@@ -157,7 +157,7 @@ class WholeStates:
         return self._found[key]
 
     def _stepped(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> int:
-        # Not compiled, as torchao's would be: the compiler would remember that it could not.
+        # Not compiled (torchao compiles its step): the compiler would remember the failure.
         stance = torch.compiler.set_stance("force_eager")
         with stance, FakeTensorMode(), _NumbersAreOne(), torch.random.fork_rng(devices=[]):
             param = nn.Parameter(torch.zeros(shape))
@@ -169,7 +169,7 @@ class WholeStates:
 
 
 def _factored_nbytes(shape: tuple[int, ...]) -> int:
-    """Of Adafactor's means of rows and columns, or of a vector's squares."""
+    """Bytes of Adafactor's row and column means, or of a vector's squares."""
     if len(shape) < 2:
         return 4 * math.prod(shape)
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2] + shape[-1:]))

@@ -1,4 +1,4 @@
-"""An out-of-memory error with the plan beside what was measured, and the setting that saves most."""
+"""Explains an out-of-memory error: the plan, the measured memory, and the settings that save most."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hf_dist.sizes import size_text
 NUM_SETTINGS = 3
 _OF_THE_HOST = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
 DEFAULT_SEQ = 2048
-"""Tokens per sample where nobody knows."""
+"""Tokens per sample if unknown."""
 
 
 @contextmanager
 def explained(find: Callable[[], Running | None], shape: Callable[[], Sequence[int] | None]) -> Iterator[None]:
-    """Re-raise an out-of-memory error of the block, of the same class, with a message that says what to change. Local.
+    """Re-raise an out-of-memory error of the block in the same class, with a message that says what to change. Local.
 
-    `find`: the engine, None where it was not made yet. `shape`: (samples, tokens) of the last `input_ids`, or None.
+    `find`: the engine, or None if it does not exist yet. `shape`: (samples, tokens) of the last `input_ids`, or None.
     """
     try:
         yield
@@ -39,14 +39,14 @@ def explained(find: Callable[[], Running | None], shape: Callable[[], Sequence[i
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU, or of the host: there torch's allocator and C++ itself raise a plain RuntimeError."""
+    """Whether a GPU or the host ran out of memory. On the host, torch's allocator and C++ raise a plain RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and any(text in str(error) for text in _OF_THE_HOST)
 
 
 def shape_of(batch: Any) -> Sequence[int] | None:
-    """Of the `input_ids` of a batch, if it has them."""
+    """The shape of a batch's `input_ids`, if it has any."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return tuple(ids.shape) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
 
@@ -55,7 +55,7 @@ def _message(error: BaseException, engine: Running, shape: Sequence[int] | None)
     lines = [str(error) or "out of memory", "", "hf_dist measured:", *_indented(_measured(engine))]
     try:
         lines += _planned(engine, shape)
-    except Exception as failure:  # the first error is the one that matters
+    except Exception as failure:  # the original error matters more
         lines.append(f"(no plan: {type(failure).__name__}: {failure})")
     return "\n".join(lines)
 
@@ -70,7 +70,7 @@ def _measured(engine: Running) -> list[str]:
             f"device: {size_text(peak)} allocated at most, {size_text(reserved)} reserved, {size_text(free)} of "
             f"{size_text(total)} free"
         )
-    # Linux counts in kB, macOS in bytes.
+    # Linux reports kB, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     lines.append(
         f"host: {size_text(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} used by this process at most"

@@ -1,7 +1,7 @@
-"""What a rank takes of its GPU beside tensors: CUDA's context, workspaces and kernels of cuBLAS, NCCL's communicators.
+"""GPU memory of a rank that belongs to no tensor: CUDA's context, cuBLAS workspaces and kernels, NCCL communicators.
 
-No tensor's bytes, so neither a planned peak nor torch's allocator has them. The figures are estimates until they are measured:
-a context by `measured_base` on a machine with a GPU, all of it by `measured` in a running rank.
+Neither a planned peak nor torch's allocator includes these bytes. The figures are estimates until they are measured: a context
+by `measured_base` on a machine with a GPU, everything by `measured` in a running rank.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ __all__ = [
 ]
 
 CONTEXT = 500_000_000
-"""Of one process: what NVIDIA's data-centre cards are said to need."""
+"""Per process: the reported figure for NVIDIA's data-centre cards."""
 WORKSPACES = 200_000_000
-"""cuBLAS's, and kernels that are loaded at their first use."""
+"""cuBLAS workspaces, and kernels loaded at their first use."""
 COMMUNICATOR = 200_000_000
-"""Of one group; 0.1 to 0.4 GB, by the number of its channels."""
+"""Per process group: 0.1 to 0.4 GB, depending on the number of channels."""
 CHANNEL = 50_000_000
-"""Of one direction between two stages, whose communicator is made small (`groups.py`)."""
+"""Per direction between two stages, whose communicators are made small (`groups.py`)."""
 
 
 def estimated(config: DistConfig, axes: Axes, of_model: int = 0, base: int | None = None) -> int:
-    """Bytes of a rank on a GPU under `config`, whose mesh has these `axes`. Pure.
+    """Bytes of a GPU rank under `config`, whose mesh has these `axes`. Pure.
 
-    `of_model`: groups that follow from the model (`Planner.groups_of_model`); `base`: measured, of context and workspaces.
+    `of_model`: number of groups that depend on the model (`Planner.groups_of_model`); `base`: measured bytes of context and
+    workspaces.
     """
     groups = num_groups(axes) + groups_after_mesh(config, axes) + of_model
     rest = groups * COMMUNICATOR + num_channels(config) * CHANNEL
@@ -49,27 +50,27 @@ def estimated(config: DistConfig, axes: Axes, of_model: int = 0, base: int | Non
 
 
 def num_channels(config: DistConfig) -> int:
-    """Of a rank in the middle of a pipeline: in and out, forward and backward. Pure."""
+    """Channels of a rank in the middle of a pipeline: in and out, forward and backward. Pure."""
     pipeline = config.pipeline
     if pipeline.stages == 1:
         return 0
-    # With several stages per rank the last rank sends to the first, too.
+    # With several stages per rank, the last rank also sends to the first.
     return 2 * min(2, pipeline.stages - 1 if pipeline.virtual_stages == 1 else pipeline.stages)
 
 
 def groups_after_mesh(config: DistConfig, axes: Axes) -> int:
-    """Groups of a rank that `config` asks for besides those of the mesh (`groups.num_groups`). Pure."""
+    """A rank's groups for `config` in addition to those of the mesh (`groups.num_groups`). Pure."""
     shard, alone = axes.size("shard"), axes.size("dp_replicate") > 1 and config.local_sgd.enabled
     neighbours = placements_for(config).second  # with a second copy of the weights
     count = int(1 < neighbours < shard)
-    if alone:  # what `ParallelMesh.one_replica` makes
+    if alone:  # created by `ParallelMesh.one_replica`
         count += axes.size("cp") > 1 and axes.size("dp_shard") > 1
         count += axes.size("dp_replicate") * shard != axes.size("world")
     return count
 
 
 def measured(device: torch.device) -> int | None:
-    """Bytes in use there that are not in torch's allocator, other programs' included; None where it is no GPU."""
+    """Bytes in use on the device outside torch's allocator, including other programs; None if it is not a GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -77,9 +78,9 @@ def measured(device: torch.device) -> int | None:
 
 
 def measured_base() -> int | None:
-    """Bytes of a context and of a matrix product's workspaces on the first GPU, which this process then has.
+    """Bytes of a context and of a matrix product's workspaces on the first GPU. This process keeps the context.
 
-    None without a GPU, or where nobody says how much of it was in use before.
+    None without a GPU, or if the previous use is unknown.
     """
     if not torch.cuda.is_available() or torch.cuda.is_initialized():
         return None
@@ -94,7 +95,7 @@ def measured_base() -> int | None:
 
 
 def _used_nbytes() -> int | None:
-    """Of the first visible GPU, by all programs, as the driver's tool says without a context."""
+    """Bytes used on the first visible GPU by all programs, from the driver's tool, without creating a context."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", first]
     try:

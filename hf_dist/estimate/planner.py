@@ -1,4 +1,4 @@
-"""Plans of the memory of a job's fullest rank, from a config and a meta model: many configs, one model."""
+"""Plans the memory of a job's fullest rank from a config and a meta model: many configs, one model."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Workload:
     micro: int
     """Samples per rank and microbatch."""
     seq: int
-    """Tokens per sample, of which a rank has a part where sequences are split."""
+    """Tokens per sample; a rank has a part of them if sequences are split."""
     checkpointing: bool = False
     """Whether `gradient_checkpointing` of the TrainingArguments is on."""
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
-    """Of one call of the model with a microbatch, without labels, instead of token numbers of that size."""
+    """(args, kwargs) of one model call with a microbatch, without labels, instead of token numbers of that size."""
 
 
 class Planner:
-    """Plans for one model on a number of ranks, under one config or many; what does not change is measured once."""
+    """Plans for one model on a number of ranks, under one or many configs. What does not change is measured once."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Planner:
         device: int | None = None,
         beside: Callable[[DistConfig, Axes, int], int] = lambda *given: 0,
     ) -> None:
-        """`model` may be on meta; `world_size` counts all ranks; `device`: bytes that a rank has there, if known; `beside`: how
-        many of them are no tensor's, as `overhead.estimated` says."""
+        """`model` may be on meta; `world_size` counts all ranks; `device`: bytes of a rank's device, if known; `beside`: bytes
+        of it that belong to no tensor, as `overhead.estimated` returns."""
         self.model = model
         self.world_size = world_size
         self.workload = workload
@@ -70,7 +70,7 @@ class Planner:
         self._splits: dict[tuple[int, Any], PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
-        """The fullest rank under a resolved `config`, its `memory_budget` spent. Raises `ConfigError`, `ModelError`."""
+        """The fullest rank under a resolved `config`, with its `memory_budget` used. Raises `ConfigError`, `ModelError`."""
         plans = [self.plan_rank(config, rank) for rank in range(config.pipeline.stages)]
         beside = max(plan.beside for plan in plans)
         budget = budget_nbytes(config, None if self.device is None else max(0, self.device - beside))
@@ -79,7 +79,7 @@ class Planner:
         return max(plans, key=lambda p: (p.device_need, p.host))
 
     def plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
-        """One rank of a pipeline (0 without one) as it is without a `memory_budget`."""
+        """One rank of a pipeline (0 without a pipeline), without a `memory_budget`."""
         axes = self._axes(config)
         stages = config.pipeline.stages
         names: frozenset[str] | None = None
@@ -92,7 +92,7 @@ class Planner:
             names = frozenset(n for s in mine for n in split.names_of(s))
             paths = frozenset(c.module for s in mine for c in split.calls[split.bounds[s] : split.bounds[s + 1]])
             ranks = {shared.names[0]: frozenset(s % stages for s in shared.stages) for shared in split.shared}
-            # Each travels by itself: stages need not have the same ones in a unit.
+            # Each is sent by itself, because stages need not have the same ones in a unit.
             holders = {name: object() for name, held in ranks.items() if len(held) > 1 and pp_rank in held}
             num_holders = len({ranks[name] for name in holders})
             count = settled(config.gradient_accumulation_steps) or 1
@@ -125,14 +125,14 @@ class Planner:
         )
 
     def groups_of_model(self, config: DistConfig, holders: int) -> int:
-        """Process groups of a rank that follow from the model, `holders` of them between pipeline stages."""
+        """A rank's process groups that depend on the model, including the `holders` between pipeline stages."""
         layout, slices = self.layout(config), self.slices(config)
         both_ways = layout is not None and min(layout.ulysses, layout.outer) > 1
         among = set[int]() if slices is None else {n for _, n in slices.copies.values() if 1 < n < slices.size}
         return holders + 2 * both_ways + len(among)
 
     def traffic(self, config: DistConfig, plan: MemoryPlan | None = None) -> Traffic:
-        """What one rank sends in a step, by axis; the rank of `plan`, by default one of the fullest stage."""
+        """What one rank sends in a step, by axis: the rank of `plan`, by default a rank of the fullest stage."""
         axes = self._axes(config)
         found = state_traffic((plan or self.plan(config)).states, axes)
         measured = self.activations(config)
@@ -158,7 +158,7 @@ class Planner:
         )
 
     def expert_lines(self, config: DistConfig) -> list[str]:
-        """What the experts of the model cost on the wire at every `ep` that there may be; empty without experts."""
+        """Bytes that the model's experts send for every possible `ep`; empty without experts."""
         axes = self._axes(config)
         tokens = (settled(config.train_micro_batch_size_per_gpu) or self.workload.micro) * self.workload.seq
         tokens = -(-tokens // axes.size("cp"))
@@ -178,7 +178,7 @@ class Planner:
         return axes_of(config, self.world_size, here=here, experts=self._num_experts)
 
     def slices(self, config: DistConfig) -> Sliced | None:
-        """What a rank holds where matrices are cut, and the model is not yet."""
+        """What a rank holds if matrices are split and the model is still whole; otherwise None."""
         size = config.tensor_parallel.autotp_size
         if size == 1 or any(cut_along(p) == "tp" for p in self.model.parameters()):
             return None
@@ -189,7 +189,7 @@ class Planner:
         return self._cut[key]
 
     def activations(self, config: DistConfig) -> Activations | str:
-        """Of one microbatch of a rank; why there are none, in words."""
+        """Activations of one microbatch of a rank, or the reason why there are none."""
         micro = settled(config.train_micro_batch_size_per_gpu) or self.workload.micro
         seq = -(-self.workload.seq // config.sequence_parallel_size)
         slices = self.slices(config)
@@ -201,7 +201,7 @@ class Planner:
                 self._measured[key] = measure_activations(self.model, config, batch, args, slices)
             except HfDistError:
                 raise
-            except Exception as error:  # whatever a model's own code does on meta
+            except Exception as error:  # whatever a model's own code raises on meta
                 self._measured[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._measured[key]
 
@@ -221,6 +221,6 @@ class Planner:
 
 
 def _own_positions(value: Any, whole: int, own: int) -> Any:
-    """A tensor over `whole` positions, with as many as a rank has of them."""
+    """A tensor over `whole` positions, reduced to one rank's number of positions."""
     is_split = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == whole > own
     return value[:, :own] if is_split else value

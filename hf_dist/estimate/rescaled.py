@@ -1,4 +1,4 @@
-"""Activations, measured once, of other numbers of rows and positions: all but attention grows with the tokens."""
+"""Scales measured activations to other numbers of rows and positions: everything but attention grows with the tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["rescaled"]
 
 
 def rescaled(found: Activations, measured: int, *, rows: int, own: int, whole: int) -> Activations:
-    """`found` of one row of `measured` tokens -> of `rows` rows, of whose `whole` tokens this rank has `own`."""
+    """`found` of one row of `measured` tokens, scaled to `rows` rows of which this rank has `own` of `whole` tokens."""
     factor = rows * own / measured
     attention = factor * whole / measured  # every rank reads the keys of whole rows
 

@@ -1,12 +1,13 @@
-"""Which units stay gathered: as much less on the wire as the memory that a plan leaves free is worth.
+"""Chooses which units stay gathered, so that the memory a plan leaves free saves the most communication.
 
-Backward begins when every kept unit is there, so a byte that is kept costs the same whichever unit it belongs to, and however
-long it stays. What it is worth is how often it is then not sent:
+Backward begins with every kept unit in memory, so a kept byte costs the same for every unit and for every duration. Its
+value is the number of times it need not be sent:
 
-    over the window             of n microbatches, 2n - 1 gathers less of a block: all but the first
-    from forward to backward    n gathers less
+    over the window             of n microbatches, 2n - 1 fewer gathers of a block: all but the first
+    from forward to backward    n fewer gathers
 
-The root and the last unit stay from forward to backward anyway, and backward does not read an embedding: n - 1 and 0 for those.
+The root and the last unit stay from forward to backward anyway, and backward does not read an embedding: n - 1 and 0 for
+these.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from hf_dist.estimate.state_bytes import PlannedUnit
 from hf_dist.sharding.placement import Placement, Stay
 
 AUTO_SHARE = 0.9
-"""Of the memory that "auto" finds: fragments take some, and a plan is an estimate."""
+"""Share of the memory that "auto" finds, because fragmentation takes some and a plan is an estimate."""
 
 
 def has_budget(config: DistConfig) -> bool:
-    """Whether units stay gathered by a budget. The schedule zb_h1 needs them all anyway."""
+    """Whether a budget decides which units stay gathered. The schedule zb_h1 keeps all of them anyway."""
     pipeline = config.pipeline
     return config.hf_dist.memory_budget is not None and (pipeline.stages == 1 or pipeline.schedule != "zb_h1")
 
 
 def budget_nbytes(config: DistConfig, device: int | None) -> int | None:
-    """Bytes of the key, "auto" being a share of the `device` memory of a rank; None for no budget, or one that is not known."""
+    """Bytes of the budget; "auto" is a share of the `device` memory of a rank. None without a budget, or if it is unknown."""
     wanted = config.hf_dist.memory_budget
     if wanted is None or not has_budget(config):
         return None
@@ -41,10 +42,10 @@ def budget_nbytes(config: DistConfig, device: int | None) -> int | None:
 
 
 def keep_within(plan: MemoryPlan, budget: int) -> MemoryPlan:
-    """`plan` with the units that stay gathered while its peak is at most `budget` bytes; none where even that is too little.
+    """`plan` with units kept gathered while its peak is at most `budget` bytes; no unit if even that does not fit.
 
-    Greedy: what saves most gathers first, of equals the later unit, which is held for a shorter time. Whatever was kept in
-    `plan` is chosen anew. The plan itself where weights rest replicated.
+    Greedy: units that save the most gathers first; of equals the later unit, which is held for a shorter time. Units kept in
+    `plan` are chosen again. Returns `plan` itself if weights are replicated.
     """
     if plan.states.placements.params is not Placement.SHARD:
         return plan
@@ -60,7 +61,7 @@ def keep_within(plan: MemoryPlan, budget: int) -> MemoryPlan:
 
 
 def _candidates(plan: MemoryPlan) -> Iterator[tuple[PlannedUnit, Stay]]:
-    """Every unit and how long it may stay, by falling value."""
+    """Every unit and how long it may stay, in order of decreasing value."""
     config, units = plan.states.config, plan.states.units
     count = settled(config.gradient_accumulation_steps) or 1
     pipelined = config.pipeline.stages > 1
@@ -69,7 +70,7 @@ def _candidates(plan: MemoryPlan) -> Iterator[tuple[PlannedUnit, Stay]]:
         stays_anyway = not pipelined and unit in (units[0], units[-1])
         twice = unit.needed_in_backward and not stays_anyway
         found.append((count * (1 + twice) - 1 if count > 1 else 0, place, Stay.WINDOW))
-        # Several microbatches of a pipeline are between forward and backward at a time: that is most of the window.
+        # A pipeline has several microbatches between forward and backward at a time, which is most of the window.
         found.append((count if twice and not pipelined else 0, place, Stay.BACKWARD))
     for saved, place, stay in sorted(found, reverse=True):
         if saved and units[place].nbytes:

@@ -1,4 +1,4 @@
-"""The engine as a plan reads it, and a planner for it: what is estimated lies below what is planned with it."""
+"""The parts of an engine that a plan reads, and a planner for it. A protocol, because estimates are below the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_dist.sharding.runtime import ShardedModel
 
 
 class Running(Protocol):
-    """A model that is being trained: the engine."""
+    """A model in training, namely the engine."""
 
     sharded: ShardedModel
     config: DistConfig
@@ -31,14 +31,14 @@ class Running(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that computes."""
 
     def resident_nbytes(self) -> dict[str, int]:
-        """Bytes at rest, by kind of memory."""
+        """Bytes stored between steps, by kind of memory."""
 
 
 def planned_config(engine: Running, micro: int) -> DistConfig:
-    """The config with what is known at run time."""
+    """The config with the values known at run time."""
     return engine.config.replaced(
         {
             "train_micro_batch_size_per_gpu": (micro, "plan"),
@@ -49,7 +49,7 @@ def planned_config(engine: Running, micro: int) -> DistConfig:
 
 
 def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Planner:
-    """A planner for the engine's model as it is: `micro` samples of `seq` tokens, or (args, kwargs) of its own."""
+    """A planner for the engine's model: `micro` samples of `seq` tokens, or the given (args, kwargs)."""
     whole = meta_twin(engine.sharded.whole)
     for twin, param in zip(whole.parameters(), engine.sharded.whole.parameters(), strict=True):
         mark_cut(twin, param)
@@ -60,10 +60,10 @@ def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Plann
 
 
 def memory_of(engine: Running) -> int | None:
-    """Bytes that tensors of this rank may take on its device, those that are there included; None if nobody tells.
+    """Bytes that this rank's tensors may use on its device, including present ones; None if unknown.
 
-    Of a GPU without what the context and communicators hold by now, and without what cuBLAS will take. On a CPU the ranks of a
-    machine share what is available.
+    On a GPU excludes the memory that the context and communicators hold now and that cuBLAS will take. On a CPU the ranks of
+    a machine share the available memory.
     """
     free = free_nbytes(engine.device)
     if free is None:

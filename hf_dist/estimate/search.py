@@ -1,7 +1,7 @@
-"""The fastest layouts that fit: all are timed roughly, then planned in that order until enough different ones fit.
+"""Finds the fastest layouts that fit: times all roughly, then plans them in that order until enough different ones fit.
 
-What decides whether one fits is the plan of `planner.py`: states by the layouts that the engine allocates by, activations
-measured on meta. Two things are simpler than there while looking: activations are measured once for each number of slices and
+The plan of `planner.py` decides whether a layout fits: states from the layouts that the engine allocates, activations
+measured on meta. The search simplifies two things: activations are measured once per number of slices and
 scaled by tokens, and pipeline stages have equal numbers of blocks.
 """
 
@@ -39,13 +39,13 @@ from hf_dist.sharding.units import find_unit_modules
 __all__ = ["Found", "Search"]
 
 _TOKENS = 2048
-"""Of the row that activations are measured with."""
+"""Tokens of the row for which activations are measured."""
 _DISTINCT = 8
-"""Different layouts that fit and are compared exactly."""
+"""Number of different layouts that fit and are compared exactly."""
 _SHOWS = 1e-3
-"""Of a step: what is less is no difference."""
+"""Share of a step below which a difference is ignored."""
 _MOST_TRIED = 400
-"""Plans until then."""
+"""Most plans to try."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Found:
     plan: MemoryPlan
     time: StepTime
     tokens: int
-    """Of a step, of all ranks."""
+    """Tokens of a step over all ranks."""
     ranks: int
 
     @property
     def speed(self) -> float:
-        """Tokens per second and rank, of the model of time: only ratios mean something."""
+        """Tokens per second and rank in the time model; only ratios are meaningful."""
         return self.tokens / self.time.seconds / self.ranks
 
     @property
@@ -70,14 +70,14 @@ class Found:
         return self.plan.states.nbytes.resident(Tier.DEVICE)
 
     def loses(self, first: Found) -> list[tuple[str, float]]:
-        """(part of the step, seconds more than of `first`), the largest first; nothing for what it does faster."""
+        """(part of the step, additional seconds over `first`), largest first, without parts in which it is faster."""
         mine, theirs = self.time.parts, first.time.parts
         more = [(name, mine[name] - theirs[name]) for name in mine]
         return sorted((pair for pair in more if pair[1] > _SHOWS * first.time.seconds), key=lambda pair: -pair[1])
 
 
 class Search:
-    """For one model and one job."""
+    """The search for one model and one job."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Search:
         hardware: Hardware,
         beside: Callable[[DistConfig, Axes, int], int] = lambda *given: 0,
     ) -> None:
-        """`model` may be on meta; `config`: resolved, of everything that a layout does not decide."""
+        """`model` may be on meta; `config`: resolved, for everything that a layout does not decide."""
         self.model, self.config, self.wanted, self.limits, self.hardware = model, config, wanted, limits, hardware
         self.beside = beside
         self.planner = Planner(model, wanted.ranks, Workload(1, min(_TOKENS, wanted.seq)))
@@ -101,7 +101,7 @@ class Search:
         self.tried = 0
 
     def best(self, count: int = 5) -> list[Found]:
-        """The fastest, of every way to place the model the fastest; fewer where fewer fit. Seconds to minutes on a CPU."""
+        """The fastest layouts, one for each placement of the model; fewer if fewer fit. Takes seconds to minutes on a CPU."""
         found: dict[tuple[int, ...], Found] = {}
         for layout in self._by_rough_time():
             if layout.place in found:
@@ -113,7 +113,7 @@ class Search:
         return sorted(found.values(), key=lambda each: each.time.seconds)[:count]
 
     def best_with(self, **sizes: int) -> Found | None:
-        """The fastest that fits of the layouts with these sizes, such as `tp=8, pp=8`; None where none does."""
+        """The fastest layout that fits among those with these sizes, such as `tp=8, pp=8`; None if none fits."""
         for layout in self._by_rough_time():
             asked = all(getattr(layout, name) == size for name, size in sizes.items())
             if asked and (found := self.plan(layout)) is not None:
@@ -121,7 +121,7 @@ class Search:
         return None
 
     def plan(self, layout: Layout) -> Found | None:
-        """A layout with its plan and time; None where it does not fit, or cannot be."""
+        """A layout with its plan and time; None if it does not fit or is impossible."""
         self.tried += 1
         try:
             plans = [self._memory(layout, rank) for rank in sorted({0, layout.pp - 1})]
@@ -151,7 +151,7 @@ class Search:
             yield layout
 
     def _least_nbytes(self, layout: Layout) -> int:
-        """States at rest, roughly; activations that are kept for one microbatch."""
+        """Rough bytes of states, plus activations kept for one microbatch."""
         numel = self._numel(layout)
         sharded = 12 * numel // (layout.dp_shard * layout.cp) if layout.stage else 12 * numel
         whole = 0 if layout.stage == 3 else 2 * numel
@@ -162,12 +162,12 @@ class Search:
         return sharded + whole + min(layout.microbatches, layout.pp) * kept // layout.pp
 
     def _numel(self, layout: Layout) -> int:
-        """Parameters of a rank before ZeRO shards them."""
-        # Experts that are spread are not cut, too.
+        """A rank's parameters before ZeRO shards them."""
+        # Spread experts are not split as well.
         return (self._dense // layout.tp + self._experts // (layout.ep if layout.ep > 1 else layout.tp)) // layout.pp
 
     def _time(self, layout: Layout, states: States | None = None) -> StepTime:
-        """With the states of the first stage exactly; without, from the number of parameters."""
+        """Uses the first stage's exact `states` if given, otherwise the number of parameters."""
         config = layout.of(self.config)
         axes = self._axes(layout)
         microbatch = self._microbatch(_alike(layout))
@@ -188,7 +188,7 @@ class Search:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a search lives as long as the command
     def _microbatch(self, alike: Layout) -> _Microbatch:
-        """What a microbatch costs a rank in all layers; see `_alike`."""
+        """The cost of a microbatch on one rank in all layers; see `_alike`."""
         found, config = self._activations(alike), alike.of(self.config)
         one = replace(alike, pp=1)
         traffic = layer_traffic(found, self._axes(one), config, microbatches=1, layout=self.planner.layout(config))
@@ -217,7 +217,7 @@ class Search:
         return next(row.tokens for row in rows if row.ep == ep)
 
     def _rough_traffic(self, layout: Layout) -> Traffic:
-        """Of weights and gradients: as `wire.state_traffic`, from the number of parameters."""
+        """Traffic of weights and gradients, like `wire.state_traffic`, but from the number of parameters."""
         shards, number = layout.dp_shard * layout.cp, layout.microbatches if layout.pp == 1 else 1
         numel, calls = self._numel(layout), max(1, self.shape.blocks // layout.pp)
         gathers = (
@@ -236,7 +236,7 @@ class Search:
     # ----------------------------------------------------------------- memory
 
     def _memory(self, layout: Layout, rank: int) -> MemoryPlan:
-        """The rank of a stage; stages have equal numbers of blocks."""
+        """The plan of one rank of a stage; stages have equal numbers of blocks."""
         config = layout.of(self.config)
         found = self._activations(layout)
         names, paths = self._stage(layout.pp, layout.virtual, rank)
@@ -273,13 +273,13 @@ class Search:
         return self._states[key]
 
     def _holders(self, layout: Layout, rank: int) -> int:
-        """Groups with other stages: for an embedding that is the head's weight, too."""
+        """Number of groups shared with other stages: one if an embedding is also the head's weight."""
         tied = getattr(_text_config(self.model), "tie_word_embeddings", False)
         return int(layout.pp > 1 and bool(tied) and rank in (0, layout.pp - 1))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - a search lives as long as the command
     def _stage(self, pp: int, virtual: int, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
-        """(parameters, blocks) of a rank of a pipeline; None for all."""
+        """(parameters, blocks) of a pipeline rank; None for all."""
         if pp == 1:
             return None, None
         blocks = [
@@ -324,7 +324,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def shape_of(model: nn.Module) -> Shape:
-    """What of a model decides which sizes are possible."""
+    """The properties of a model that decide which sizes are possible."""
     text, heads = _text_config(model), heads_of(model)
     blocks = sum(not isinstance(module, nn.Embedding) for module in find_unit_modules(model).values())
     keys = getattr(text, "num_key_value_heads", None) or heads
@@ -333,7 +333,7 @@ def shape_of(model: nn.Module) -> Shape:
 
 @dataclass(frozen=True)
 class _Microbatch:
-    """Of one rank, in all layers of the model."""
+    """One rank's microbatch, in all layers of the model."""
 
     work: Sum
     traffic: Traffic
@@ -345,9 +345,9 @@ class _Microbatch:
 
 
 def _alike(layout: Layout) -> Layout:
-    """What microbatches of other layouts have in common with this one's."""
-    stages = min(layout.pp, 2)  # between stages whole sequences travel
-    ep = layout.ep if layout.tp > 1 else 1  # experts that are spread are not cut
+    """The part of a layout that decides the cost of its microbatches."""
+    stages = min(layout.pp, 2)  # whole sequences are sent between stages
+    ep = layout.ep if layout.tp > 1 else 1  # spread experts are not split
     return Layout(stages, layout.tp, layout.cp, ep, micro=layout.micro, recomputed=layout.recomputed)
 
 
@@ -361,5 +361,5 @@ def _in_flight(stages: int, microbatches: int, virtual: int) -> tuple[int, ...]:
 
 
 def _bubble(stages: int, microbatches: int, virtual: int) -> float:
-    """Of the schedule, as `simulate` finds it where rounds are full: (p - 1) of v m + p - 1 parts of the time."""
+    """Bubble of the schedule, as `simulate` finds it for full rounds: share (p - 1) / (v m + p - 1) of the time."""
     return (stages - 1) / (virtual * microbatches + stages - 1)

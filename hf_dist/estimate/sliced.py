@@ -1,7 +1,7 @@
-"""A model as one rank of `tp` holds it, on meta: slices in place, crossings that send nothing and are counted.
+"""A model as one rank of `tp` holds it, on meta: slices in place, and crossings that are counted instead of sent.
 
-The plan is chosen and the model cut by what a job does it with (`tensor_split.py`). Crossings of the forward are counted as
-they run, by the block that they run in; those of the backward are read off autograd's graph.
+The plan and the split use the same code as a job (`tensor_split.py`). Forward crossings are counted as they run, for the
+block in which they run; backward crossings are read from autograd's graph.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Crossed = dict[str, tuple[int, int]]
 
 
 def add(crossed: Crossed, op: str, nbytes: int, count: int = 1) -> None:
-    """One collective more, or several of `nbytes` between them."""
+    """Add one collective, or `count` collectives of `nbytes` in total."""
     calls, total = crossed.get(op, (0, 0))
     crossed[op] = calls + count, total + nbytes
 
 
 def merged(*parts: Crossed) -> Crossed:
-    """All of them together."""
+    """The sum of all parts."""
     found: Crossed = {}
     for part in parts:
         for op, (count, nbytes) in part.items():
@@ -43,14 +43,14 @@ def merged(*parts: Crossed) -> Crossed:
 
 
 class MetaPeers(AtOnce):
-    """Ranks that are not there. See `tensor_parallel.peers.Peers`."""
+    """Peers for ranks that do not exist. See `tensor_parallel.peers.Peers`."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.rank = size, size - 1  # the last has the most of what does not divide
+        self.size, self.rank = size, size - 1  # the last rank has the largest part if sizes do not divide
         self.crossed: Crossed = {}
-        """Where the next collective is added: of the block that runs."""
+        """Counts the collectives of the running block."""
         self.cuts_vocabulary = False
-        """Whether each rank has some columns of the logits."""
+        """Whether each rank holds only some columns of the logits."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce."""
@@ -79,21 +79,21 @@ class Sliced:
     """What one rank holds."""
 
     model: nn.Module
-    """On meta."""
+    """The model on meta."""
     plan: SplitPlan
     size: int
     copies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Parameters that other ranks hold, too: how their gradients are combined, over how many neighbours (0: all)."""
+    """Parameters that other ranks also hold: how their gradients are combined, over how many neighbours (0: all)."""
 
     def cut(self, model: nn.Module) -> MetaPeers:
-        """Cut a whole model on meta the same way, to be run; its head gives own columns of the logits, as the loss has them."""
+        """Split a whole meta model the same way, to run it. Its head returns its own columns of the logits, for the loss."""
         return _cut(model, self.plan, self.size)[1]
 
 
 def sliced(model: nn.Module, config: DistConfig, *, spread: bool = False) -> Sliced:
     """`model` (real or on meta) as the last rank of `tensor_parallel.autotp_size` holds it. Raises `ModelError`.
 
-    `spread`: its experts are on other ranks, and not cut.
+    `spread`: its experts are spread over ranks instead of split.
     """
     size = config.tensor_parallel.autotp_size
     plan = plan_of(model, config, size, staged=config.pipeline.stages > 1, spread=spread)
@@ -115,7 +115,7 @@ def _cut(model: nn.Module, plan: SplitPlan, size: int) -> tuple[SplitModel, Meta
 
 
 def crossed_backward(outputs: Any) -> Crossed:
-    """Collectives of a backward from `outputs`, none of which is run: every crossing of autograd's graph, turned round."""
+    """Collectives of a backward from `outputs`, which is not run: every crossing in autograd's graph, reversed."""
     found: Crossed = {}
     for node in _nodes(outputs):
         peers = getattr(node, "peers", None)

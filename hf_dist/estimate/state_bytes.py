@@ -1,4 +1,4 @@
-"""Bytes of the model states of one rank, exactly: from the layouts and tiers that the engine itself allocates by."""
+"""Exact bytes of one rank's model states, from the same layouts and tiers by which the engine allocates."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from hf_dist.sharding.units import find_unit_modules, travel_together, unit_memb
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """What the bytes of a `FlatGroup` follow from."""
+    """The properties of a `FlatGroup` that determine its bytes."""
 
     layout: FlatLayout
     dtype: torch.dtype
     trainable: bool
     at_rest: GroupAtRest
     copies: tuple[str, int] | None = None
-    """Of what other ranks of `tp` hold, too: how gradients are combined, over how many neighbours (0: all)."""
+    """For parameters that other ranks of `tp` also hold: how gradients are combined, over how many neighbours (0: all)."""
 
     @property
     def nbytes(self) -> int:
-        """Of the whole weights in the dtype of use."""
+        """Bytes of the whole weights in the dtype of use."""
         return self.layout.numel * self.dtype.itemsize
 
 
@@ -56,21 +56,21 @@ class PlannedUnit:
     needed_in_backward: bool = True
     """Whether its backward reads the weights."""
     stands_first: bool = True
-    """Of the root: whether it has weights that stand before all blocks (an embedding, also one tied to the head)."""
+    """For the root: whether it has weights before all blocks (an embedding, also one tied to the head)."""
 
     @cached_property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Number of elements, including padding."""
         return sum(g.layout.numel for g in self.groups)
 
     @cached_property
     def nbytes(self) -> int:
-        """Of the gathered weights."""
+        """Bytes of the gathered weights."""
         return sum(g.nbytes for g in self.groups)
 
     @cached_property
     def learning(self) -> int:
-        """Elements that have gradients, padding included."""
+        """Number of elements with gradients, including padding."""
         return sum(g.layout.numel for g in self.groups if g.trainable)
 
     @cached_property
@@ -81,7 +81,7 @@ class PlannedUnit:
 
     @cached_property
     def newest(self) -> int:
-        """Bytes of the largest gradient of one parameter, as autograd makes it."""
+        """Bytes of the largest gradient of one parameter, as autograd creates it."""
         learning = [g for g in self.groups if g.trainable]
         return max((math.prod(s.shape) * g.dtype.itemsize for g in learning for s in g.layout.slots), default=0)
 
@@ -92,20 +92,20 @@ def _none() -> dict[Tier, int]:
 
 @dataclass
 class StateBytes:
-    """Bytes on one rank by kind of state and of memory."""
+    """Bytes on one rank, by kind of state and of memory."""
 
     weights: dict[Tier, int] = field(default_factory=_none)
-    """In the dtype of use."""
+    """Weights in the dtype of use."""
     masters: dict[Tier, int] = field(default_factory=_none)
-    """fp32, where they are not those very weights."""
+    """fp32 master weights, unless the weights themselves are fp32."""
     optimizer: dict[Tier, int] = field(default_factory=_none)
     gradients: dict[Tier, int] = field(default_factory=_none)
-    """Reduced, as the optimizer reads them. On the host their place is kept, on the device they last for a window."""
+    """Reduced gradients, as the optimizer reads them. Host buffers are kept; device buffers last for one window."""
     buffers: dict[Tier, int] = field(default_factory=_none)
-    """Of transfers to and from disk; at most."""
+    """Buffers for transfers to and from disk; an upper bound."""
 
     def resident(self, tier: Tier) -> int:
-        """Between two steps, as `engine.resident_nbytes()` counts (there without buffers that were never needed)."""
+        """Bytes between two steps, as `engine.resident_nbytes()` counts (which omits buffers that were never needed)."""
         held = self.weights[tier] + self.masters[tier] + self.optimizer[tier] + self.buffers[tier]
         return held + (self.gradients[tier] if tier is Tier.HOST else 0)
 
@@ -121,15 +121,15 @@ class States:
     storage: Storage
     optimizer: OptimizerStates
     rank: int = 0
-    """Among those that ZeRO shards dense weights over."""
+    """Rank among those over which ZeRO shards dense weights."""
     stays: Mapping[str, Stay] = field(default_factory=dict)
-    """By path: units whose gathered weights are kept longer or shorter than `placements` says."""
+    """By path: units whose gathered weights are kept for another time than `placements` says."""
     outer_states: int = 0
-    """fp32 tensors beside the master weights, of replicas that train alone."""
+    """Number of fp32 tensors besides the master weights, for replicas that train alone."""
 
     @classmethod
     def of_engine(cls, sharded: ShardedModel, config: DistConfig, optimizer: OptimizerStates | None = None) -> States:
-        """Those of a model that is sharded already."""
+        """The states of a model that is already sharded."""
         units = tuple(
             PlannedUnit(
                 u.name,
@@ -163,10 +163,10 @@ class States:
         holders: Mapping[str, Any] | None = None,
         copies: Mapping[str, tuple[str, int]] | None = None,
     ) -> States:
-        """Those of a model that may be on meta, with a resolved config, on `rank` of `num_shards`. Nothing is allocated.
+        """The states on `rank` of `num_shards` for a model that may be on meta, with a resolved config. Allocates nothing.
 
-        `ep`: ranks, of those, that hold different experts; `names`: parameters of this rank's pipeline stages (None: all);
-        `holders`: of those, what other stages hold, too; `copies`: what other ranks of `tp` hold, too.
+        `ep`: number of these ranks with different experts; `names`: parameters of this rank's pipeline stages (None: all);
+        `holders`: those that other stages also hold; `copies`: those that other ranks of `tp` also hold.
         """
         zero = config.zero_optimization
         placements, precision = placements_for(config), precision_for(config, model)
@@ -178,7 +178,7 @@ class States:
         along = {name: "ep" if name in slices else cut_along(p) for name, p in model.named_parameters()}
         rows: dict[object, object] = {}
 
-        def row(name: str) -> object:  # one object for those that the engine would give the same axes
+        def row(name: str) -> object:  # one object for parameters to which the engine would give the same axes
             key = (along[name], (copies or {}).get(name), id((holders or {}).get(name)))
             return rows.setdefault(key, key)
 
@@ -214,7 +214,7 @@ class States:
 
     @cached_property
     def nbytes(self) -> StateBytes:
-        """What rests where, and the reduced gradients."""
+        """Bytes at rest, and the reduced gradients."""
         found = StateBytes()
         for group in self.groups:
             at_rest, whole = group.at_rest, self.placements.params is not Placement.SHARD
@@ -222,7 +222,7 @@ class States:
                 found.weights[Tier.DEVICE] += group.nbytes
             if at_rest.second is not None:
                 found.weights[at_rest.second.tier] += at_rest.second.nbytes
-            if at_rest.shard is not None:  # the only copy of trained weights is their masters
+            if at_rest.shard is not None:  # the masters are the only copy of trainable weights
                 is_master = group.trainable and at_rest.master is None
                 (found.masters if is_master else found.weights)[at_rest.shard.tier] += at_rest.shard.nbytes
             if at_rest.master is not None:
@@ -238,7 +238,7 @@ class States:
         return found
 
     def rows(self) -> list[tuple[str, int, str]]:
-        """(what, bytes, how exact) of the states of one rank; nothing that is zero."""
+        """(what, bytes, how exact) of one rank's states, without zero rows."""
         held, rows = self.nbytes, []
         wide = "bf16" if self.config.bf16.bf16_master_weights_and_grads else "fp32"
         for tier, where in ((Tier.DEVICE, ""), (Tier.HOST, " on the host"), (Tier.DISK, " on disk")):
@@ -274,7 +274,7 @@ class States:
                 held[tier] += 0 if tier is Tier.DISK else numel * sum(elements)
 
     def _owned_nbytes(self) -> int:
-        """Of the states that rest at the owners of whole tensors."""
+        """Bytes of the states that owners of whole tensors keep."""
         whole = self.optimizer.of_whole
         trained = [group for group in self.groups if group.trainable]
         if whole is None or not trained:
@@ -297,58 +297,58 @@ class States:
             nbytes += (storage.ahead_count + 1) * disk_nbytes(largest, self.precision.compute)
         return nbytes
 
-    # ------------------------------------------------------- what comes and goes
+    # ------------------------------------------------------- temporary memory
 
     def keeping(self, stays: Mapping[str, Stay]) -> States:
-        """These states with other units kept; what rests is the same, and is not computed again."""
+        """These states with other units kept. Bytes at rest are the same and not computed again."""
         other = replace(self, stays=stays)
         other.__dict__["nbytes"] = self.nbytes
         return other
 
     def with_config(self, config: DistConfig) -> States:
-        """The same states under a config that differs in what does not rest: the number of microbatches."""
+        """The same states under a config that differs only in what does not rest, namely the number of microbatches."""
         return replace(self, config=config)
 
     def stay(self, unit: PlannedUnit) -> Stay:
-        """How long its gathered weights are kept."""
+        """How long the unit's gathered weights are kept."""
         return self.stays.get(unit.path, self.placements.stay)
 
     def kept(self, stay: Stay) -> list[PlannedUnit]:
-        """Units that are kept so long; none where weights rest replicated."""
+        """Units that are kept for this time; none if weights are replicated."""
         gathers = self.placements.params is Placement.SHARD
         return [u for u in self.units if self.stay(u) is stay] if gathers else []
 
     @property
     def kept_nbytes(self) -> int:
-        """Of units that stay gathered for longer than their use, all of which are here at the end of a forward."""
+        """Bytes of units kept gathered beyond their use; all of them are in memory at the end of a forward."""
         return sum(u.nbytes for stay in (Stay.BACKWARD, Stay.WINDOW) for u in self.kept(stay))
 
     @property
     def gathered_nbytes(self) -> int:
-        """Full weights that are here at a time besides what rests, at most."""
+        """Most bytes of full weights in memory at the same time, in addition to states at rest."""
         others = self.units[1:]
         used = max(self._used(o, k) for o in (others, others[::-1]) for k in range(max(1, len(others))))
         return self.kept_nbytes + used
 
     @property
     def gathered_at_loss_nbytes(self) -> int:
-        """Of them where backward begins: those that stay, the root, the last unit, and what is prefetched behind the root."""
+        """The same at the start of backward: kept units, the root, the last unit, and what is prefetched after the root."""
         root, *others = self.units
         backward = [u for u in others[::-1] if u.needed_in_backward]
         return self.kept_nbytes + self._gathered([root, *(self._prefetched(backward) or backward[:1])])
 
     def _used(self, order: Sequence[PlannedUnit], k: int) -> int:
-        """Root, unit k of a pass in this `order`, and what is prefetched while it computes, but for what stays anyway."""
+        """Bytes of the root, unit k of a pass in this `order`, and what is prefetched while it computes, without kept units."""
         return self._gathered([self.units[0], *order[k : k + 1], *self._prefetched(order[k + 1 :])])
 
     def _gathered(self, units: Sequence[PlannedUnit]) -> int:
-        """Bytes of those whose weights rest sharded and are kept for no longer than their use."""
+        """Bytes of those units that are sharded and kept only for their use."""
         if self.placements.params is not Placement.SHARD:
             return 0
         return sum(u.nbytes for u in units if self.stay(u) is Stay.USE)
 
     def _prefetched(self, following: Sequence[PlannedUnit]) -> list[PlannedUnit]:
-        """Of the next units of a pass those that are gathered ahead: one, and more while they fit the bucket."""
+        """The next units of a pass that are prefetched: one, and more while they fit into the bucket."""
         limit = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
         ahead: list[PlannedUnit] = []
         for unit in following if limit else ():
@@ -359,24 +359,24 @@ class States:
 
     @property
     def wire(self) -> torch.dtype:
-        """Of gradients on their way."""
+        """Dtype of gradients in flight."""
         return self.precision.wire(max(g.layout.num_shards for g in self.groups))
 
     @property
     def collects_window(self) -> bool:
-        """Whether gradients of a whole window are added up on each rank before they are reduced."""
+        """Whether each rank sums a whole window's gradients before they are reduced."""
         return self.placements.grads is Placement.PARTIAL
 
     def window_nbytes(self) -> int:
-        """Those gradients, and one parameter's that autograd has just made."""
+        """Bytes of these gradients, plus the gradient of one parameter that autograd has just created."""
         return sum(u.learning for u in self.units) * self.precision.grads.itemsize + max(u.newest for u in self.units)
 
     def backward_nbytes(self, activations: int, recomputed: int, *, accumulated: bool) -> int:
-        """The most of gathered weights, activations, and gradients on their way and reduced, as units follow each other.
+        """Maximum over the sequence of units: gathered weights, activations, and gradients in flight and reduced.
 
-        `activations`: at the beginning, taken as equally many of every unit; `recomputed`: what the block whose turn it is
-        adds; `accumulated`: reduced gradients of earlier microbatches are there. The root begins with the head. If it ends
-        with an embedding, its gradients stay on their way.
+        `activations`: bytes at the start, divided equally over the units; `recomputed`: bytes that the current block
+        adds; `accumulated`: reduced gradients of earlier microbatches exist. The root begins with the head. If it ends
+        with an embedding, its gradients stay in flight.
         """
         wire = self.wire.itemsize
         root, blocks = self.units[0], self.units[:0:-1]
@@ -391,7 +391,7 @@ class States:
             left = activations * (len(blocks) - done) // max(1, len(blocks))
             if unit is root and not k:
                 used = self.gathered_at_loss_nbytes - self.kept_nbytes
-            else:  # with the gradients of a root that stands behind the blocks its weights went, too
+            else:  # a root behind the blocks has released its weights together with its gradients
                 stays = [] if root.learning and not root.stands_first else [root]
                 read = [u for u in blocks[done:] if u.needed_in_backward]
                 used = self._gathered([*stays, *read[:1], *self._prefetched(read[1:])])
@@ -403,10 +403,10 @@ class States:
         return most
 
     def _of_unit(self, unit: PlannedUnit, flying: int, numel: int, passes: int) -> int:
-        """The most bytes of a unit's gradient, of those in flight (`flying` elements), and of what its backward brings.
+        """Most bytes of a unit's gradient, of those in flight (`flying` elements), and of the tensors that its backward adds.
 
-        `passes`: bytes that are there when it begins. Where there is no room for its gradient beside them, that waits in the
-        dtype of the weights: it grows while `passes` shrinks, and moves when the weights are gone and the others are through.
+        `passes`: bytes present at its start. If its gradient does not fit beside those in flight, it waits in the dtype of the
+        weights: it grows while `passes` shrinks, and moves when the weights are freed and the others are reduced.
         """
         wire = self.wire.itemsize
         most = settled(self.config.zero_optimization.reduce_bucket_size)
@@ -418,7 +418,7 @@ class States:
         return max(flying * wire + max(passes, waiting) + unit.newest, waiting + max(flying, numel) * wire - freed)
 
     def _in_flight(self, sent: Sequence[int]) -> int:
-        """Elements in flight once the last of the units `sent` has been given to the reducer, which waits for earlier ones."""
+        """Elements in flight once the last of the units `sent` is with the reducer, which waits for earlier ones."""
         zero = self.config.zero_optimization
         if zero.overlap_comm is False or not (most := settled(zero.reduce_bucket_size)):
             return 0
@@ -431,12 +431,12 @@ class States:
 
     @property
     def _frees_gradients(self) -> bool:
-        """Whether a unit's reduced gradient goes when it has been stepped, inside of backward."""
+        """Whether a unit's reduced gradient is freed once the unit is stepped, inside backward."""
         return self.config.hf_dist.optimizer_in_backward
 
 
 def _in_module_order(model: nn.Module, units: Sequence[PlannedUnit]) -> tuple[PlannedUnit, ...]:
-    """The root, and the others as their modules stand in the model: for a plan that is the order of the forward."""
+    """The root, then the others in the order of their modules, which a plan takes as the order of the forward."""
     place = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     root, *others = units
     others.sort(key=lambda u: place.get(u.path, 0))

@@ -1,13 +1,13 @@
-"""How long a step takes under a layout, part by part: arithmetic over counted operations and bytes, and rough speeds.
+"""The duration of a step under a layout, part by part, from counted operations and bytes and rough speeds.
 
     compute        matrix products and attention of forward and backward; memory that kernels read and write
-    recomputation  the same of blocks that run again
-    tp, cp, ep     what activations send while nothing else runs
-    weights        gathers and reductions, as far as the computation beside them is shorter; the ends of a step
+    recomputation  the same for recomputed blocks
+    tp, cp, ep     activations sent while nothing else runs
+    weights        gathers and reductions that computation does not hide; the ends of a step
     bubble         a pipeline's idle time
     optimizer      reads and writes of states
 
-Microbatches of a pipeline pass one after the other; sends between its stages are hidden. The host takes no time.
+Microbatches of a pipeline follow one another; sends between its stages are hidden. The host takes no time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["PARTS", "StepTime", "Sum", "step_time"]
 
 PARTS = ("compute", "recomputation", "tp", "cp", "ep", "weights", "bubble", "optimizer")
 _PASSES_FORWARD, _PASSES_BACKWARD = 2, 4
-"""How often what a block saves is written or read."""
+"""How often the saved tensors of a block are written or read."""
 _PAIRWISE = ("ep", "cp")
 _END_SHARE = 0.1
-"""Of what weights send in a microbatch: the first gather and the last reduction, which nothing hides."""
+"""Share of the weight traffic per microbatch that nothing hides: the first gather and the last reduction."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Sum:
     """What one rank computes in a microbatch."""
 
     forward: float
-    """Seconds."""
+    """Seconds of a forward; backward takes twice that."""
     again: float
-    """Of recomputed blocks."""
+    """Seconds of recomputed blocks."""
 
     @classmethod
     def of(cls, found: Activations, recomputed: str, hardware: Hardware) -> Sum:
-        """`found`: of the whole model, on one rank of `tp` and `cp`; `recomputed`: one of `layouts.RECOMPUTED`."""
+        """`found`: the whole model, on one rank of `tp` and `cp`; `recomputed`: one of `layouts.RECOMPUTED`."""
         flops = found.rest.flops + sum(block.work.flops for block in found.blocks)
         saved = found.outside + sum(block.saved for block in found.blocks)
         forward = flops / hardware.flops + _PASSES_FORWARD * saved / hardware.memory
@@ -55,26 +55,26 @@ class Sum:
         return cls((forward + backward) / 3, again)
 
     def shared(self, stages: int) -> Sum:
-        """Of one of so many stages."""
+        """The computation of one of `stages` equal stages."""
         return Sum(self.forward / stages, self.again / stages)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds by part, and what was sent where."""
+    """Seconds by part, and the bytes sent by axis."""
 
     parts: Mapping[str, float]
     bubble: float = 0.0
     """Share of the ranks' time."""
     inside: int = 0
-    """Bytes that a rank sends within its machine, in a step."""
+    """Bytes that a rank sends within its machine in a step."""
     between: int = 0
     sent: Mapping[str, int] = field(default_factory=dict)
-    """By axis."""
+    """Bytes by axis."""
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self.parts.values())
 
     @property
@@ -86,7 +86,7 @@ class StepTime:
 def step_time(
     work: Sum, traffic: Traffic, axes: Axes, layout: Layout, hardware: Hardware, *, bubble: float, states: int
 ) -> StepTime:
-    """`traffic`: of a rank in a step; `bubble`: of the schedule, as a share; `states`: bytes that a step reads and writes."""
+    """`traffic`: of a rank in a step; `bubble`: the schedule's share; `states`: bytes that a step reads and writes."""
     seconds: dict[str, float] = {}
     inside = between = 0
     sent: dict[str, int] = {}

@@ -1,16 +1,17 @@
-"""Collectives of one rank in one step for weights and gradients, exactly: which, how many, and the bytes that it sends.
+"""One rank's collectives for weights and gradients in one step, exactly: which, how many, and the bytes sent.
 
     stage          0                1                     2                   3
     gathers        -                1                     1                   k (2 units - root - last unit - embedding)
     reductions     1 all-reduce     1 reduce-scatter      k reduce-scatters   k reduce-scatters
 
-of every group of every unit, in a step of k microbatches, and one all-reduce for the norm of the gradient. A gather and a
-reduce-scatter among n ranks send (n - 1) / n of the group, padding included, an all-reduce twice that. Groups of parameters
-that are not trained are gathered only, at stage 3. With a second copy of the weights (`zero_hpz_partition_size`) all gathers
-of a group but the first are among the ranks that share it; of what is not trained, all. A pipeline gathers and reduces once
-per step. What ranks of `tp` hold alike is combined over it at the end, all of one kind at once, and the norm goes over it,
-too. Every unit is taken to be used and reached by backward. Replicas that train alone (`local_sgd`) send each other, once in
-so many steps, what they moved: the mean of a step is given. What activations send: `layer_traffic.py`.
+for every group of every unit, in a step of k microbatches, plus one all-reduce for the gradient norm. A gather and a
+reduce-scatter over n ranks send (n - 1) / n of the group, including padding; an all-reduce sends twice that. Groups of
+frozen parameters are only gathered, at stage 3. With a second copy of the weights (`zero_hpz_partition_size`), the first
+gather of a group uses all ranks and the others only the ranks that share the copy; frozen groups use only the latter. A
+pipeline gathers and reduces once per step. Gradients of parameters that `tp` ranks hold alike are combined over `tp` at the
+end, all of one kind at once; the norm is reduced over `tp`, too. Every unit is assumed to be used and reached by backward.
+Replicas that train alone (`local_sgd`) exchange their movement once in several steps; the average per step is given.
+Activations: `layer_traffic.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from hf_dist.sharding.precision import MASTER_DTYPE
 __all__ = ["Traffic", "state_traffic", "step_traffic"]
 
 Traffic = dict[str, Crossed]
-"""By axis, as `axes.py` names it: (number, bytes) by operation."""
+"""(number, bytes) by operation, for each axis as `axes.py` names it."""
 
 
 def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) -> Crossed:
-    """(number, bytes sent) of one rank's collectives in a step, by the names of `hf_dist.collectives`, over all axes.
+    """(number, bytes sent) of one rank's collectives in a step, summed over all axes, by the names of `hf_dist.collectives`.
 
-    `accumulation`: microbatches; `replicas`: copies of the sharded states (HSDP). Of a model that is whole on its ranks.
+    `accumulation`: microbatches; `replicas`: copies of the sharded states (HSDP). For a model that is whole on its ranks.
     """
     shard = max((g.layout.num_shards for g in states.groups), default=1)
     config = states.config.replaced({"gradient_accumulation_steps": (accumulation, "plan")})
@@ -42,7 +43,7 @@ def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) ->
 
 
 def state_traffic(states: States, axes: Axes) -> Traffic:
-    """Of one rank's weights, gradients and norm in a step, by axis; `states`: of a rank of `axes`."""
+    """One rank's traffic for weights, gradients and norm in a step, by axis; `states`: those of a rank of `axes`."""
     accumulation = settled(states.config.gradient_accumulation_steps) or 1
     found: Traffic = {}
 
@@ -92,7 +93,7 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
 
 
 def _uses(states: States, unit: PlannedUnit, accumulation: int) -> int:
-    """Gathers of a unit in a step, where weights rest sharded."""
+    """Gathers of a unit in a step, if weights are sharded."""
     ends = states.config.pipeline.stages == 1 and (unit is states.units[0] or unit is states.units[-1])
     stay = max(states.stay(unit), Stay.BACKWARD) if ends else states.stay(unit)
     if stay is Stay.WINDOW:
