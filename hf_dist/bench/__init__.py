@@ -1,1 +1,1 @@
-"""The same training under several engines, measured side by side: `hf-dist bench`. See README.md in this folder."""
+"""The same training under several engines, compared: `hf-dist bench`. See README.md in this folder."""

@@ -1,4 +1,4 @@
-"""What the user asked for: the options of `hf-dist bench`."""
+"""The user's options of `hf-dist bench`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Asked:
     seq: int = 512
     micro_batch: int = 1
     accumulation: int = 1
-    """Microbatches of a step and rank, where every rank reads rows of its own."""
+    """Microbatches per step and rank, if every rank reads different rows."""
     num_layers: int | None = None
     dtype: str = "bf16"
     data: str = "synthetic"

@@ -1,4 +1,4 @@
-"""How long a GPU did nothing but communicate, from a trace of its kernels."""
+"""How long a GPU only communicated, from a trace of its kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Spans = list[tuple[float, float]]
 
 
 def gpu_idle_seconds(profile: Any) -> float:
-    """Seconds in which kernels of collectives ran and no others."""
+    """Seconds in which only kernels of collectives ran."""
     wire: Spans = []
     others: Spans = []
     for event in profile.events():
@@ -23,7 +23,7 @@ def gpu_idle_seconds(profile: Any) -> float:
 
 
 def _length(spans: Spans) -> float:
-    """Of their union."""
+    """Length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,7 +1,7 @@
-"""What one rank measures: time by phase, memory, bytes sent, losses, start-up. The same marks under every engine.
+"""Measurements of one rank: time by phase, memory, bytes sent, losses, start-up. The same marks under every engine.
 
-Not the clocks of `hf/callbacks/phases.py`: those know the waits of our own collectives, which peers do not use, and are read
-while training goes on; these marks are read once, after the last timed step.
+Unlike the clocks of `hf/callbacks/phases.py`: those include the waits of hf_dist's own collectives, which other engines do
+not use, and are read during training. These marks are read once, after the last timed step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_dist.bench.work import WARMUP, Work
 __all__ = ["PHASES", "Meter"]
 
 PHASES = ("data", "forward", "backward", "optimizer", "pipeline")
-"""The last: a whole step of a pipeline, whose phases overlap."""
+"""The last one is a whole pipeline step, whose phases overlap."""
 _STATUS = Path("/proc/self/status")
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
@@ -38,14 +38,14 @@ class Counter(Protocol):
     def __exit__(self, *args: Any) -> Any: ...
 
     def nbytes(self) -> int | None:
-        """Bytes; None if something was sent that cannot be counted."""
+        """Bytes sent; None if something was sent that cannot be counted."""
 
 
 class Meter:
-    """Engines call `mark` after each phase and `end_step` after each step; the rest happens here."""
+    """Engines call `mark` after each phase and `end_step` after each step; the meter does the rest."""
 
     def __init__(self, work: Work, counter: Counter, imported: float) -> None:
-        """`imported`: the clock (`time.time`) when the engine's libraries were there; memory counts from here."""
+        """`imported`: time (`time.time`) at which the engine's libraries were imported; memory counts from here."""
         self._work = work
         self._counter = counter
         self._on_gpu = work.device == "cuda"
@@ -58,12 +58,12 @@ class Meter:
         self.found: dict[str, Any] = {"import_seconds": imported - self._born, "waiting_seconds": None}
 
     def mark(self, phase: str) -> None:
-        """What happened since the last mark was `phase` (one of `PHASES`)."""
+        """Count the time since the last mark as `phase` (one of `PHASES`)."""
         if self._timing:
             self._stamp(phase)
 
     def end_step(self, loss: torch.Tensor) -> None:
-        """A step is done; its loss on this rank, 0D, any device."""
+        """End a step. `loss`: its loss on this rank, 0-D, on any device."""
         self._losses.append(loss.detach().float())
         done, timed = len(self._losses), WARMUP + self._work.steps
         if done == 1:
@@ -107,11 +107,11 @@ class Meter:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         else:
-            with contextlib.suppress(OSError):  # not on Linux, or not allowed: the highest since the start then
-                Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is there
+            with contextlib.suppress(OSError):  # not on Linux, or not allowed: then the peak counts since the start
+                Path("/proc/self/clear_refs").write_text("5")  # restarts the high-water mark from the current amount
 
     def _read(self) -> None:
-        """Seconds per step and by phase, the peak above the base, and on a CPU the seconds without work."""
+        """Compute seconds per step and by phase, the peak above the base, and on a CPU the seconds without work."""
         if self._on_gpu:
             torch.cuda.synchronize()
             self.found["peak_nbytes"] = torch.cuda.max_memory_allocated() - self._base
@@ -134,7 +134,7 @@ class Meter:
 
 
 def _busy_seconds() -> float:
-    """Seconds that this thread ran, or was ready to run while others had the core; the rest of the time it waited."""
+    """Seconds in which this thread ran, or was ready while others used the core; otherwise it waited."""
     if not _SCHEDSTAT.exists():
         return 0.0
     ran, ready, _ = _SCHEDSTAT.read_text().split()
@@ -142,7 +142,7 @@ def _busy_seconds() -> float:
 
 
 def _resident(key: str) -> int:
-    """Bytes of resident memory: VmRSS now, VmHWM at most; where the kernel does not tell, the highest for both."""
+    """Bytes of resident memory: VmRSS now, VmHWM peak. If the kernel does not report them, the peak for both."""
     if not _STATUS.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     match = re.search(key + r":\s+(\d+)", _STATUS.read_text())

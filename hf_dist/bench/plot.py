@@ -1,4 +1,4 @@
-"""The figure: speed, memory, bytes sent, and where the time goes."""
+"""The figure: speed, memory, bytes sent, and a split of the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLORS = {
 
 
 def draw(rows: Sequence[Row], work: Work, title: str, folder: Path) -> list[Path]:
-    """Write `bench.png` and `bench.svg`; their paths. Raises `NoMatplotlibError`."""
+    """Write `bench.png` and `bench.svg` and return their paths. Raises `NoMatplotlibError`."""
     pyplot = headless_pyplot()
     good = [row for row in rows if not row.error][::-1]  # drawn from below
     names = [row.name if row.agrees else f"{row.name} (losses differ)" for row in good]
@@ -54,7 +54,7 @@ def _bars(panel: Any, names: Sequence[str], values: Sequence[float | None], titl
 
 
 def _split(panel: Any, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Phases side by side, and below them, thin, the part that was waiting."""
+    """Bars of the phases next to each other, with the waiting part as a thin bar below."""
     left = [0.0] * len(rows)
     for phase, color in _COLORS.items():
         if phase == "other":

@@ -1,4 +1,4 @@
-"""From the options to the work and its contenders; everything that can be wrong is said before a rank starts."""
+"""From the options to the work and its contenders. All errors are reported before a rank starts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["Prepared", "device_and_ranks", "prepare"]
 
 _IGNORED = -100
 _DROPPED = ("train_batch_size", "scheduler", "$schema", "tensorboard", "wandb", "csv_monitor", "fp16", "bf16")
-"""Sections of the user's files that the bench decides for all alike, or that have no part in a step."""
+"""Sections of the user's files that the bench sets equally for all engines, or that do not affect a step."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What will be run."""
+    """The runs to do."""
 
     work: Work
     contenders: list[Contender]
@@ -43,7 +43,7 @@ class Prepared:
 def prepare(asked: Asked, folder: Path, window: int | None = None) -> Prepared:
     """Write the model's config and the batches into `folder`. Raises `ConfigError`, `ModelError` or `TopologyError`.
 
-    `window`: microbatches of a step, of all ranks, for engines that need not share them out among all.
+    `window`: microbatches per step over all ranks, for engines that need not divide them over all ranks.
     """
     names = _engine_names(asked.engines)
     if asked.dtype not in ("fp32", "bf16"):
@@ -116,7 +116,7 @@ def device_and_ranks(asked: int | None) -> tuple[str, int]:
 
 
 def _model(asked: Asked, folder: Path) -> tuple[str, str]:
-    """Leaves the config in `folder`; where weights are, and the class."""
+    """Write the config into `folder`; return where the weights are, and the class."""
     config = model_config(asked.model)
     name = architecture_of(config) or "AutoModelForCausalLM"
     shrunk = asked.num_layers is not None and keep_layers(config, asked.num_layers)
@@ -135,11 +135,11 @@ def _clip(config: DistConfig) -> float:
 
 def _with_batches(work: Work, asked: Asked) -> Work:
     config = work.model_config
-    model_class(work.class_name)  # which has an error of its own
+    model_class(work.class_name)  # raises its own error
     try:
         with torch.device("meta"):
             model = new_model(work.class_name, config)
-    except Exception as error:  # whatever a model's own code does
+    except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"--model {asked.model}: {work.class_name} cannot be made: {error}") from error
     count = work.total_steps * work.window
     path = None if asked.data == "synthetic" else Path(asked.data)
@@ -155,7 +155,7 @@ def _with_batches(work: Work, asked: Asked) -> Work:
 
 
 def _text(vocabulary: int, count: int, rows: int, seq: int) -> list[Batch]:
-    """Full rows without padding; some words are far more frequent than others, so that the loss falls as it learns."""
+    """Full rows without padding. Some words are much more frequent than others, so that the loss falls during training."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(count):
@@ -173,7 +173,7 @@ def _size(batch: Batch) -> int:
 
 
 def _labels(files: list[Path]) -> dict[Path, str]:
-    """A file's name, with its folder where two have the same."""
+    """Each file's name, with its folder if two names are equal."""
     if len(files) == 1:
         return {files[0]: files[0].name}
     names = Counter(file.name for file in files)
@@ -201,7 +201,7 @@ def _plain(file: Path, config: DistConfig, work: Work, engine: str) -> dict[str,
 
 
 def _readers(file: Path, config: DistConfig, work: Work) -> int:
-    """Ranks that read different rows: the others read the same, and have more microbatches for it."""
+    """Number of ranks that read different rows. The other ranks read the same rows, so each has more microbatches."""
     readers = axes_of(config, work.ranks).size("data") if _shares_rows(config) else work.ranks
     if work.window % readers:
         what = f"shares {work.window} microbatches of a step out among {readers} data ranks"

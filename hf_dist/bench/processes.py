@@ -1,4 +1,4 @@
-"""One run of one contender: fresh processes, their environment, their results or the error of the first that fails."""
+"""One run of one contender: new processes, their environment, and their results or the first error."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["TIMEOUT", "RunFailedError", "run"]
 TIMEOUT = 1800.0
 """Seconds for one run."""
 _SHOWN = 3000
-"""Characters of a failing rank's output that are kept."""
+"""Characters of a failed rank's output that are kept."""
 
 
 class RunFailedError(Exception):
-    """A rank ended with an error; the message is the end of what it printed."""
+    """A rank ended with an error; the message is the end of its output."""
 
 
 def run(work: Work, contender: Contender) -> list[dict[str, Any]]:
-    """What each rank measured, by rank. Raises `RunFailedError`; no process is left behind."""
+    """The measurements of each rank, by rank. Raises `RunFailedError`. Leaves no process behind."""
     folder = Path(work.folder)
     spec = folder / "run.json"
     write_work(work, contender, spec)
@@ -54,7 +54,7 @@ def run(work: Work, contender: Contender) -> list[dict[str, Any]]:
 
 
 def _wait(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """The rank that failed first, or None when all are done. A rank that hangs counts as failed."""
+    """The rank that failed first, or None if all succeeded. A rank that hangs counts as failed."""
     until = time.monotonic() + TIMEOUT
     while time.monotonic() < until:
         codes = [child.poll() for child in children]

@@ -21,12 +21,12 @@ __all__ = ["main", "result_file"]
 
 
 def result_file(folder: str, rank: int) -> Path:
-    """Where a rank leaves what it measured."""
+    """The file for a rank's measurements."""
     return Path(folder) / f"rank_{rank}.json"
 
 
 def main(path: str) -> None:
-    """Train, measure, leave the result, and go when all ranks are through."""
+    """Train, measure, write the result, and exit when all ranks are done."""
     work, contender = read_work(Path(path))
     rank = int(os.environ["RANK"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -43,9 +43,9 @@ def main(path: str) -> None:
     everyone = [result_file(work.folder, each) for each in range(work.ranks)]
     until = time.monotonic() + 60
     while time.monotonic() < until and not all(each.exists() for each in everyone):
-        time.sleep(0.05)  # others may still be reading what this process sent
+        time.sleep(0.05)  # others may still be reading data from this process
     sys.stdout.flush()
-    os._exit(0)  # threads of some peers abort when the interpreter ends
+    os._exit(0)  # threads of some engines abort at interpreter exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rounds of all contenders, one after the other (A B C A B C), so that a machine that drifts does so for all alike."""
+"""Rounds of all contenders in turn (A B C A B C), so that a machine that slows down affects all equally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_dist.bench.work import Contender, Work
 __all__ = ["Row", "Run", "run_rounds", "summarize"]
 
 ALLOWED = {"fp32": 1e-4, "bf16": 2e-3}
-"""Relative difference of losses below which two engines did the same; in bf16 each rounds in its own places."""
+"""Relative difference of losses up to which two engines did the same; bf16 engines round at different places."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Run:
     contender: int
     number: int
     load: float
-    """Processes that wanted a core when it began (one-minute average)."""
+    """Processes that wanted a core at the start (one-minute average)."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """What each rank measured; empty if it failed."""
+    """Measurements of each rank; empty if the run failed."""
     error: str = ""
 
 
@@ -39,33 +39,33 @@ class Row:
     engine: str
     error: str = ""
     speed: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Lower quartile, median, upper quartile of the timed steps: tokens (or samples) per second, all ranks together."""
+    """Lower quartile, median and upper quartile of tokens (or samples) per second over the timed steps, all ranks together."""
     ratio: float | None = None
-    """Of the median to the first row's."""
+    """Ratio of this median to the first row's."""
     step_seconds: float = 0.0
-    """Median; of a step the slowest rank counts."""
+    """Median; the slowest rank determines a step."""
     peak_nbytes: int = 0
-    """Highest of a rank during the timed steps, above what the process had before the model was made."""
+    """Highest peak of a rank during the timed steps, above the process's memory before the model was created."""
     sent_nbytes: int | None = None
-    """Per step, most of a rank; None: not counted."""
+    """Bytes per step of the rank that sends most; None if not counted."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Parts of the median step in seconds; the median of ranks and rounds, waits included."""
+    """Parts of the median step in seconds, including waits; the median over ranks and rounds."""
     waiting_seconds: float | None = None
-    """Part of the step in which a rank only waited; None: not measured."""
+    """Part of the step in which a rank only waited; None if not measured."""
     first_step_seconds: float = 0.0
     """From the start of the process to the end of the first step."""
     import_seconds: float = 0.0
-    """Of these, until all libraries were imported."""
+    """Of these, the time until all libraries were imported."""
     losses: list[float] = field(default_factory=list)
-    """Of every step, mean over ranks."""
+    """Losses of every step, averaged over ranks."""
     difference: float | None = None
-    """Largest relative difference of a loss to the first row's."""
+    """Largest relative difference of a loss from the first row's."""
     agrees: bool = True
-    """Whether that is what the precision allows."""
+    """Whether the precision explains that difference."""
 
 
 def run_rounds(prepared: Prepared, rounds: int, tell: Callable[[str], None]) -> list[Run]:
-    """Every contender once per round; one that fails is left out of the rounds that follow."""
+    """Run every contender once per round. One that fails is left out of later rounds."""
     runs: list[Run] = []
     failed: set[int] = set()
     for number in range(rounds):
@@ -83,7 +83,7 @@ def run_rounds(prepared: Prepared, rounds: int, tell: Callable[[str], None]) -> 
 
 
 def summarize(work: Work, contenders: Sequence[Contender], runs: Sequence[Run]) -> list[Row]:
-    """A row per contender, in their order."""
+    """One row per contender, in order."""
     rows = []
     for index, contender in enumerate(contenders):
         own = [each for each in runs if each.contender == index]
@@ -129,7 +129,7 @@ def _row(work: Work, contender: Contender, runs: Sequence[Run]) -> Row:
 
 
 def _shares(rank: dict[str, Any]) -> dict[str, float]:
-    """Parts of the mean step: the phases, and `waiting` where it was measured."""
+    """Parts of the mean step: the phases, and `waiting` if it was measured."""
     mean = statistics.fmean(rank["step_seconds"])
     parts = dict(rank["phases"])
     if rank["waiting_seconds"] is not None:

@@ -22,7 +22,7 @@ __all__ = ["as_json", "print_tables"]
 
 
 def print_tables(prepared: Prepared, rows: Sequence[Row], console: Console) -> None:
-    """Figures, where the time went, and what is to be said about the numbers."""
+    """Print the figures, the split of the time, and remarks on the numbers."""
     work = prepared.work
     first = Table(box=None, pad_edge=False)
     for name in (
@@ -82,7 +82,7 @@ def _remarks(rows: Sequence[Row], work: Work) -> list[str]:
 
 
 def as_json(prepared: Prepared, rows: Sequence[Row], runs: Sequence[Run]) -> dict[str, Any]:
-    """Everything: work, machine, rows, and what every rank measured in every round."""
+    """Everything: work, machine, rows, and each rank's measurements in every round."""
     import transformers
 
     work = asdict(prepared.work)

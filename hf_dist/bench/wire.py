@@ -1,6 +1,6 @@
-"""Bytes that a rank sends, by the formula of each collective: our own counter, or every collective torch dispatches.
+"""Bytes that a rank sends, by the formula of each collective: hf_dist's own counter, or every collective torch dispatches.
 
-Both mean what is needed, whatever a backend makes of it: gloo's own reduce-scatter puts twice that on the wire.
+Both count the bytes needed, not those of a backend: gloo's own reduce-scatter sends twice as many.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["DispatchCounter", "OwnCounter"]
 
 
 class OwnCounter:
-    """For hf_dist, whose collectives go through one file that counts."""
+    """For hf_dist, whose collectives all pass through one file that counts."""
 
     def __enter__(self) -> None:
         self._recording = collectives.record()
@@ -35,7 +35,7 @@ class OwnCounter:
 
 
 class DispatchCounter(TorchDispatchMode):
-    """For everything else: collectives are operators of torch, also those that C++ starts in backward."""
+    """For all other engines: collectives are torch operators, including those that C++ starts in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,21 +44,21 @@ class DispatchCounter(TorchDispatchMode):
         self._unknown: set[str] = set()
 
     def nbytes(self) -> int | None:
-        """Bytes sent by this rank; None where several ranks sent nothing that was seen, or something without a formula."""
+        """Bytes sent by this rank; None if several ranks sent nothing visible, or something without a formula."""
         blind = not self._calls and dist.is_initialized() and dist.get_world_size() > 1
         return None if blind or self._unknown else self._sent
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; count it if it is a collective."""
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # what they do inside comes here again
+            return NotImplemented  # their inner operators are dispatched again
         namespace, name = func.namespace, func._schema.name.split("::")[1]
         if namespace == "c10d" or namespace.startswith("_c10d_functional"):
             self._add(name.strip("_"), args, functional=namespace != "c10d")
         return func(*args, **(kwargs or {}))
 
     def _add(self, name: str, args: Sequence[Any], functional: bool) -> None:
-        """`functional`: takes its input and returns a result; the others take their output, then their input."""
+        """`functional`: the operator takes its input and returns a result; others take output, then input."""
         if name in _SENDS_NOTHING:
             return
         self._calls += 1
@@ -94,7 +94,7 @@ _KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
-"""Beginnings of operators' names -> formula. Nested lists of tensors count as the sum of their parts."""
+"""Prefix of operator names -> formula. Nested lists of tensors count as the sum of their parts."""
 
 
 def _nbytes(value: Any) -> int:

@@ -17,7 +17,7 @@ __all__ = ["LEARNING_RATE", "WARMUP", "Batch", "Contender", "Work", "read_work",
 
 Batch = dict[str, torch.Tensor]
 WARMUP = 2
-"""Steps before the timed ones: allocations, and gathers recorded in their order."""
+"""Steps before the timed ones, for allocations and the recording of the gather order."""
 LEARNING_RATE = 1e-4
 
 
@@ -27,34 +27,34 @@ class Contender:
 
     engine: str
     name: str
-    """As the table shows it."""
+    """Name in the table."""
     config: dict[str, Any] | None = None
     python: str = ""
-    """Another interpreter; empty: this one."""
+    """Another interpreter; empty for this one."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all of them do."""
+    """The work that all contenders do."""
 
     folder: str
-    """Here are `config.json` of the model, `batches.pt`, and later the results."""
+    """Contains the model's `config.json`, `batches.pt`, and later the results."""
     weights: str
-    """A folder or an ID of the hub to read weights from; empty: random ones."""
+    """A folder or a hub ID to read weights from; empty for random weights."""
     class_name: str
     dtype: str
-    """fp32 or bf16: of the weights in forward and backward; their masters are fp32."""
+    """fp32 or bf16: dtype of the weights in forward and backward; their masters are fp32."""
     reduce_dtype: str
-    """Of gradients on the wire, for engines that take no config."""
+    """Dtype of gradient reductions, for engines without a config."""
     ranks: int
     steps: int
-    """Timed ones."""
+    """Number of timed steps."""
     micro_batch: int
     window: int
-    """Microbatches of a step, of all ranks together."""
+    """Microbatches per step over all ranks."""
     clip: float
     tokens_per_step: int
-    """Without padding, over all ranks; rows where the model reads no tokens."""
+    """Tokens without padding, over all ranks; rows if the model reads no tokens."""
     unit: str
     """tokens or samples"""
     device: str
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def accumulation(self) -> int:
-        """Microbatches of a step where every rank reads rows of its own."""
+        """Microbatches per step if every rank reads different rows."""
         return self.window // self.ranks
 
     @property
@@ -72,7 +72,7 @@ class Work:
 
     @property
     def total_steps(self) -> int:
-        """Warm-up, the timed ones, one in which bytes are counted, on GPUs one under the profiler."""
+        """Steps for warm-up, timing, one to count bytes, and on GPUs one under the profiler."""
         return WARMUP + self.steps + (2 if self.device == "cuda" else 1)
 
     @property
@@ -83,7 +83,7 @@ class Work:
         return AutoConfig.from_pretrained(self.folder)
 
     def make_model(self) -> nn.Module:
-        """The same on every rank and under every engine: fp32, on the host, in training mode."""
+        """The same model on every rank and under every engine: fp32, on the host, in training mode."""
         config = self.model_config
         torch.manual_seed(0)
         if self.weights:
@@ -94,29 +94,29 @@ class Work:
         return model.float().train()
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW of torch, fused, for engines that bring none of their own."""
+        """torch's fused AdamW, for engines without their own optimizer."""
         return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def batches(self) -> list[Batch]:
-        """Microbatches of all steps: of `readers` that read different rows number `step * window + i * readers + reader` is
+        """Microbatches of all steps. With `readers` that read different rows, number `step * window + i * readers + reader` is
         the i-th of a reader's step.
         """
         loaded: list[Batch] = torch.load(f"{self.folder}/batches.pt", weights_only=True)
         return loaded
 
     def windows(self, reader: int, readers: int) -> Iterator[list[Batch]]:
-        """The microbatches of each step of one of `readers`: every rank, or fewer, each of which has more of them."""
+        """The microbatches of each step for one of `readers`: every rank, or fewer readers with more microbatches each."""
         own, count = self.batches()[reader::readers], self.window // readers
         for step in range(self.total_steps):
             yield own[step * count : (step + 1) * count]
 
 
 def write_work(work: Work, contender: Contender, path: Path) -> None:
-    """Leave for the ranks what they are to do."""
+    """Write the work for the ranks."""
     path.write_text(json.dumps({"work": asdict(work), "contender": asdict(contender)}), encoding="utf-8")
 
 
 def read_work(path: Path) -> tuple[Work, Contender]:
-    """What `write_work` left."""
+    """Read the result of `write_work`."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return Work(**data["work"]), Contender(**data["contender"])

@@ -1,6 +1,6 @@
-"""The `hf-dist` command, one file per noun; a file imports torch or transformers inside its functions, if at all.
+"""The `hf-dist` command, one file per noun. A file imports torch or transformers only inside its functions.
 
-A new command: a file beside this one, and one line below.
+To add a command: a file beside this one, and one line below.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ app.add_typer(config.app, name="config")
 
 
 def main() -> None:
-    """Entry point of the console script: errors of ours are printed without a traceback, exit code 1."""
+    """Entry point of the console script. Errors of hf_dist are printed without a traceback; exit code 1."""
     try:
         app()
     except HfDistError as error:

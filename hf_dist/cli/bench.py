@@ -1,4 +1,4 @@
-"""`hf-dist bench`: how fast is it here, beside the others? The same training under several engines on this machine."""
+"""`hf-dist bench`: how does hf_dist compare? The same training under several engines on this machine."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _OPTIONS: dict[str, Any] = {
     "model": typer.Option(help="A model folder, or an ID of the hub."),
     "config": typer.Option(help="DeepSpeed-style JSON files: --config a.json b.json."),
     "more": typer.Argument(hidden=True),
-    "engines": typer.Option(help="Of hf_dist, fsdp2, ddp, deepspeed, hf_dist_trainer, accelerate_fsdp2; by commas."),
-    "steps": typer.Option(help="Timed steps of a run.", min=1),
+    "engines": typer.Option(help="Comma-separated: hf_dist, fsdp2, ddp, deepspeed, hf_dist_trainer, accelerate_fsdp2."),
+    "steps": typer.Option(help="Timed steps per run.", min=1),
     "rounds": typer.Option(help="Runs of each engine, interleaved.", min=1),
-    "ranks": typer.Option(help="Processes; else one per GPU, or 2 without.", min=1, show_default=False),
+    "ranks": typer.Option(help="Processes; default: one per GPU, or 2 without GPUs.", min=1, show_default=False),
     "seq": typer.Option(help="Tokens per row.", min=2),
     "micro_batch": typer.Option("--micro-batch", help="Rows per rank and forward.", min=1),
-    "accumulation": typer.Option(help="Microbatches of a step.", min=1),
+    "accumulation": typer.Option(help="Microbatches per step.", min=1),
     "num_layers": typer.Option(
-        "--num-layers", help="Keep so many layers, with random weights.", min=1, show_default=False
+        "--num-layers", help="Keep this many layers, with random weights.", min=1, show_default=False
     ),
     "dtype": typer.Option(help="bf16 (with fp32 master weights) or fp32, whatever the configs say."),
-    "data": typer.Option(help="synthetic, or JSON lines (input_ids or text, labels), or a text."),
+    "data": typer.Option(help="synthetic, JSON lines (input_ids or text, labels), or a text file."),
     "output": typer.Option(help="Folder for bench.json, bench.png, bench.svg."),
     "deepspeed_python": typer.Option(
-        "--deepspeed-python", help="An interpreter that has deepspeed, if this one has not.", show_default=False
+        "--deepspeed-python", help="A Python interpreter that has deepspeed, if this one does not.", show_default=False
     ),
 }
 
 
 def bench(**options: Any) -> None:
-    """Run the same model, batches, precision and optimizer under several engines and configs, and show them side by side.
+    """Run the same model, batches, precision and optimizer under several engines and configs, and compare them.
 
-    Engines that are not installed are skipped; one that fails is a row with its error. Exit code 1 if no engine could be run.
+    Engines that are not installed are skipped. An engine that fails is a row with its error. Exit code 1 if no engine ran.
     """
     from hf_dist.bench.plot import draw
     from hf_dist.bench.prepare import prepare

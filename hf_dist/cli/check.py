@@ -1,4 +1,4 @@
-"""`hf-dist check`: does your layout give the numbers of one process? On your model, config and data, on this machine."""
+"""`hf-dist check`: does your layout give the same numbers as one process? On your model, config and data, on this machine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Ranks = Annotated[int, typer.Option(help="Processes to start on this machine (gl
 Steps = Annotated[int, typer.Option(help="Optimizer steps.", min=1)]
 Layers = Annotated[
     int | None,
-    typer.Option("--num-layers", help="Keep so many layers, with random weights.", min=1, show_default=False),
+    typer.Option("--num-layers", help="Keep this many layers, with random weights.", min=1, show_default=False),
 ]
 Class = Annotated[
     str | None,
-    typer.Option("--class", help="module:Class; else the one that config.json names.", show_default=False),
+    typer.Option("--class", help="module:Class; default: the class in config.json.", show_default=False),
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="JSON lines (input_ids or text, labels), or a text; else made up.", show_default=False),
+    typer.Option(help="JSON lines (input_ids or text, labels), or a text file; default: made up.", show_default=False),
 ]
 Seq = Annotated[int, typer.Option(help="Tokens per row.", min=2)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -50,9 +50,9 @@ def check(
     seq: Seq = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a config on several ranks gives the numbers of one process: loss, gradient norm, weights, save and resume.
+    """Check that a config on several ranks gives the numbers of one process: loss, gradient norm, weights, save and resume.
 
-    Exit code 0: equal. 1: it differs, and the first tensor that does is named; of several axes each is then tried alone.
+    Exit code 0: equal. 1: different, and the output names the first differing tensor; with several axes each then runs alone.
     """
     from hf_dist.hf.proof import Asked, prepare, prove, quiet
 
@@ -67,7 +67,7 @@ def check(
         seq=seq,
     )
     if "" not in sys.path:
-        sys.path.insert(0, "")  # --class may be a file of the folder where this is run
+        sys.path.insert(0, "")  # --class may name a file in the current folder
     with quiet(), tempfile.TemporaryDirectory(prefix="hf_dist_check_") as folder:
         job = prepare(asked, Path(folder))
         try:
@@ -84,7 +84,7 @@ def check(
 
 
 def _blame(parts: Sequence[Blamed]) -> str:
-    """The axis that differs alone, or that the others are equal without."""
+    """The axis that differs alone, or without which the others are equal."""
     alone = [part.axes.removesuffix(" alone") for part in parts if part.axes.endswith(" alone") and not part.equal]
     without = [part.axes.removeprefix("without ") for part in parts if part.axes.startswith("without ") and part.equal]
     return ", ".join(alone or without) or "no axis by itself: only all of them together differ"

@@ -1,4 +1,4 @@
-"""`hf-dist export` and `hf-dist inspect`: the model of a checkpoint, and what is in one."""
+"""`hf-dist export` and `hf-dist inspect`: write a checkpoint's model, and describe a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["export", "inspect"]
 
 LISTED = 40
-"""Files that `inspect` names before it only counts them."""
+"""Most files that `inspect` names before it only counts them."""
 
 Folder = Annotated[Path, typer.Argument(help="A folder such as out/checkpoint-100.", show_default=False)]
 Out = Annotated[Path, typer.Argument(help="The HF folder to write; new or empty.", show_default=False)]
@@ -31,14 +31,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def export(
     checkpoint: Folder, out: Out, dtype: Dtype = None, max_shard_size: Size = "5GB", merge_lora: Merge = False
 ) -> None:
-    """Write the model of a checkpoint as an HF folder, in another dtype or cut into other files; needs no GPU."""
+    """Write the model of a checkpoint as an HF folder, in another dtype or split into other files. Needs no GPU."""
     from hf_dist.checkpoint.export import export as write
 
     write(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, merge_lora=merge_lora, report=print)
 
 
 def inspect(checkpoint: Folder, as_json: Json = False) -> None:
-    """Say what is in a checkpoint, whoever wrote it, and whether it is complete; exit code 1 if it is not."""
+    """Describe a checkpoint of any program, and whether it is complete. Exit code 1 if it is not."""
     from hf_dist.checkpoint.describe import describe
 
     found = describe(checkpoint)

@@ -1,4 +1,4 @@
-"""`hf-dist config`: is this file right, what does it mean, what would the file of another tool be here. No torch."""
+"""`hf-dist config`: is this file valid, what does it mean, and how does another tool's file look here? No torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 def check(
     file: File, script: Script = None, world_size: WorldSize = None, model: Model = None, as_json: AsJson = False
 ) -> None:
-    """Report everything that is wrong with a config, alone or with the arguments of a script; exit code 1 if anything is.
+    """Report everything that is wrong with a config, alone or together with a script's arguments. Exit code 1 on any problem.
 
     hf-dist config check zero3.json --world-size 8 -- --learning_rate 2e-5 --per_device_train_batch_size 4
     """
@@ -76,7 +76,7 @@ def check(
 def explain(
     file: File, script: Script = None, world_size: WorldSize = None, model: Model = None, as_json: AsJson = False
 ) -> None:
-    """Print every key with its value, where the value comes from, and what the key does here."""
+    """Print every key with its value, the source of the value, and what the key does."""
     config = _resolved(file, script, world_size, model)
     rows = list(_explained(config, read_config(file).data))
     if as_json:
@@ -97,7 +97,7 @@ def explain(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of the config: name it in "$schema" and editors complete keys and check values."""
+    """Print the JSON Schema of the config. Name it in "$schema", and editors complete keys and check values."""
     print(_as_json(json_schema()))
 
 
@@ -110,7 +110,7 @@ def convert(
     fsdp_config: Annotated[Path | None, typer.Option(help="The JSON of --fsdp_config.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write; default: print.", show_default=False)] = None,
 ) -> None:
-    """Make a config from accelerate's YAML (deepspeed_config or fsdp_config), or from the Trainer's fsdp arguments."""
+    """Create a config from accelerate's YAML (deepspeed_config or fsdp_config), or from the Trainer's fsdp arguments."""
     conversion = _converted(source, fsdp, fsdp_config)
     text = _as_json(conversion.config)
     if output is None:
@@ -119,11 +119,11 @@ def convert(
         output.write_text(text + "\n", encoding="utf-8")
     for key, reason in conversion.notes.items():
         print(f"{key}: {reason}", file=sys.stderr)
-    load_config(conversion.config)  # says, by path, what is not available here
+    load_config(conversion.config)  # reports, by path, what is not available
 
 
 def _resolved(file: Path, script: list[str] | None, world_size: int | None, model: str | None) -> DistConfig:
-    """The config, compared with what is known of the job; all that is wrong in one ConfigError."""
+    """The config, compared with the known facts of the job. One ConfigError reports all problems."""
     config, problems = examine(file)
     data_ranks = None
     if world_size is not None:
@@ -140,7 +140,7 @@ def _resolved(file: Path, script: list[str] | None, world_size: int | None, mode
 
 
 def _explained(config: DistConfig, data: Mapping[str, Any]) -> list[tuple[str, Any, str, str]]:
-    """Key, value, source and meaning of every key of the file, then of every key that has its default."""
+    """Key, value, source and meaning of every key in the file, then of every key with its default."""
     notes = {note.path: note for note in config.notes}
     rows = []
     for path in [*config.sources, *(note.path for note in config.notes if note.path not in config.sources)]:

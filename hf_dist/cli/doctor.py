@@ -1,4 +1,4 @@
-"""`hf-dist doctor`: does this machine do what a job needs? Versions that go together, devices, network, ranks that talk."""
+"""`hf-dist doctor`: is this machine ready for a job? Checks matching versions, devices, network, and a process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KNOWN_BAD = (
     ("transformers", ">=5", "peft", "<0.18", "peft imports names that transformers 5 does not have any more"),
     ("transformers", ">=5", "accelerate", "<1.1", "the Trainer passes arguments that accelerate does not know"),
 )
-"""Pairs that do not work together and do not say so in their own requirements."""
+"""Pairs of versions that do not work together although their own requirements allow it."""
 _GROUP_SECONDS = 10.0
 _RENDEZVOUS_SECONDS = 60
 _MIB = 1 << 20
@@ -40,9 +40,9 @@ Ranks = Annotated[
 
 
 def doctor(ranks: Ranks = 2) -> None:
-    """Print versions, devices, network and a short test of a process group; exit code 1 if something is wrong.
+    """Print versions, devices, network and a short test of a process group. Exit code 1 if something is wrong.
 
-    Started by torchrun or another launcher on every node, it tests the group that a job there would have.
+    Started by torchrun or another launcher on every node, it tests the process group that a job there would use.
     """
     launch = detect_launch()
     problems = []
@@ -70,7 +70,7 @@ def doctor(ranks: Ranks = 2) -> None:
 
 
 def version_problems(installed: dict[str, str]) -> list[str]:
-    """What these versions require of one another and do not have. `installed`: package -> version."""
+    """Requirements of these versions that are not met. `installed`: package -> version."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -144,7 +144,7 @@ def _test_locally(ranks: int) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _test_group(rank: int, world: int) -> tuple[list[tuple[str, str]], list[str]]:
-    """Rows for the table and problems, of one rank. Collective; ten seconds at most once all ranks are there."""
+    """Table rows and problems of one rank. Collective; takes at most ten seconds once all ranks have joined."""
     import torch
 
     from hf_dist import collectives, network
@@ -177,7 +177,7 @@ def _test_group(rank: int, world: int) -> tuple[list[tuple[str, str]], list[str]
 
 
 def _seconds(mesh: Any, tensor: Any) -> float:
-    """Of one all-reduce; ranks leave together, since they decide by a common clock."""
+    """Seconds of one all-reduce. Ranks stop together, because they decide by a common clock."""
     import torch
 
     from hf_dist import collectives

@@ -1,4 +1,4 @@
-"""`hf-dist env`: what is installed here, as a bug report needs it."""
+"""`hf-dist env`: the installed versions, as a bug report needs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def env() -> None:
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Two columns without lines."""
+    """A table of two columns without lines."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -43,7 +43,7 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def versions() -> Iterable[tuple[str, str]]:
-    """Of Python and the packages that matter."""
+    """Versions of Python and the relevant packages."""
     yield "python", f"{platform.python_version()} ({platform.platform()})"
     for package in PACKAGES:
         try:
@@ -53,7 +53,7 @@ def versions() -> Iterable[tuple[str, str]]:
 
 
 def devices() -> Iterable[tuple[str, str]]:
-    """Of this machine, and the backends that torch was built with."""
+    """Devices of this machine, and the backends in this build of torch."""
     import torch
 
     from hf_dist.sharding.precision import is_emulated
@@ -67,13 +67,13 @@ def devices() -> Iterable[tuple[str, str]]:
         yield f"cuda:{index}", f"{device.name}, {size_text(device.total_memory)}, {bf16}"
     if not torch.cuda.is_available():
         yield "cuda", "not available" if torch.version.cuda else "not in this build of torch"
-    # torch's build report names the backends compiled in; asking torch.distributed would need an import of it.
+    # torch's build report names the compiled backends; asking torch.distributed would import it.
     built = dict(re.findall(r"USE_(GLOO|NCCL|MPI|XCCL)=(\w+)", torch.__config__.show()))
     yield "backends", ", ".join(name.lower() for name, on in built.items() if on not in {"0", "OFF"}) or "none"
 
 
 def launch_variables() -> Iterable[tuple[str, str]]:
-    """What the launcher said."""
+    """The launcher's variables."""
     try:
         launch = detect_launch(dict(os.environ))
         yield "process", f"rank {launch.rank} of {launch.world_size}, launcher: {launch.launcher}"

@@ -1,7 +1,7 @@
-"""`hf-dist launch`: accelerate's launcher with a YAML that says DEEPSPEED, without that package.
+"""`hf-dist launch`: accelerate's launcher for a YAML that says DEEPSPEED, without the deepspeed package.
 
-`accelerate launch` imports deepspeed only to find the name of a file that its launcher for several machines reads; it starts
-the processes of one machine with torchrun. Source: accelerate 1.15 commands/launch.py `deepspeed_launcher`.
+`accelerate launch` imports deepspeed only for a file name that its multi-machine launcher needs. On one machine it starts
+the processes with torchrun. Source: accelerate 1.15 commands/launch.py `deepspeed_launcher`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["SETTINGS", "launch"]
 
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Of the command: every word is accelerate's or the script's."""
+"""Settings of the command: every word belongs to accelerate or the script."""
 _RUNNER = "hf_dist.run"
 
 
 def launch(
     words: Annotated[list[str], typer.Argument(metavar="[OPTIONS OF ACCELERATE LAUNCH] (SCRIPT | -m MODULE) ...")],
 ) -> None:
-    """Run an unmodified script sharded with the options and the YAML of `accelerate launch`; deepspeed is not needed.
+    """Run an unmodified script sharded, with the options and the YAML of `accelerate launch`. Needs no deepspeed.
 
     hf-dist launch --config_file zero3.yaml train.py --output_dir out
     """
@@ -43,7 +43,7 @@ def launch(
 
 
 def _launch_with_torchrun(arguments: Namespace) -> None:
-    """In the place of accelerate's launcher for DeepSpeed: the same variables, and torchrun on each machine."""
+    """Replaces accelerate's launcher for DeepSpeed: the same variables, and torchrun on each machine."""
     from accelerate.commands.launch import multi_gpu_launcher
     from accelerate.utils import patch_environment
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
@@ -66,7 +66,7 @@ def _launch_with_torchrun(arguments: Namespace) -> None:
 
 
 def _refuse(arguments: Namespace) -> None:
-    """What would start the script without its configuration, or not at all."""
+    """Refuse options that would start the script without its configuration, or not at all."""
     if arguments.no_python:
         raise ConfigError(Problem("--no_python", "true", "is no Python script", "Name a script, or -m and a module."))
     if arguments.cpu:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["AskedLayouts", "print_layouts"]
 
 _START: dict[str, Any] = {"gradient_clipping": "auto", "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
-"""What layouts start from where no file is named."""
+"""The base config for layouts if no file is named."""
 _OF_LAYOUTS = (
     *(
         "train_batch_size",
@@ -31,7 +31,7 @@ _OF_LAYOUTS = (
     ),
     *("expert_parallel", "sequence_parallel_size", "activation_checkpointing", "elasticity"),
 )
-"""Keys of a file that the search decides."""
+"""Keys of the file that the search decides."""
 _SHOWN = 5
 
 
@@ -49,7 +49,7 @@ class AskedLayouts:
 
     @property
     def rows(self) -> int:
-        """Of a step: one per rank where nobody says."""
+        """Rows per step; one per rank if not given."""
         text = self.global_batch
         if text is None:
             return self.ranks
@@ -63,7 +63,7 @@ class AskedLayouts:
 
 
 def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, output: Path | None, as_json: bool) -> None:
-    """Look, and say what was found."""
+    """Search, and print the layouts found."""
     from hf_dist.estimate.describe_layouts import draw_layouts, layout_dict, layout_table
     from hf_dist.estimate.hardware import Hardware
     from hf_dist.estimate.layouts import Wanted
@@ -90,12 +90,12 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
     batch = f"{asked.rows} rows of {asked.seq} tokens a step"
     print(f"{asked.model}: {asked.ranks} GPUs, {asked.ranks_per_machine} on a machine, {batch}, {config.dtype}")
     if not found:
-        print("nothing fits: more GPUs, shorter rows, a smaller batch, or offload in --config")
+        print("nothing fits: use more GPUs, shorter rows, a smaller batch, or offload in --config")
         return
     print("\n".join(layout_table(found)))
     links = f"{hardware.inside / 1e9:.0f} GB/s inside, {hardware.between / 1e9:.0f} between"
     speeds = f"{hardware.flops / 1e12:.0f} TFLOP/s, {links}"
-    print(f"bytes are of one rank and step; times are a model's ({speeds}): only ratios mean something.")
+    print(f"bytes are per rank and step; times come from a model ({speeds}): only ratios are meaningful.")
     print("Measure with `hf-dist tune`.")
     for file, each in zip(files, found, strict=False):
         print(f"wrote {file}: {each.layout.text}")

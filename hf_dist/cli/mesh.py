@@ -1,4 +1,4 @@
-"""`hf-dist mesh`: which ranks hold what under a config, and which links carry which bytes, before a job is started."""
+"""`hf-dist mesh`: shows, before a job starts, which ranks hold what under a config and which links carry which bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_dist.config import axes_of, load_config
 __all__ = ["mesh"]
 
 Config = Annotated[Path, typer.Option(help="A DeepSpeed-style JSON file.")]
-Ranks = Annotated[int, typer.Option(help="Of the job, one per device.", min=1)]
-PerNode = Annotated[int, typer.Option("--gpus-per-node", help="Ranks of a machine.", min=1)]
-Model = Annotated[str | None, typer.Option(help="A model folder or ID: then bytes are said, too.", show_default=False)]
+Ranks = Annotated[int, typer.Option(help="Ranks of the job, one per device.", min=1)]
+PerNode = Annotated[int, typer.Option("--gpus-per-node", help="Ranks per machine.", min=1)]
+Model = Annotated[str | None, typer.Option(help="A model folder or ID, to show bytes, too.", show_default=False)]
 Seq = Annotated[int, typer.Option(help="Tokens per row, for the bytes.", min=2)]
 Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as .svg or .png.", show_default=False)]
 
@@ -29,7 +29,7 @@ def mesh(
     seq: Seq = 2048,
     output: Output = None,
 ) -> None:
-    """Say which ranks hold what along each axis of a config, and, of a model, which bytes a rank sends where in a step."""
+    """Show which ranks hold what along each axis of a config, and with a model the bytes that a rank sends in a step."""
     from hf_dist.estimate.draw_mesh import draw_mesh, mesh_lines
 
     read = load_config(config)

@@ -1,4 +1,4 @@
-"""Options of a command that has many: the fields of one dataclass."""
+"""Options of a command with many options: the fields of one dataclass."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["signature_of"]
 
 
 def signature_of(asked: type, options: Mapping[str, Any], kinds: Mapping[str, Any] | None = None) -> inspect.Signature:
-    """The fields of a dataclass as parameters that typer reads, with `typer.Option` by name.
+    """The fields of a dataclass as parameters that typer reads, each with its `typer.Option` from `options`.
 
-    `kinds`: of fields that typer is to read as another type, None where they are not given.
+    `kinds`: other types for some fields, as typer should read them; None if they are not given.
     """
     hints, kinds = get_type_hints(asked), kinds or {}
     parameters = []

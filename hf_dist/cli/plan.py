@@ -1,4 +1,4 @@
-"""`hf-dist plan`: will it fit, and what to change if it does not, before a GPU is rented for it."""
+"""`hf-dist plan`: does a config fit, and what should change if it does not, before a GPU is rented."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = ["plan"]
 _OPTIONS: dict[str, Any] = {
     "model": typer.Option(help="A model folder, or an ID of the hub; only its config.json is read."),
     "config": typer.Option(
-        help="A DeepSpeed-style JSON file; with --gpus what layouts start from.", show_default=False
+        help="A DeepSpeed-style JSON file; with --gpus, the base config for layouts.", show_default=False
     ),
     "world_size": typer.Option(help="Ranks of the job, one per device.", min=1),
-    "device_memory": typer.Option(help="Of one device: 80GB.", show_default=False),
-    "host_memory": typer.Option(help="Of one machine: 512GB, or 512GB/4 for 4 ranks on it.", show_default=False),
+    "device_memory": typer.Option(help="Memory of one device, such as 80GB.", show_default=False),
+    "host_memory": typer.Option(help="Memory of one machine: 512GB, or 512GB/4 for 4 ranks.", show_default=False),
     "seq": typer.Option(help="Tokens per sample: 2048, 128k (131072), 1M (1048576)."),
     "micro_batch": typer.Option(help="Samples per rank and forward.", min=1, show_default=False),
     "suggest": typer.Option(help="Write the cheapest configs that fit into this folder.", show_default=False),
     "json": typer.Option("--json", help="Print JSON, for programs."),
-    "gpus": typer.Option(help="Look for the fastest layouts on so many GPUs.", min=1, show_default=False),
-    "gpus_per_node": typer.Option(help="Of them on one machine.", min=1),
-    "global_batch": typer.Option(help="With --gpus: 512 rows, or 4M-tokens, of a step.", show_default=False),
+    "gpus": typer.Option(help="Find the fastest layouts on this many GPUs.", min=1, show_default=False),
+    "gpus_per_node": typer.Option(help="GPUs per machine.", min=1),
+    "global_batch": typer.Option(help="With --gpus: rows per step, such as 512, or 4M-tokens.", show_default=False),
     "output": typer.Option(help="With --gpus: also draw the layouts here, as .svg or .png.", show_default=False),
 }
 
@@ -63,12 +63,12 @@ class Asked:
 
 
 def plan(**options: Any) -> None:
-    """Say how much memory a config needs per rank, whether that fits, and which single setting helps most.
+    """Print how much memory a config needs per rank, whether it fits, and which single setting helps most.
 
-    With --gpus instead: which layouts are fastest on so many, of all axes and stages that fit, and why the others lose.
-    Of ranks on GPUs, where reductions run beside backward at every stage unless the file says no.
-    What is "auto" in the file has the Trainer's default (one microbatch per step, fp32, no checkpointing): write what your
-    script passes into the file, such as "activation_checkpointing": {"every_n_layers": 1} for gradient_checkpointing.
+    With --gpus: print the fastest layouts on that many GPUs, over all axes and stages that fit, and why the others lose.
+    The plan is for GPUs, where reductions overlap backward at every stage unless the file disables it.
+    An "auto" in the file means the Trainer's default (one microbatch per step, fp32, no checkpointing). So write your
+    script's arguments into the file, for example "activation_checkpointing": {"every_n_layers": 1} for gradient_checkpointing.
     """
     asked = Asked(**options)
     if asked.gpus is not None:
@@ -127,7 +127,7 @@ def _plan_config(asked: Asked, config: Path) -> None:
         for file, each in zip(files, found, strict=True):
             print(f"wrote {file}: {each.change.text or 'unchanged'}")
         if not files:
-            print("nothing fits: more ranks, shorter samples, or a smaller model")
+            print("nothing fits: use more ranks, shorter samples, or a smaller model")
 
 
 plan.__signature__ = signature_of(Asked, _OPTIONS)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What commands of plans share: a model without memory, a config as a Trainer would resolve it, files with suggestions."""
+"""Shared by the plan commands: a model on meta, a config resolved as by a Trainer, files with suggestions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MICRO, _STEPS, _TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulatio
 
 
 def meta_model(model: str) -> Any:
-    """The class that the model's config names, without memory, in the dtype of its weights."""
+    """The class named by the model's config, on meta, in the dtype of its weights."""
     import torch
     import transformers
 
@@ -36,12 +36,12 @@ def meta_model(model: str) -> Any:
     try:
         with torch.device("meta"):
             return new_model(name if hasattr(transformers, name) else "AutoModelForCausalLM", config)
-    except Exception as error:  # whatever a model's own code does
+    except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"--model {model}: {name or 'its class'} cannot be made on meta: {error}") from error
 
 
 def resolved_config(read: DistConfig, world_size: int, micro: int | None, model: Any) -> DistConfig:
-    """The config as a Trainer would resolve it, as far as memory is concerned; what is not known has HF's defaults."""
+    """The config as a Trainer would resolve it, as far as it affects memory. Unknown values get HF's defaults."""
     ranks = axes_of(read, world_size).size("data")
     changes: dict[str, tuple[Any, str]] = {"elasticity.enabled": (False, "plan")}
     read = with_elastic_batch(read, ranks)
@@ -68,9 +68,9 @@ def resolved_config(read: DistConfig, world_size: int, micro: int | None, model:
 def write_suggestions(
     name: str, data: Mapping[str, Any], folder: Path, found: Iterable[Mapping[str, Any]]
 ) -> list[Path]:
-    """A file `name`_1.json, ... for each of `found`: `data` with those values, by JSON path. Each is read again."""
+    """Write a file `name`_1.json, ... for each entry of `found`: `data` with those values, by JSON path. Each is read back."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {key: value for key, value in data.items() if key != "$schema"}  # a path relative to the file it was in
+    kept = {key: value for key, value in data.items() if key != "$schema"}  # its path is relative to the original file
     files = []
     for number, values in enumerate(found, start=1):
         changed = copy.deepcopy(kept)

@@ -1,4 +1,4 @@
-"""`hf-dist schedule`: what a pipeline schedule looks like, before a GPU is rented for it."""
+"""`hf-dist schedule`: shows a pipeline schedule, before a GPU is rented for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Output = Annotated[Path | None, typer.Option("--output", help="Also write the pi
 def schedule(
     name: Name = "1f1b", stages: Stages = 4, microbatches: Microbatches = 8, virtual: Virtual = 1, output: Output = None
 ) -> None:
-    """Draw a pipeline schedule, with its bubble and the microbatches each stage keeps."""
+    """Draw a pipeline schedule with its bubble and the microbatches that each stage keeps."""
     from hf_dist.pipeline.draw import draw_schedule, draw_text
     from hf_dist.pipeline.schedule import make_schedule
     from hf_dist.pipeline.simulate import validate

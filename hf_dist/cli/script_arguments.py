@@ -1,4 +1,4 @@
-"""The arguments of a training script, and the model's config file, as sources for "auto", without importing either."""
+"""The arguments of a training script and the model's config file as sources for "auto", without importing either."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HF_DEFAULTS: dict[str, Any] = {
     "bf16": False,
     "auto_find_batch_size": False,
 }
-"""TrainingArguments' own defaults of what a config can say too; used when a script's arguments are given at all."""
+"""TrainingArguments' defaults for values that a config can also set; used if script arguments are given."""
 
 _NAMES = {**{name: name for name in HF_DEFAULTS}, "max_steps": "num_training_steps", "warmup_steps": "warmup_steps"}
 _WORDS = ("lr_scheduler_type", "optim")
 
 
 def sources_from(script: list[str] | None, data_ranks: int | None, model: str | None) -> AutoSources:
-    """What is known without a run: the script's arguments, the number of data ranks, the width of the model."""
+    """What is known without a run: the script's arguments, the number of data ranks, the model's width."""
     values: dict[str, Any] = {} if script is None else dict(HF_DEFAULTS)
     for name, text in _pairs(script or []):
         if name in _NAMES:
@@ -45,7 +45,7 @@ def sources_from(script: list[str] | None, data_ranks: int | None, model: str | 
 
 
 def _pairs(script: list[str]) -> Iterator[tuple[str, str]]:
-    """`--name value`, `--name=value` and `--name` as pairs; anything else belongs to the script alone."""
+    """`--name value`, `--name=value` and `--name` as pairs. All other words belong to the script."""
     for index, word in enumerate(script):
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
@@ -54,7 +54,7 @@ def _pairs(script: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _number(name: str, text: str, like: Any) -> Any:
-    """The value of an argument, of the type of its default."""
+    """The value of an argument, in the type of its default."""
     if isinstance(like, bool):
         return text.lower() in ("true", "1", "yes")
     try:
@@ -64,7 +64,7 @@ def _number(name: str, text: str, like: Any) -> Any:
 
 
 def _model_config(model: str) -> SimpleNamespace:
-    """The `config.json` of a folder or of a model on the hub, nested objects as attributes."""
+    """The `config.json` of a folder or of a hub model, with nested objects as attributes."""
     path = Path(model) / "config.json"
     if not path.is_file():
         from huggingface_hub import hf_hub_download  # the network, or its cache

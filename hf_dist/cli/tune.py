@@ -1,6 +1,6 @@
-"""`hf-dist tune`: which layout is fastest on this machine? Candidates, each run for a few steps.
+"""`hf-dist tune`: which layout is fastest on this machine? Runs each candidate for a few steps.
 
-They are the stages and microbatches of a config, or the files that `hf-dist plan --gpus N --suggest DIR` has written.
+Candidates are the stages and microbatches of a config, or the files written by `hf-dist plan --gpus N --suggest DIR`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _MICRO = "train_micro_batch_size_per_gpu"
 _BATCH = ("train_batch_size", _MICRO, "gradient_accumulation_steps")
 _TUNING = "autotuning"
 MAX_MICRO_BATCHES = 3
-"""Sizes that are tried where neither the command nor the file says how many."""
+"""Number of sizes to try if neither the command nor the file gives any."""
 
 Model = Annotated[str, typer.Option(help="A model folder, or an ID of the hub.")]
 Config = Annotated[
     Path,
     typer.Option(
-        help="A DeepSpeed-style JSON file, stages and micro batches may be lists; or what `plan --suggest` has written."
+        help="A DeepSpeed-style JSON file, in which stages and micro batches may be lists; or a folder from `plan --suggest`."
     ),
 ]
-Micro = Annotated[str, typer.Option("--micro-batch", help="Sizes to try, by commas; else from the file.")]
+Micro = Annotated[str, typer.Option("--micro-batch", help="Sizes to try, comma-separated; default: from the file.")]
 Seq = Annotated[int, typer.Option(help="Tokens per row.", min=2)]
 Ranks = Annotated[
-    int | None, typer.Option(help="Processes; else one per GPU, or 2 without.", min=1, show_default=False)
+    int | None, typer.Option(help="Processes; default: one per GPU, or 2 without GPUs.", min=1, show_default=False)
 ]
-Steps = Annotated[int, typer.Option(help="Timed steps of a run.", min=1)]
+Steps = Annotated[int, typer.Option(help="Timed steps per run.", min=1)]
 Rounds = Annotated[int, typer.Option(help="Runs of each candidate, interleaved.", min=1)]
 Dtype = Annotated[str, typer.Option(help="bf16 (with fp32 master weights) or fp32.")]
 Output = Annotated[Path, typer.Option(help="Where the best config is written.")]
@@ -62,10 +62,11 @@ def tune(
     dtype: Dtype = "bf16",
     output: Output = Path("best.json"),
 ) -> None:
-    """Run the candidates of a config on this machine and write the one with most tokens per second.
+    """Run the candidates of a config on this machine and write the one with the most tokens per second.
 
-    Stages: those that the file lists, else all that go with its other settings. What does not fit is left out. Of memory on
-    paper, and of other settings, `hf-dist plan` tells. A folder: its files as they are, on as many rows of a step each.
+    Stages: those that the file lists, otherwise all that are compatible with its other settings. Candidates that do not fit
+    are skipped. A folder: its files unchanged, which must have equally many rows per step. `hf-dist plan` estimates memory
+    and other settings without a run.
     """
     options: dict[str, Any] = {"seq": seq, "ranks": ranks, "steps": steps, "rounds": rounds, "dtype": dtype}
     if config.is_dir():
@@ -91,7 +92,7 @@ def tune(
 
 
 def _tune_files(model: str, folder: Path, micro_batch: str, output: Path, options: Mapping[str, Any]) -> None:
-    """Every file as it is; microbatches of one size take turns, larger ones come last."""
+    """Run every file unchanged. Microbatches of one size are interleaved; larger ones come last."""
     if micro_batch:
         fix = "Leave it out, or name one of the files."
         raise ConfigError(
@@ -117,7 +118,7 @@ def _tune_files(model: str, folder: Path, micro_batch: str, output: Path, option
 
 
 def _batch_of(file: Path, config: DistConfig, asked: int | None) -> tuple[int, int]:
-    """(rows of a microbatch, microbatches of a step of all ranks) of a file that names both."""
+    """(rows per microbatch, microbatches per step over all ranks) of a file that gives both."""
     from hf_dist.bench.prepare import device_and_ranks
 
     micro, count = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
@@ -136,7 +137,7 @@ def _layout_text(file: Path, config: DistConfig, asked: int | None) -> str:
 
 
 def _sizes(given: str, data: Mapping[str, Any], asked: Mapping[str, Any]) -> list[int]:
-    """Micro batches to try, the smallest first: of the command, of the file's list, or powers of two within its bounds."""
+    """Micro batches to try, smallest first: from the command, the file's list, or powers of two within the file's bounds."""
     listed = given.split(",") if given else data.get(_MICRO) if isinstance(data.get(_MICRO), list) else None
     if listed is None and isinstance(data.get(_MICRO), int):
         listed = [data[_MICRO]]
@@ -152,7 +153,7 @@ def _sizes(given: str, data: Mapping[str, Any], asked: Mapping[str, Any]) -> lis
 
 
 def _candidates(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
-    """A file for each stage that is listed, or that goes with the rest; the config's other problems are raised."""
+    """A file for each listed stage, or each stage compatible with the rest. Other problems of the config are raised."""
     listed = at(data, _STAGE)
     stages = listed if isinstance(listed, list) else [0, 1, 2, 3]
     for stage in stages:
@@ -171,7 +172,7 @@ def _candidates(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
 
 
 def _measured(model: str, files: list[Path], *, window: int | None = None, **options: Any) -> list[Row]:
-    """A row for each file, run in turns."""
+    """One row per file, measured in turns."""
     from hf_dist.bench.asked import Asked
     from hf_dist.bench.prepare import prepare
     from hf_dist.bench.rounds import run_rounds, summarize
@@ -216,7 +217,7 @@ def _table(
 
 
 def _write(best: dict[str, Any], size: int, data: Mapping[str, Any], output: Path) -> None:
-    """The user's file with the best stage and microbatch; sizes of the whole batch stay as they were."""
+    """Write the user's file with the best stage and microbatch; sizes of the whole batch stay unchanged."""
     kept = {key: data[key] for key in _BATCH if key in data and not isinstance(data[key], list)}
     own = kept.get(_MICRO)
     result = {**kept, **best, _MICRO: size}

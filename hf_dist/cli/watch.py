@@ -1,7 +1,7 @@
-"""`hf-dist watch`: a second job that evaluates each checkpoint of a run as it appears, with a command of the user's.
+"""`hf-dist watch`: a second job that evaluates each new checkpoint of a run with the user's command.
 
-The record is a file beside the checkpoints, one line per evaluation that came to its end. Whoever starts again after a
-crash goes on with what has no line. Nothing is asked of the run that trains: a checkpoint has its name when it is complete.
+The record is a file beside the checkpoints, with one line per finished evaluation. After a crash, a restart continues with
+the checkpoints that have no line. The training run is not contacted: a checkpoint gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _PLACE = "{}"
 Output = Annotated[Path, typer.Argument(help="The folder that a run writes its checkpoints into.", show_default=False)]
 Command = Annotated[
     list[str],
-    typer.Argument(help="What to run, after `--`; {} is the checkpoint, else it comes last.", show_default=False),
+    typer.Argument(help="The command, after `--`; {} is the checkpoint, otherwise it is appended.", show_default=False),
 ]
-Poll = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05)]
-Idle = Annotated[float | None, typer.Option(help="End after so many seconds without a new checkpoint.", min=0.0)]
-Attempts = Annotated[int, typer.Option(help="How often a command that fails is tried for a checkpoint.", min=1)]
+Poll = Annotated[float, typer.Option(help="Seconds between two checks.", min=0.05)]
+Idle = Annotated[float | None, typer.Option(help="Exit after this many seconds without a new checkpoint.", min=0.0)]
+Attempts = Annotated[int, typer.Option(help="How often to try a failing command for one checkpoint.", min=1)]
 
 
 def watch(output: Output, command: Command, poll: Poll = 30.0, idle: Idle = None, attempts: Attempts = 2) -> None:
-    """Run a command for each complete checkpoint of a folder, the oldest first; its last line, if JSON, is recorded.
+    """Run a command for each complete checkpoint of a folder, oldest first. Its last output line is recorded if it is JSON.
 
-    Interrupted or killed it loses nothing: started again, it goes on. Checkpoints are held by hard links while they are
-    evaluated, so that `save_total_limit` does not take them away.
+    Nothing is lost if it is interrupted or killed: started again, it continues. Hard links hold a checkpoint during its
+    evaluation, so that `save_total_limit` does not delete it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output.mkdir(parents=True, exist_ok=True)
     with _record(output / RECORD) as record:
-        for left in output.glob(f"{_HELD}*"):  # of one that was killed
+        for left in output.glob(f"{_HELD}*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
         since = time.monotonic()
         while True:
@@ -63,14 +63,14 @@ def watch(output: Output, command: Command, poll: Poll = 30.0, idle: Idle = None
 
 @contextlib.contextmanager
 def _record(path: Path) -> Iterator[IO[str]]:
-    """The record, open for one more line; one process at a time has it."""
+    """The record, opened to append a line. Only one process at a time can open it."""
     import fcntl
 
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(f"{path.parent} is watched by another process. End it, or let it go on.") from error
+            raise CheckpointError(f"{path.parent} is watched by another process. Stop it, or let it run.") from error
         file.seek(0)
         text = file.read()
         if text and not text.endswith("\n"):  # killed in the middle of a line
@@ -79,7 +79,7 @@ def _record(path: Path) -> Iterator[IO[str]]:
 
 
 def _tries(path: Path, attempts: int) -> set[str]:
-    """Names of the checkpoints that need no further try."""
+    """Names of checkpoints that need no further attempt."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     failed = [line["checkpoint"] for line in lines if line["exit"] != 0]
     return {line["checkpoint"] for line in lines if line["exit"] == 0} | {
@@ -94,10 +94,10 @@ def _next(output: Path, done: set[str]) -> Path | None:
 
 
 def _evaluate(checkpoint: Path, command: Sequence[str], record: IO[str]) -> None:
-    """Run the command for one checkpoint, and write its line when it is over."""
+    """Run the command for one checkpoint, and write its line afterwards."""
     held = _hold(checkpoint)
     if held is None:
-        return  # the run has deleted it in the meantime
+        return  # the run has deleted it meanwhile
     place = str(held)
     words = [word.replace(_PLACE, place) for word in command]
     if not any(_PLACE in word for word in command):
@@ -111,7 +111,7 @@ def _evaluate(checkpoint: Path, command: Sequence[str], record: IO[str]) -> None
                 print(text, end="", flush=True)
                 last = text if text.strip() else last
             code = process.wait()
-        except BaseException:  # told to stop: the evaluation is begun anew next time
+        except BaseException:  # told to stop: the next start repeats this evaluation
             process.terminate()
             process.wait()
             raise
@@ -137,7 +137,7 @@ def _environment(checkpoint: Path) -> Mapping[str, str]:
 
 
 def _hold(checkpoint: Path) -> Path | None:
-    """A folder of hard links, which no rotation deletes; where there are none the checkpoint itself; None if it is gone."""
+    """A folder of hard links, which no rotation deletes. Without hard links the checkpoint itself; None if it is gone."""
     held = checkpoint.parent / f"{_HELD}{checkpoint.name}"
     try:
         shutil.copytree(checkpoint, held, copy_function=os.link)

@@ -1,4 +1,4 @@
-"""The engine under Lightning's Trainer. Nothing of Lightning is imported before a `DistStrategy` is made."""
+"""The engine under Lightning's Trainer. Lightning is imported only when a `DistStrategy` is created."""
 
 from hf_dist.lightning.strategy import DistStrategy
 

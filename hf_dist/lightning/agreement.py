@@ -1,4 +1,4 @@
-"""What of a LightningModule is sharded, and what its Trainer's arguments and the JSON both say."""
+"""Which part of a LightningModule is sharded, and agreement between its Trainer's arguments and the JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 
 
 def part_to_shard(module: Any) -> nn.Module:
-    """The child of a LightningModule that holds all that is trained, else the module itself.
+    """The child of a LightningModule that holds all trainable parameters, or the module itself.
 
-    Lightning calls steps, not the module's forward: a child that the step calls needs nothing, its folder is a model of HF.
-    Raises `ModelError` for a child that cannot be called.
+    Lightning calls steps instead of the module's forward. A child called by a step needs nothing more, and saves as an HF
+    model. Raises `ModelError` for a child that cannot be called.
     """
     trained = {id(p) for p in module.parameters() if p.requires_grad} or {id(p) for p in module.parameters()}
     holders = {
@@ -37,14 +37,14 @@ def part_to_shard(module: Any) -> nn.Module:
 
 
 def agreed(config: DistConfig, trainer: Any) -> DistConfig:
-    """`config` with what the Trainer's arguments say. Raises `ConfigError` where they differ."""
+    """`config` with the values of the Trainer's arguments. Raises `ConfigError` if they differ."""
     changes: dict[str, tuple[Any, str]] = {}
     problems = []
     asked = {_STEPS: trainer.accumulate_grad_batches, _CLIPPING: trainer.gradient_clip_val}
     for path, name in ((_STEPS, "accumulate_grad_batches"), (_CLIPPING, "gradient_clip_val")):
         written, given = config.value_at(path), asked[path]
         if not isinstance(written, int | float):
-            # Lightning clips by itself; the engine is asked to do it.
+            # Lightning would clip by itself, but the strategy asks the engine to clip.
             changes[path] = (given if path == _STEPS else 0.0, f"auto <- Trainer({name})")
         elif given not in (None, written):
             fix = f'Set it to "auto", or remove {name}.'

@@ -1,4 +1,4 @@
-"""Lightning under its two names, `lightning` and `pytorch_lightning`, whose classes are not each other's."""
+"""Lightning under its two names, `lightning` and `pytorch_lightning`, whose classes are unrelated."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def imported_package() -> str:
-    """The one whose Trainer the script has imported."""
+    """The package whose Trainer the script has imported."""
     return next((name for name in _NAMES if name in sys.modules), _NAMES[0])
 
 
 @functools.cache
 def joined(own: Any, package: str) -> Any:
-    """The class `own` with the class of `package` below it that `own.lightning_base` names.
+    """The class `own`, derived also from the class of `package` that `own.lightning_base` names.
 
-    Raises `ModelError` if Lightning does not call what `own` overrides any more: it would train without the engine.
+    Raises `ModelError` if Lightning no longer calls the methods that `own` overrides: it would train without the engine.
     """
     package = _NAMES[0] if package == "lightning" else package
     module, _, name = own.lightning_base.rpartition(".")
@@ -45,5 +45,5 @@ _OF_OURS = {"lightning_base", "strategy_name"}
 
 
 def module_of(joint: Any, name: str) -> Any:
-    """Module `name` of the package below a joint class."""
+    """Module `name` of the package beneath a joint class."""
     return importlib.import_module(f"{joint._package}.{name}")

@@ -1,9 +1,9 @@
-"""`DistStrategy`: the engine under Lightning's Trainer, that of `lightning` and that of `pytorch_lightning`.
+"""`DistStrategy`: the engine under Lightning's Trainer, for `lightning` and `pytorch_lightning`.
 
     trainer = lightning.Trainer(devices=8, strategy=DistStrategy(config="zero3.json"), gradient_clip_val=1.0)
     trainer.fit(module, loader, ckpt_path="out/last.ckpt")
 
-Lightning calls `training_step` and counts batches, schedules and epochs; the model inside of the LightningModule is sharded in
+Lightning calls `training_step` and handles batches, schedules and epochs. The model inside the LightningModule is sharded in
 place, and the optimizer's own `step` ends a window of the engine.
 """
 
@@ -46,7 +46,7 @@ class DistStrategy:
     strategy_name = "hf_dist"
     lightning_base = "strategies.DDPStrategy"
 
-    # What Lightning's base class gives.
+    # Provided by Lightning's base class.
     accelerator: Any
     cluster_environment: Any
     lightning_module: Any
@@ -62,7 +62,7 @@ class DistStrategy:
     _timeout: Any
 
     def __new__(cls, *args: Any, package: str | None = None, **kwargs: Any) -> DistStrategy:
-        """An instance of a class that is Lightning's, too."""
+        """An instance of a class that also derives from Lightning's."""
         own: Any = cls
         made: DistStrategy = object.__new__(joined(own, package or imported_package()))
         return made
@@ -79,7 +79,7 @@ class DistStrategy:
         Other arguments are those of Lightning's `DDPStrategy` (`timeout`, `cluster_environment`, ...). Raises `ConfigError`.
         """
         self.engine: Engine | None = None
-        """Made by `fit`, `validate`, `test` or `predict`."""
+        """Created by `fit`, `validate`, `test` or `predict`."""
         self.config = config if isinstance(config, DistConfig) else load_config(config)
         if self.config.pipeline.stages > 1:
             reason = "is not available in Lightning, whose training_step is one forward and backward"
@@ -92,7 +92,7 @@ class DistStrategy:
 
     @property
     def precision_plugin(self) -> Any:
-        """Ours: the dtype is the configuration's."""
+        """hf_dist's own plugin, because the configuration sets the dtype."""
         return self._precision
 
     @precision_plugin.setter
@@ -118,7 +118,7 @@ class DistStrategy:
     # -------------------------------------------------------------------- set-up
 
     def setup_distributed(self) -> None:
-        """Join the job, with torchrun's variables: Lightning's own launcher leaves RANK out for the first process."""
+        """Join the job with torchrun's variables; Lightning's launcher does not set RANK for the first process."""
         base: Any = super()
         self.set_world_ranks()  # type: ignore[attr-defined]
         place = self.cluster_environment
@@ -130,7 +130,7 @@ class DistStrategy:
             MASTER_ADDR=str(place.main_address),
             MASTER_PORT=str(place.main_port),
         )
-        join_job(self.root_device, self._timeout)  # not Lightning's, which binds the default group to a GPU
+        join_job(self.root_device, self._timeout)  # Lightning's own would bind the default group to a GPU
         base.setup_distributed()
 
     @contextmanager
@@ -140,27 +140,27 @@ class DistStrategy:
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model and bind the optimizer, once the LightningModule is complete. Every rank."""
+        """Shard the model and bind the optimizer, once the LightningModule is complete. Every rank calls it."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
         optimizer = self._optimizer(trainer) if fitting else None
         self.engine = vars(self.lightning_module).get(_ENGINE, self.engine)
         if self.engine is None:
             self.engine = self._build(trainer, optimizer)
-            vars(self.lightning_module)[_ENGINE] = self.engine  # the next Trainer with this module finds it
+            vars(self.lightning_module)[_ENGINE] = self.engine  # for the next Trainer with this module
         elif optimizer is not None:
             self.engine.attach_optimizer(optimizer)
         elif fitting:
             raise ConfigError(
                 "the model was sharded before (by validate or another fit), and configure_optimizers gives no optimizer"
             )
-        self.lightning_module.to(self.root_device)  # what is beside the sharded model: metrics, a frozen teacher
+        self.lightning_module.to(self.root_device)  # modules beside the sharded model: metrics, a frozen teacher
         if fitting:
             self._take_over_json_objects(self.engine)
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def _optimizer(self, trainer: Any) -> torch.optim.Optimizer | None:
-        """What `configure_optimizers` gives; None if it leaves that to the configuration. Raises `ConfigError`."""
+        """The optimizer from `configure_optimizers`; None if it leaves that to the configuration. Raises `ConfigError`."""
         self.setup_optimizers(trainer)  # type: ignore[attr-defined]
         if len(self.optimizers) != 1:
             reason = "optimizers: the engine has one"
@@ -178,7 +178,7 @@ class DistStrategy:
         return None if mock else self.optimizers[0]
 
     def _take_over_json_objects(self, engine: Engine) -> None:
-        """Optimizer and schedule that the configuration made are Lightning's from now on: it steps the schedule."""
+        """Hand the configuration's optimizer and schedule to Lightning, which steps the schedule."""
         if self.config.optimizer is not None and engine.optimizer is not None:
             self.optimizers = [engine.optimizer]
         if engine.lr_scheduler is not None:
@@ -210,26 +210,26 @@ class DistStrategy:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that read the same rows (a split model or sequence) get the same."""
+        """Give ranks that read the same rows (of a split model or sequence) the same sampler arguments."""
         data = self._engine().mesh.data
         return {"num_replicas": data.size, "rank": data.rank}
 
     # ---------------------------------------------------------------------- a step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, where that itself is sharded inside of its forward, as Lightning's DDP does it."""
+        """Run the module's method. If the module itself is sharded, run it inside the module's forward, as in DDP."""
         return self._run("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Like `training_step`."""
         return self._run("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Like `training_step`."""
         return self._run("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Like `training_step`."""
         return self._run("predict_step", *args, **kwargs)
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -239,11 +239,11 @@ class DistStrategy:
         return self._forward_redirection(module, module, name, *args, **kwargs)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Around a microbatch that is not the last one before a step."""
+        """Context for a microbatch that is not the last one before a step."""
         return self._engine().no_sync()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A mean or sum over ranks that read different rows."""
+        """Mean or sum over ranks that read different rows."""
         base: Any = super()
         mesh = self.engine.mesh if self.engine is not None else None
         name = str(reduce_op).rpartition(".")[2].lower().replace("avg", "mean")
@@ -256,7 +256,7 @@ class DistStrategy:
         return (total / mesh.data.size if name == "mean" else total).to(tensor.dtype)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say so, or any of them."""
+        """Whether all ranks (or, with `all=False`, any rank) agree."""
         if self.engine is None:
             return bool(super().reduce_boolean_decision(decision, all))  # type: ignore[misc]
         said = collectives.all_gather_object(self.engine.mesh.control, bool(decision))
@@ -266,32 +266,32 @@ class DistStrategy:
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is read into shards."""
+        """True: checkpoints are read into shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The engine does."""
+        """False: the engine restores the optimizer."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: weights go from shards to files."""
+        """Empty: weights are written from shards to files."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing, likewise."""
+        """Empty: the engine writes the optimizer state."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """`load_checkpoint` has."""
+        """Nothing to do: `load_checkpoint` loaded the weights."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Likewise."""
+        """Nothing to do: `load_checkpoint` loaded the state."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder that `from_pretrained` loads, with the training state and Lightning's own. Every rank calls it.
+        """Write a folder that `from_pretrained` loads, with training state and Lightning's own state. Every rank calls it.
 
-        Without the training state for `save_weights_only=True`. Raises `CheckpointError` on every rank.
+        `save_weights_only=True` omits the training state. Raises `CheckpointError` on every rank.
         """
         engine = self._engine()
         final = Path(collectives.broadcast_object(engine.mesh.control, str(filepath)))
@@ -310,7 +310,7 @@ class DistStrategy:
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """All of it for `fit`, the weights for the others; returns Lightning's own part. Every rank calls it."""
+        """Load everything for `fit`, only weights otherwise. Returns Lightning's own state. Every rank calls it."""
         engine = self._engine()
         directory = Path(collectives.broadcast_object(engine.mesh.control, str(checkpoint_path)))
         engine.writer.wait()
@@ -330,17 +330,17 @@ class DistStrategy:
         return {"state_dict": {}, **read}
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a folder, once the one that takes its place is complete. Every rank calls it."""
+        """Delete a folder once its replacement is complete. Every rank calls it."""
         self._engine().writer.wait()
         if self.is_global_zero:
             folder.remove(Path(filepath))
 
     def on_train_end(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for a running background save."""
         self._engine().writer.wait()
 
     def teardown(self) -> None:
-        """Lightning's, but for the model, which stays where it is, and WORLD_SIZE, which the job goes on with."""
+        """Lightning's, except that the model stays on its device and WORLD_SIZE stays set for the rest of the job."""
         world = os.environ.get("WORLD_SIZE")
         for part in (self.precision_plugin, self.accelerator, self.cluster_environment, self.checkpoint_io):
             part.teardown()
@@ -349,7 +349,7 @@ class DistStrategy:
 
 
 class _EnginePrecision:
-    """Backward, step and clipping of the engine, at the places where Lightning asks its precision plugin."""
+    """The engine's backward, step and clipping, called where Lightning calls its precision plugin."""
 
     precision = "32-true"
     lightning_base = "plugins.precision.Precision"
@@ -362,7 +362,7 @@ class _EnginePrecision:
         retain = bool(kwargs.pop("retain_graph", False))
         if args or kwargs:
             raise NotImplementedError(f"backward arguments {[*args, *kwargs]}: only retain_graph is available")
-        # Lightning has divided it by the number of microbatches.
+        # Lightning has already divided it by the number of microbatches.
         self._strategy._engine().backward(tensor, scale_wrt_gas=False, retain_graph=retain)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:

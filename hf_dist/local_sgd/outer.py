@@ -1,15 +1,15 @@
-"""The outer step: what the replicas of a sharded model moved since they met last, averaged, and stepped by an SGD of its own.
+"""The outer step: averages the movement of a sharded model's replicas since their last meeting, and applies it by an own SGD.
 
-    pseudo-gradient = anchor - weights              of this replica, in fp32; the anchor is what all had when they met last
+    pseudo-gradient = anchor - weights              of this replica, in fp32; the anchor: weights after the last meeting
     anchor         -= outer_lr * SGD(mean over the replicas)
     weights         = anchor
 
-With a rate of 1 and no momentum that is the mean of the weights: then there is neither anchor nor state, and the weights
-themselves travel. Fragments may do it in turn, and beside training (`turns.py`):
+A rate of 1 without momentum gives the mean of the weights. Then there is neither anchor nor state, and the weights
+themselves are sent. Fragments may take turns and overlap training (`turns.py`):
 
     weights         = mix * weights + (1 - mix) * anchor        some steps after the pseudo-gradient was taken
 
-Sources: local SGD, Stich 2018 (arXiv 1805.09767); DiLoCo, Douillard et al. 2023 (arXiv 2311.08105); in turns, arXiv 2501.18512.
+Sources: local SGD, Stich 2018 (arXiv 1805.09767); DiLoCo, Douillard et al. 2023 (arXiv 2311.08105); fragments, 2501.18512.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hf_dist.sharding.runtime import ShardedModel
 __all__ = ["GroupMotion", "OuterOptimizer", "num_outer_states", "refuse_other_weights"]
 
 MAX_IN_FLIGHT = 2
-"""Groups whose pseudo-gradients are on their way at once, as with gradients."""
+"""Groups whose pseudo-gradients are in flight at the same time, as with gradients."""
 
 
 class GroupMotion:
-    """What this rank knows of one group beside its weights: where all replicas stood, and the outer momentum."""
+    """One group's local state besides its weights: the anchor common to all replicas, and the outer momentum."""
 
     def __init__(self, group: FlatGroup, config: LocalSgdConfig) -> None:
         self.group = group
@@ -51,14 +51,14 @@ class GroupMotion:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The anchor is what the weights are now. Local."""
+        """Set the anchor to the current weights. Local."""
         if self.anchor is not None:
             with opened(self.group.master) as masters, opened(self.anchor, changed=True) as anchor:
                 anchor.copy_(masters)
 
     @torch.no_grad()
     def outgoing(self) -> torch.Tensor:
-        """What is averaged, 1-D, a copy on the device. Local."""
+        """The values to average, 1-D, a copy on the device. Local."""
         if self.anchor is None:
             return self.weights()
         self.group.master.settle()  # a step may still be writing it
@@ -67,11 +67,11 @@ class GroupMotion:
 
     @torch.no_grad()
     def incoming(self, mean: torch.Tensor, mix: float = 0.0) -> None:
-        """Step the anchor by the mean of `outgoing` over the replicas, and go on from there. Local.
+        """Step the anchor by the mean of `outgoing` over the replicas, and set the weights from it. Local.
 
-        `mix`: the share of this replica's weights that stays as it is.
+        `mix`: the share of this replica's own weights that is kept.
         """
-        self.group.master.settle()  # steps may have been made since it was sent
+        self.group.master.settle()  # steps may have run since it was sent
         with opened(self.group.master, changed=True) as masters:
             mean = mean.to(masters.device)
             if self.anchor is None:
@@ -94,7 +94,7 @@ class GroupMotion:
 
     @torch.no_grad()
     def become(self, weights: torch.Tensor) -> None:
-        """The master weights are these from now on; anchor and momentum stay. Local."""
+        """Set the master weights; anchor and momentum stay. Local."""
         with opened(self.group.master, changed=True) as masters:
             masters.copy_(weights)
         self.group.masters_changed()
@@ -114,17 +114,17 @@ def _become(masters: torch.Tensor, values: torch.Tensor, mix: float) -> None:
 
 
 def num_outer_states(config: LocalSgdConfig) -> int:
-    """fp32 tensors that a rank of several replicas keeps beside its master weights."""
+    """Number of fp32 tensors that a rank keeps besides its master weights, with several replicas."""
     return has_anchor(config) + (config.outer_momentum > 0) if config.enabled else 0
 
 
 def has_anchor(config: LocalSgdConfig) -> bool:
-    """Whether replicas remember where they met; the plain mean of the weights needs no memory."""
+    """Whether replicas keep the weights of their last meeting; the plain mean of the weights needs none."""
     return config.outer_lr != 1 or config.outer_momentum > 0
 
 
 def refuse_other_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` for an optimizer that keeps other weights for evaluation: replicas agree on those they train."""
+    """Raise `ModelError` for an optimizer that evaluates with other weights: replicas average only the trained ones."""
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ModelError(
             f"{type(optimizer).__name__} keeps other weights for evaluation than for training (`eval()`, `train()`), and "
@@ -134,18 +134,18 @@ def refuse_other_weights(optimizer: torch.optim.Optimizer) -> None:
 
 
 class OuterOptimizer:
-    """Lets the replicas of one model meet every so many steps. Every rank has one and makes the same calls."""
+    """Lets the replicas of one model meet at intervals. Every rank has one and makes the same calls."""
 
     def __init__(self, sharded: ShardedModel, config: LocalSgdConfig) -> None:
-        """Local. The replicas are equal when it is made, and whenever weights are loaded."""
+        """Local. The replicas must be equal when it is created and whenever weights are loaded."""
         assert sharded.mesh.replicas is not None
         self.axis: MeshAxis = sharded.mesh.replicas
         self.every = config.every
-        """Optimizer steps between two meetings; 0: whoever calls `meet` counts."""
+        """Optimizer steps between two meetings; 0: the caller of `meet` counts."""
         self.met = True
-        """Whether no step was made since the replicas met last: what is saved or evaluated is all of them then."""
+        """Whether no step ran since the last meeting. Then a save or an evaluation covers all replicas."""
         self.interval_ended = True
-        """Whether the last step is one of every `every`-th: where the job may ask something of all replicas."""
+        """Whether the last step ended an interval of `every` steps, when the job may contact all replicas."""
         self._anchored = False
         self.sharded = sharded
         self.motions = [GroupMotion(group, config) for group in sharded.trainable_groups]
@@ -158,7 +158,7 @@ class OuterOptimizer:
         ]
 
     def before_backward(self) -> None:
-        """A backward begins: the first one after a meeting finds what all replicas have, with writes of user code. Local."""
+        """At the start of backward: the first one after a meeting stores the common weights, with user writes. Local."""
         if self.met and not self._anchored:
             self._anchored = True
             self.sharded.take_writes()
@@ -166,9 +166,9 @@ class OuterOptimizer:
                 motion.begin()
 
     def after_step(self, number: int, scaler: DynamicLossScaler | None) -> bool:
-        """Step `number` was made, or skipped, which counts too: all replicas meet at the same one. Whether weights changed.
+        """After step `number` ran or was skipped (skipped steps count, so all replicas meet together). Whether weights changed.
 
-        Collective over the replicas at every `every`-th step, or where a fragment has its turn, else local.
+        Collective over the replicas at every `every`-th step and where a fragment has its turn, otherwise local.
         """
         self.met = False
         self.interval_ended = bool(self.every) and number % self.every == 0
@@ -192,10 +192,10 @@ class OuterOptimizer:
         return lambda mean: motion.incoming(mean, self._mix)
 
     def meet(self, scaler: DynamicLossScaler | None) -> None:
-        """All replicas have the same weights after it; follow with `weights_changed()`. Collective over the replicas.
+        """Give all replicas the same weights; call `weights_changed()` afterwards. Collective over the replicas.
 
-        It is the outer step. Where fragments have theirs in turn, it is the mean of the weights: that changes nothing of
-        what the replicas moved on average, so anchors stay, and the next outer steps are those that would have been.
+        Runs the outer step. If fragments take turns, averages the weights instead, which does not change the replicas' mean
+        movement: anchors stay, and the next outer steps are the same as without this meeting.
         """
         self._let_masters_rest()
         self.turns.take_up()
@@ -218,7 +218,7 @@ class OuterOptimizer:
         self.met, self.interval_ended, self._anchored = True, True, in_turn
 
     def _let_masters_rest(self) -> None:
-        if self.sharded.mesh.device.type == "cuda":  # masters on the host may still be on their way to it
+        if self.sharded.mesh.device.type == "cuda":  # masters on the host may still be in transfer
             torch.cuda.synchronize(self.sharded.mesh.device)
 
     def _start(
@@ -234,7 +234,7 @@ class OuterOptimizer:
         return take_up
 
     def _agree_on_scale(self, scaler: DynamicLossScaler) -> None:
-        """All go on with the loss scale of the replica that has the smallest. Each has moved its own since they met."""
+        """Set all replicas to the smallest loss scale among them, because each has changed its own since the last meeting."""
         state = scaler.state_dict()
         rows = torch.zeros(self.axis.size, len(state), dtype=torch.float64)
         rows[self.axis.rank] = torch.tensor([float(value) for value in state.values()])
@@ -245,16 +245,16 @@ class OuterOptimizer:
         scaler.load_state_dict(dict(zip(state, smallest, strict=True)))
 
     def before_load(self) -> None:
-        """Other weights take the place of these: what is on its way is for nobody. Collective over the replicas."""
+        """Before weights are loaded, discard what is in flight. Collective over the replicas."""
         self.turns.take_up()
         self._anchored = False
 
     def restart(self) -> None:
-        """All replicas have the same weights: they have loaded them. Local."""
+        """Start again from equal weights, after all replicas loaded them. Local."""
         self.met = self.interval_ended = True
 
     def anchors_loaded(self) -> None:
-        """The anchors are those of a checkpoint, and not the weights. Local."""
+        """Keep the anchors loaded from a checkpoint instead of the weights. Local."""
         self._anchored = True
 
     def resident_nbytes(self) -> dict[Tier, int]:
@@ -266,7 +266,7 @@ class OuterOptimizer:
         return held
 
     def states(self) -> Iterator[tuple[str, FlatGroup, Resting]]:
-        """(kind, group, values) of what a checkpoint holds: the outer momentum, and anchors unless they are the weights."""
+        """(kind, group, values) for a checkpoint: the outer momentum, and anchors unless they equal the weights."""
         for motion in self.motions:
             if motion.momentum is not None:
                 yield "momentum", motion.group, motion.momentum

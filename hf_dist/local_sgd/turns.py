@@ -1,7 +1,8 @@
-"""Streaming DiLoCo: fragments of the model meet in turn, and what they send travels beside training.
+"""Streaming DiLoCo: fragments of the model meet in turn, and their communication overlaps training.
 
-Fragment p of P is every P-th unit from unit p on ("strided"). It starts at the steps that are (p + 1) * every // P beyond a
-multiple of `every`, and is taken up `overlap` steps later. From arXiv 2501.18512, algorithm 2 (tau: `overlap`, alpha: `mix`).
+Fragment p of P is every P-th unit from unit p on ("strided"). It starts at steps that are (p + 1) * every // P beyond a
+multiple of `every`, and its result is applied `overlap` steps later. From arXiv 2501.18512, algorithm 2 (tau: `overlap`,
+alpha: `mix`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Which fragment starts when, and what is on its way. Every rank has one and makes the same calls."""
+    """Schedules the starts of fragments and tracks what is in flight. Every rank has one and makes the same calls."""
 
     def __init__(self, config: LocalSgdConfig, num_units: int) -> None:
-        """`num_units`: of the model of this rank; with fewer units than fragments some turns are empty."""
+        """`num_units`: units of this rank's model; with fewer units than fragments, some turns are empty."""
         self.every, self.overlap, self.count = config.every, config.overlap, config.fragments
         self.streams = config.streams
-        """Whether fragments meet in turn, or travel beside training; otherwise all meet at once."""
+        """Whether fragments meet in turn or overlap training; otherwise all meet at once."""
         self.units = [tuple(range(first, num_units, self.count)) for first in range(self.count)]
         """The units of each fragment, by their numbers."""
         self._under_way: deque[tuple[int, Callable[[], None]]] = deque()
@@ -33,15 +34,15 @@ class Turns:
                 yield fragment
 
     def add(self, step: int, take_up: Callable[[], None]) -> None:
-        """Something has started after `step`; `take_up` waits for it and applies it."""
+        """Register a transfer that started after `step`; `take_up` waits for it and applies it."""
         self._under_way.append((step + self.overlap, take_up))
 
     def is_due(self, step: int) -> bool:
-        """Whether something is to be taken up after `step`."""
+        """Whether a result is to be applied after `step`."""
         return bool(self._under_way) and self._under_way[0][0] <= step
 
     def take_up(self, step: int | None = None) -> bool:
-        """Take up what is due after `step`, or all that is on its way; whether there was any. The replicas do it alike."""
+        """Apply results due after `step`, or all in flight. Returns whether there were any. All replicas call it alike."""
         taken = False
         while self._under_way and (step is None or self.is_due(step)):
             self._under_way.popleft()[1]()

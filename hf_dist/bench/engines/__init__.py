@@ -1,6 +1,6 @@
-"""One module per engine, named as the engine: `make(work, contender, rank)` returns an object with `run(meter)`.
+"""One module per engine, with the engine's name: `make(work, contender, rank)` returns an object with `run(meter)`.
 
-A new engine: a module beside this one, and one line below.
+To add an engine: a module beside this one, and one line below.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ __all__ = ["ENGINES", "Kind"]
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of an engine before it is imported."""
+    """What is known about an engine before it is imported."""
 
     takes_config: bool = False
     """Runs once per config."""
     is_ours: bool = False
     """Counts its bytes itself."""
     needs: tuple[str, ...] = ()
-    """Packages; where one is missing the engine is skipped."""
+    """Required packages; if one is missing, the engine is skipped."""
 
 
 ENGINES = {

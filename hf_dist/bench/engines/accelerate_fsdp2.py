@@ -40,9 +40,9 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
 
 
 def _shard_on_cpus() -> None:
-    """accelerate 1.15 takes a job on CPUs for plain data parallelism, whatever it is told: let it take this for GPUs.
+    """Make accelerate shard on CPUs, where accelerate 1.15 always chooses plain data parallelism: it sees GPUs instead.
 
-    Holds for this process, which does nothing else.
+    Applies to the whole process, which does nothing else.
     """
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"

@@ -20,12 +20,12 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
     device = device_of(work)
     model = DistributedDataParallel(work.make_model().to(device), gradient_as_bucket_view=True)
     if work.reduce_dtype == "bf16":
-        # A lambda: DDP compares annotations with its own types, and here they are strings.
+        # A lambda: DDP compares annotations with its own types, and here annotations are strings.
         model.register_comm_hook(None, lambda state, bucket: _in_bf16(bucket))
     optimizer = work.make_optimizer(model)
 
     def forward(batch: Batch, is_last: bool) -> torch.Tensor:
-        model.require_backward_grad_sync = is_last  # what `no_sync` sets
+        model.require_backward_grad_sync = is_last  # as `no_sync` does
         with torch.autocast(device.type, torch.bfloat16, enabled=work.bf16):
             loss: torch.Tensor = model(**batch).loss
         return loss
@@ -42,7 +42,7 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
 
 
 def _in_bf16(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """What torch's `bf16_compress_hook` does, which wants a GPU."""
+    """Like torch's `bf16_compress_hook`, which needs a GPU."""
     values = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     work: Any = dist.all_reduce(values, async_op=True)
     done: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: bucket.buffer().copy_(values))

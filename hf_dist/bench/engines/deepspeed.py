@@ -16,7 +16,7 @@ __all__ = ["make"]
 def make(work: Work, contender: Contender, rank: int) -> Engine:
     """Collective: every rank."""
     config: dict[str, Any] = dict(contender.config or {})
-    # The optimizer of all; DeepSpeed's own would be compiled at the first start.
+    # The same optimizer for all; DeepSpeed would compile its own at the first start.
     config.pop("optimizer")
     config["zero_force_ds_cpu_optimizer"] = False
     deepspeed.init_distributed(dist_backend="nccl" if work.device == "cuda" else "gloo", verbose=False)

@@ -38,7 +38,7 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
 
 @dataclass
 class _Pipelined:
-    """Microbatches of a step pass through the stages together: forward and backward are one phase."""
+    """Microbatches of a step pass the stages together, so forward and backward are one phase."""
 
     work: Work
     engine: Any

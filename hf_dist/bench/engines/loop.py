@@ -1,4 +1,4 @@
-"""The raw training loop, the same for every engine that has no loop of its own."""
+"""The plain training loop, shared by all engines without a loop of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Loop:
     forward: Callable[[Batch, bool], torch.Tensor]
     """(microbatch, whether it is the step's last) -> its mean loss, 0D."""
     backward: Callable[[torch.Tensor, bool], Any]
-    """Of that loss; divides by the microbatches of a step."""
+    """Runs backward of that loss; divides by the number of microbatches per step."""
     update: Callable[[], Any]
     """Clip, step, clear."""
     readers: int = 0
@@ -59,21 +59,21 @@ class Loop:
 
 
 def device_of(work: Work) -> torch.device:
-    """Where this rank trains."""
+    """The device on which this rank trains."""
     return torch.device("cuda", torch.cuda.current_device()) if work.device == "cuda" else torch.device("cpu")
 
 
 def join(work: Work) -> None:
-    """The ranks find each other, as a script under torchrun does it. Collective."""
+    """Create the process group, as a script under torchrun does. Collective."""
     dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
 
 
 def reduce_dtype(work: Work) -> torch.dtype:
-    """Of gradients on the wire."""
+    """Dtype of gradients in reductions."""
     return torch.bfloat16 if work.reduce_dtype == "bf16" else torch.float32
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that HF itself keeps in one piece; empty if it names none."""
+    """The blocks that HF itself never splits; empty if it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

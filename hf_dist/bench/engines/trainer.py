@@ -14,7 +14,7 @@ __all__ = ["TrainerRun", "arguments"]
 
 
 def arguments(work: Work, accumulation: int | None = None) -> dict[str, Any]:
-    """What the Trainer is told about the work; nothing is logged or saved. `accumulation`: where not all ranks read rows."""
+    """The Trainer's arguments for the work, without logs or saves. `accumulation`: set if ranks share rows."""
     return {
         "output_dir": f"{work.folder}/trainer",
         "per_device_train_batch_size": work.micro_batch,
@@ -77,7 +77,7 @@ class TrainerRun:
             for i in range(self._work.micro_batch)
         ]
         model: Any = self._work.make_model()
-        model.accepts_loss_kwargs = False  # the mean of each microbatch's loss, as in the other loops
+        model.accepts_loss_kwargs = False  # average each microbatch's loss, as the other loops do
         trainer: Any = Measured(model=model, args=self._args, train_dataset=rows, callbacks=[Steps()])
         self.prepared(trainer)
         trainer.train()
