@@ -1,4 +1,4 @@
-"""Memory of activations: recomputed blocks, their inputs on the host."""
+"""Activation memory: recomputed blocks, and block inputs on the host."""
 
 from hf_dist.activation.checkpoint import describe_checkpointing, set_up_checkpointing
 

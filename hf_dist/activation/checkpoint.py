@@ -1,8 +1,8 @@
-"""Activation checkpointing: HF's own switch on its own blocks, with our function behind it.
+"""Activation checkpointing: HF's own flag on its own blocks, with our checkpoint function.
 
-HF models carry a flag on every block (`gradient_checkpointing`) and call `_gradient_checkpointing_func(forward, *args)` where
-it is set; hooks of the block, sharding's among them, stay outside. `gradient_checkpointing` of TrainingArguments (or
-`model.gradient_checkpointing_enable()`) and the `activation_checkpointing` section both end here.
+HF models have a flag on every block (`gradient_checkpointing`) and call `_gradient_checkpointing_func(forward, *args)` if it
+is set. Hooks of the block, including those of sharding, stay outside that call. `gradient_checkpointing` of TrainingArguments,
+`model.gradient_checkpointing_enable()` and the `activation_checkpointing` section all lead here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_m
 
 
 class BlockCheckpoint:
-    """What HF's blocks call: `checkpoint`, with the block's input on the host and costly outputs kept, if so asked."""
+    """The checkpoint function that HF's blocks call. Optionally offloads the block's input and keeps costly outputs."""
 
     def __init__(self, keywords: Mapping[str, Any], *, on_host: bool = False, selective: bool = False) -> None:
-        """`keywords`: of `torch.utils.checkpoint.checkpoint`, as given to `gradient_checkpointing_kwargs`."""
+        """`keywords`: for `torch.utils.checkpoint.checkpoint`, as in `gradient_checkpointing_kwargs`; `on_host`: keep block
+        inputs on the host; `selective`: keep costly outputs."""
         self.keywords = {"use_reentrant": False, **keywords}
         self.selective = selective
         self.host_copies = HostCopies() if on_host else None
@@ -42,17 +43,17 @@ class BlockCheckpoint:
             self._passed["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_costly)
 
     def __reduce__(self) -> Any:
-        """A copied model gets buffers of its own."""
+        """Give a copied model its own buffers."""
         return _rebuild, (self.keywords, self.host_copies is not None, self.selective)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, recomputed in backward."""
-        if not torch.compiler.is_compiling():  # who would break the graph: then nothing of the block is compiled
+        """Run `function(*args, **kwargs)` and recompute it in backward."""
+        if not torch.compiler.is_compiling():  # the tape would break the graph: nothing of the block is compiled
             function = functools.partial(Tape().call, function)
         copies = self.host_copies
         if copies is None or not args or not isinstance(args[0], torch.Tensor):
             return checkpoint(function, *args, **self._passed, **kwargs)
-        # The hidden states. Other arguments (masks, encoder states) are shared by the blocks and alive anyway.
+        # Offload only the hidden states. Other arguments (masks, encoder states) are shared by all blocks and stay alive.
         hidden = args[0]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | HostCopy:
@@ -70,18 +71,18 @@ def _rebuild(keywords: Mapping[str, Any], on_host: bool, selective: bool) -> Blo
 
 
 def keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Policy of selective checkpointing: outputs of matrix products and attention kernels are kept, the rest recomputed."""
+    """Policy of selective checkpointing: keep outputs of matrix products and attention kernels, recompute all others."""
     index = _is_costly(op)
     if index is None:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    # A kernel that draws dropout must run again: without its draw the block's later ones would see other random numbers.
+    # A kernel that draws dropout must run again: without its draw, later kernels would see other random numbers.
     draws = kwargs.get("dropout_p", args[index] if len(args) > index else 0.0)
     return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
 
 
 @functools.cache
 def _is_costly(op: Any) -> int | None:
-    """The position of the operator's `dropout_p` (beyond its arguments if it has none); None for a cheap operator."""
+    """Position of the operator's `dropout_p`, or a position past its arguments if it has none; None for a cheap operator."""
     schema = getattr(op, "_schema", None)
     if schema is None:  # a higher-order operator: flex attention
         return 1 << 30 if "attention" in str(op) else None
@@ -93,9 +94,9 @@ def _is_costly(op: Any) -> int | None:
 
 
 def set_up_checkpointing(model: nn.Module, config: DistConfig) -> None:
-    """Make model flags and config section mean the same. Local; may be called again after HF's switch was used again.
+    """Make the model's flags agree with the config section. Local; can be called again after HF's flag was set again.
 
-    Raises `ConfigError` where the two contradict, `ModelError` for a model without HF's flags.
+    Raises `ConfigError` if the two contradict, `ModelError` for a model without HF's flags.
     """
     section = config.activation_checkpointing
     if section.mlp_tiles > 1:
@@ -127,14 +128,14 @@ def set_up_checkpointing(model: nn.Module, config: DistConfig) -> None:
 
 
 def asks_for_checkpointing(config: DistConfig) -> tuple[bool, int | None]:
-    """Whether the config by itself turns checkpointing on, and of how many blocks one (None: it does not say)."""
+    """(whether the config itself enables checkpointing, checkpoint every n-th block or None if unspecified)."""
     section = config.activation_checkpointing
     every = section.every_n_layers or config.pipeline.activation_checkpoint_interval or None
     return bool(every or section.cpu_checkpointing or section.selective), every
 
 
 def describe_checkpointing(model: nn.Module) -> list[str]:
-    """Rows for the start-up report; empty where activations are simply kept."""
+    """Rows for the start-up report; empty without checkpointing."""
     owners = [m for m in _owners(model) if getattr(m, _FLAG)]
     if not owners:
         return []
@@ -151,17 +152,17 @@ def describe_checkpointing(model: nn.Module) -> list[str]:
 
 
 def _owners(model: nn.Module) -> list[nn.Module]:
-    """Modules with HF's flag of their own (PEFT's wrappers only forward the attribute)."""
+    """Modules that have HF's flag themselves (PEFT's wrappers only forward the attribute)."""
     return [m for m in model.modules() if _FLAG in m.__dict__ or hasattr(type(m), _FLAG)]
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether HF's models call it through `_gradient_checkpointing_func`."""
+    """Whether HF's models call the module through `_gradient_checkpointing_func`."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
 def _set_flags(owners: list[nn.Module], every: int | None, config: DistConfig) -> None:
-    """Flags as the section says; what the model has already (every n-th block, by HF's argument) must agree."""
+    """Set the flags as the section says. If the model already has some set (every n-th block), they must agree."""
     blocks = [m for m in owners if is_block(m)]
     now = [bool(getattr(m, _FLAG)) for m in blocks]
     wanted = [every is None or i % every == 0 for i in range(len(blocks))]
@@ -188,7 +189,7 @@ def _set_flags(owners: list[nn.Module], every: int | None, config: DistConfig) -
 
 
 def _keywords(function: Any) -> dict[str, Any] | None:
-    """Arguments for torch's checkpoint in what HF put there; None for a function that is somebody else's."""
+    """The arguments of torch's checkpoint in the function that HF installed; None for any other function."""
     if function is None or function is checkpoint:
         return {}
     if isinstance(function, BlockCheckpoint):
@@ -199,7 +200,7 @@ def _keywords(function: Any) -> dict[str, Any] | None:
 
 
 def _offloads(function: Any) -> bool:
-    """Whether HF's `offload=True` is in it: a closure of `activation_checkpointing_enable`."""
+    """Whether the function implements HF's `offload=True`: a closure of `activation_checkpointing_enable`, or ours."""
     if isinstance(function, BlockCheckpoint):
         return function.host_copies is not None
     inner = getattr(function, "func", None)

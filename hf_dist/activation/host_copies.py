@@ -1,8 +1,8 @@
-"""Tensors of a forward that wait for their backward in host memory.
+"""Tensors of a forward that are kept in host memory until their backward.
 
-On a GPU they travel on a side stream: to pinned memory while the next blocks compute, and back one ahead of its use.
-Elsewhere the same steps are plain copies. Nothing calls `record_stream`: a device tensor that the side stream reads is held
-until the compute stream has waited for that copy, and one that it writes is allocated on the compute stream.
+On a GPU, a side stream copies them to pinned memory while the next blocks compute, and back one tensor ahead of its use.
+Elsewhere, the same steps are plain copies. No `record_stream` is needed: a device tensor that the side stream reads is kept
+until the compute stream has waited for the copy, and one that it writes is allocated on the compute stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 NUM_KEPT = 2
-"""Latest tensors that stay on the device as well: their copies may be under way, and backward wants them first."""
+"""Number of latest tensors that also stay on the device: their copies may still be running, and backward uses them first."""
 
 
 @dataclass(eq=False)
@@ -26,22 +26,22 @@ class HostCopy:
     pool: list[torch.Tensor]
     device: torch.device
     stored: torch.Event | None = None
-    """The copy to the host is over; None where copies are synchronous."""
+    """Event after the copy to the host; None if copies are synchronous."""
     source: torch.Tensor | None = None
-    """The tensor itself, among the latest `NUM_KEPT`."""
+    """The tensor itself, if among the latest `NUM_KEPT`."""
     fetched: torch.Tensor | None = None
-    """On its way back."""
+    """The tensor being copied back to the device."""
     arrived: torch.Event | None = None
     previous: weakref.ref[HostCopy] | None = field(default=None, repr=False)
-    """The one stored before, which backward wants next."""
+    """The copy stored before this one, which backward uses next."""
 
     def __del__(self) -> None:
-        # The next writer of this buffer uses the same side stream, so it comes after the last read.
+        # The next write to this buffer uses the same side stream, so it runs after the last read.
         self.pool.append(self.host)
 
 
 class HostCopies:
-    """`put` in forward, `get` in backward. One per model; buffers are kept and used again."""
+    """`put` in forward, `get` in backward. One per model; buffers are reused."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
@@ -52,7 +52,7 @@ class HostCopies:
 
     @torch.no_grad()
     def put(self, tensor: torch.Tensor) -> HostCopy:
-        """Start the copy of `tensor` to the host."""
+        """Start to copy `tensor` to the host."""
         pool = self._pools[tensor.size(), tensor.stride(), tensor.dtype]
         host = pool.pop() if pool else self._buffer(tensor)
         copy = HostCopy(host, pool, tensor.device, source=tensor.detach())
@@ -72,7 +72,7 @@ class HostCopies:
 
     @torch.no_grad()
     def get(self, copy: HostCopy) -> torch.Tensor:
-        """The tensor on its device again; the copy before it is fetched meanwhile."""
+        """The tensor on its device; starts to fetch the previous copy meanwhile."""
         tensor = copy.source
         if tensor is None:
             self._fetch(copy)
@@ -93,7 +93,7 @@ class HostCopies:
         if stream is None:
             copy.fetched.copy_(copy.host)
             return
-        stream.wait_stream(torch.cuda.current_stream(copy.device))  # its memory may have been in use there
+        stream.wait_stream(torch.cuda.current_stream(copy.device))  # which may still be using the allocated memory
         with torch.cuda.stream(stream):
             copy.fetched.copy_(copy.host, non_blocking=True)
             copy.arrived = stream.record_event()
@@ -111,7 +111,7 @@ class HostCopies:
 
 
 def _let_go(copy: HostCopy | None) -> None:
-    """Free the device tensor of a copy, after the compute stream has waited for the side stream to have read it."""
+    """Free the device tensor of a copy after making the compute stream wait until the side stream has read it."""
     if copy is None:
         return
     if copy.stored is not None:

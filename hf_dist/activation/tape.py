@@ -1,8 +1,8 @@
-"""Decisions of a checkpointed call that its recomputation must take over.
+"""Records decisions of a checkpointed call, so that its recomputation makes the same ones.
 
-What a block chooses by comparing numbers (which experts a token goes to) may come out differently when it is recomputed, by a
-near-tie, and then shapes do not fit, on several ranks not even the collectives. `kept(make)` makes the decision in the
-first run, and answers with it in the next ones.
+A choice made by comparing numbers (the experts of a token) can differ in the recomputation if there is a near-tie. Then shapes
+do not match and, on several ranks, neither do the collectives. `kept(make)` makes the decision in the first run and replays it
+in later runs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ __all__ = ["Tape", "kept"]
 
 T = TypeVar("T")
 _running: Tape | None = None
-"""Of the process, not of a thread: on a GPU autograd recomputes on a thread of its own, while this one waits."""
+"""One per process, not per thread: on a GPU, autograd recomputes on its own thread while the main thread waits."""
 
 
 class Tape:
-    """The decisions of one checkpointed call, in their order."""
+    """The decisions of one checkpointed call, in order."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
         self._position = 0
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """`function(*args, **kwargs)`: the first time decisions are kept, after that they are given back."""
+        """Run `function(*args, **kwargs)`: the first run records decisions, later runs replay them."""
         global _running
         before, _running = _running, self
         self._position = 0
@@ -35,7 +35,7 @@ class Tape:
             _running = before
 
     def next(self, make: Callable[[], T]) -> T:
-        """The decision that is due."""
+        """The next decision: replayed, or made and recorded if the recording ends here."""
         if self._position == len(self._kept):
             self._kept.append(make())
         self._position += 1
@@ -44,5 +44,5 @@ class Tape:
 
 
 def kept(make: Callable[[], T]) -> T:
-    """`make()`, or what it gave when the call under way ran first."""
+    """The result of `make()`, replayed if the current checkpointed call is a recomputation. Local."""
     return make() if _running is None else _running.next(make)

@@ -1,8 +1,8 @@
-"""The MLP of each block, some positions at a time: what it holds of a long sequence is one tile.
+"""Runs the MLP of each block on a tile of positions at a time, so that its activations take the memory of one tile.
 
-An MLP works on each position by itself and is the largest part of a block's activations. Forward keeps its input only;
-backward runs each tile again, and adds up the gradients of the weights in fp32, once per backward: hooks and reductions see
-what they see without tiles. Source: arXiv 2506.13996 (ALST), section 4.2.
+An MLP treats each position separately and makes up most of a block's activations. Forward keeps only its input. Backward runs
+each tile again and sums the weight gradients in fp32; each weight gets one gradient per backward, so hooks and reductions work
+as without tiles. Source: arXiv 2506.13996 (ALST), section 4.2.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _TILES = "_hf_dist_mlp_tiles"
 
 
 def tile_mlps(model: nn.Module, tiles: int) -> int:
-    """Have the MLPs of `model`'s blocks run in `tiles` parts of the sequence from now on; how many there are. Local.
+    """Make the MLPs of the model's blocks run in `tiles` parts of the sequence; returns the number of MLPs. Local.
 
-    Raises `ModelError` for a model without a module that is called so (mlp, feed_forward, ffn), but for those with experts.
+    Raises `ModelError` for a model without a module named mlp, feed_forward or ffn; modules with experts do not count.
     """
     found = mlps_of(model)
     if not found:
@@ -40,7 +40,7 @@ def tile_mlps(model: nn.Module, tiles: int) -> int:
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that would run in tiles."""
+    """The modules that `tile_mlps` makes run in tiles."""
     return [m for name, m in model.named_modules() if name.rpartition(".")[2] in _NAMES and not _routes(m)]
 
 
@@ -50,7 +50,7 @@ def _routes(module: nn.Module) -> bool:
 
 @functools.cache
 def _tiled_class(cls: Any) -> type[nn.Module]:
-    # Of the same name: models look classes up by it.
+    # Keep the name: models look up classes by it.
     def forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(cls.forward, self)
         tiles = min(self.__dict__[_TILES], hidden.shape[1]) if hidden.dim() == 3 else 1
@@ -82,7 +82,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (hidden,) = ctx.saved_tensors
-        # The parameters as they are now: their memory may have gone and come back since.
+        # The parameter objects, not saved tensors: their memory may have been freed and allocated again since forward.
         params = [p for p, needed in zip(ctx.params, ctx.needs_input_grad[4:], strict=True) if needed]
         sums: list[torch.Tensor | None] = [None] * len(params)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
@@ -109,7 +109,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    """In fp32 or wider."""
+    """The running sum of a gradient, in fp32 or wider."""
     return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)
 
 

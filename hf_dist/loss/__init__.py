@@ -1,4 +1,4 @@
-"""The loss of a language model without fp32 copies of the logits, or without the logits."""
+"""A language model's loss without fp32 copies of the logits, or without materialising the logits."""
 
 from hf_dist.loss.tiled_loss import TiledLoss, tiled_loss_for
 

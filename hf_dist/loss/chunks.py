@@ -1,10 +1,9 @@
-"""Cross-entropy of logits that are there, a few rows at a time.
+"""Cross-entropy of computed logits, a few rows at a time.
 
-In the plain order the fp32 copy of the logits, their log-softmax and its gradients exist for all rows, 12 bytes for each logit
-and each of them a trip through memory. Here they exist for one chunk, which stays in a CPU's cache; only the gradient of the
-logits is whole, in their own dtype. A chunk goes through torch's own operators, which treat rows apart, and the sum is
-taken of all rows by torch's own loss: loss and gradient are those of the plain order, bit for bit. Price: the log-softmax
-is computed again in backward, from the logits.
+In the plain computation, the fp32 copy of the logits, their log-softmax and its gradients exist for all rows: 12 bytes per
+logit, each passed through memory. Here they exist for one chunk, which stays in a CPU's cache. Only the gradient of the logits
+is whole, in their own dtype. torch's own operators, which treat rows separately, process a chunk, and torch's own loss sums all
+rows, so loss and gradient are bitwise those of the plain computation. The cost: backward computes the log-softmax again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.nn import functional
 from hf_dist.loss.vocabulary import VocabularySplit, split_log_probability
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""One fp32 tensor of a chunk: in a CPU's cache; on a GPU, not measured, meant to outlast the launch of its kernels."""
+"""Bytes of one fp32 tensor of a chunk. On a CPU it fits into the cache. On a GPU (not measured) it should hide launch times."""
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,34 +30,34 @@ class Cast:
     dtype: torch.dtype
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits` in `dtype`."""
+        """`logits` cast to `dtype`."""
         return logits.to(self.dtype)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Logits as they came from the head."""
+    """Logits as the head returned them."""
 
     logits: torch.Tensor  # (..., V)
     after: tuple[Elementwise, ...] = ()
-    """What the model does to them, element by element, in order."""
+    """Element-wise operations that the model applies to them, in order."""
     split: VocabularySplit | None = None
-    """Where these are some columns of the vocabulary, and other ranks have the rest."""
+    """How the vocabulary is split, if these are some of its columns; None if they are all."""
 
     def rows(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Computed:
-        """The same of other rows: `view` leaves the last dimension as it is."""
+        """The same with `view` applied to the rows; `view` must not change the last dimension."""
         return replace(self, logits=view(self.logits))
 
     def full(self) -> torch.Tensor:
-        """The logits with all that the model does to them. Collective where the vocabulary is split."""
+        """The logits with all pending operations applied. Collective over the ranks of a split vocabulary."""
         logits = self.logits if self.split is None else self.split.gather(self.logits)
         return _apply(self.after, logits)
 
     def cross_entropy(self, target: torch.Tensor, *, ignore_index: int, mean: bool) -> torch.Tensor:
-        """`cross_entropy(self.full(), target)` for logits (N, V) and `target` (N,), the mean or the sum, 0-dim."""
+        """`cross_entropy(self.full(), target)`, mean or sum, 0-dim, for logits (N, V), `target` (N,). Collective like `full`."""
         ignored = target == ignore_index
         after = self.after
-        if torch.is_autocast_enabled(self.logits.device.type):  # it runs torch's cross_entropy in fp32
+        if torch.is_autocast_enabled(self.logits.device.type):  # autocast runs torch's cross_entropy in fp32
             after = (*after, Cast(torch.promote_types(self.logits.dtype, torch.float32)))
         chosen = target.masked_fill(ignored, 0).unsqueeze(1)
         if self.split is None:
@@ -70,9 +69,9 @@ class Computed:
 
 
 def loss_nbytes(num_logits: int, itemsize: int, device: str) -> int:
-    """The most that logits of `itemsize` bytes and their loss take at a time.
+    """Peak memory of logits with `itemsize` bytes each and their loss.
 
-    They, their gradient, and of a chunk the cast, the log-softmax and two gradients.
+    It counts the logits, their gradient, and the cast, the log-softmax and two gradients of a chunk.
     """
     chunk = min(4 * num_logits, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]))
     return 2 * num_logits * itemsize + chunk * (3 if itemsize >= 4 else 4)
@@ -94,7 +93,7 @@ class _LogProbability(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, after: tuple[Elementwise, ...]) -> torch.Tensor:
-        """`target` (N, 1) of `logits` (N, V)."""
+        """Chunk by chunk, for `logits` (N, V) and `target` (N, 1)."""
         ctx.save_for_backward(logits, target)
         ctx.after = after
         dtype = _apply(after, logits[:0]).dtype
@@ -105,7 +104,7 @@ class _LogProbability(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Chunk by chunk; may run twice (a kept graph)."""
+        """Chunk by chunk; may run twice (a retained graph)."""
         logits, target = ctx.saved_tensors
         found = torch.empty_like(logits, memory_format=torch.contiguous_format)
         plain = all(isinstance(step, Cast) for step in ctx.after)
@@ -115,7 +114,7 @@ class _LogProbability(torch.autograd.Function):
                 end = _apply(ctx.after, start)
             output = torch.log_softmax(end.detach(), 1)
             arrived = torch.zeros_like(output).scatter_(1, target[rows], grad[rows])
-            # What autograd calls for log_softmax: another order of the same operations rounds differently.
+            # The operator that autograd calls for log_softmax: another order of operations would round differently.
             through = torch.ops.aten._log_softmax_backward_data(arrived, output, 1, output.dtype)
             found[rows] = through if plain else torch.autograd.grad(end, start, through)[0]
         return found, None, None

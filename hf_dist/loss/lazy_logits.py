@@ -1,11 +1,11 @@
-"""Logits that remember what is done to them until a cross-entropy takes them.
+"""Lazy logits: they record the operations applied to them until a cross-entropy consumes them.
 
-The hidden states enter the head as `LinearInput`; `linear` answers with `LazyLogits`, which remember what is done to them:
-element by element with numbers (soft-capping, scaling, casts), or to their rows (views, the shift by one). Everything else
-reads them: then they are the plain logits with the usual graph. Behind them is one of two heads:
+The hidden states enter the head as `LinearInput`, and `linear` returns `LazyLogits`. These record element-wise operations with
+numbers (soft-capping, scaling, casts) and operations on rows (views, the shift by one). Any other operation reads them: they
+then become plain logits with the usual graph. They hold one of two heads:
 
-    Computed    the product, made at once; `cross_entropy` goes through it in chunks (`chunks.py`)
-    Linear      the product, put off; `cross_entropy` makes it in tiles, and never whole (`tiles.py`)
+    Computed    the product, computed at once; `cross_entropy` processes it in chunks (`chunks.py`)
+    Linear      the deferred product; `cross_entropy` computes it in tiles, never whole (`tiles.py`)
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _FIX = 'Read them before backward, or set "hf_dist": {"tiled_loss": false}.'
 
 @dataclass(eq=False)
 class Use:
-    """What becomes of the logits of one call of the head."""
+    """State of the logits of one call of the head."""
 
     on_read: Callable[[str], None]
-    """Told, with the name of the function, when code other than the loss reads logits that were put off."""
+    """Called with the function's name when code other than the loss reads deferred logits."""
     tiles: bool = True
-    """Whether they may be put off, where that saves memory."""
+    """Whether the product may be deferred if that saves memory."""
     split: VocabularySplit | None = None
-    """Where the head has some rows of the vocabulary."""
+    """How the vocabulary is split, if the head has some of its rows."""
     has_loss: bool = False
-    """A cross-entropy took them."""
+    """Whether a cross-entropy has consumed the logits."""
     gone: bool = False
-    """The pass is over: weights may be freed, or be others."""
+    """Whether the pass is over, so that weights may be freed or changed."""
 
     def end(self) -> None:
-        """No backward will need the weights any more."""
+        """End the pass: no backward needs the weights any more."""
         self.gone = True
 
 
 def marked(hidden: torch.Tensor, use: Use) -> LinearInput:
-    """`hidden` for one call of the head: `linear` of it waits."""
+    """`hidden`, marked so that `linear` of it returns lazy logits. For one call of the head."""
     return LinearInput.of(hidden, lambda x, weight, bias: _logits_of(Linear(x, weight, bias, split=use.split), use))
 
 
@@ -70,7 +70,7 @@ _INTO_A_FUNCTION = (
 
 
 class LazyLogits(torch.Tensor):
-    """A tensor with the shape and dtype of logits (..., V), and with their memory where it `is_plain`."""
+    """A tensor with the shape and dtype of logits (..., V); it has their memory only if `is_plain`."""
 
     _head: Linear | Computed
     _use: Use
@@ -78,7 +78,7 @@ class LazyLogits(torch.Tensor):
 
     @staticmethod
     def of(head: Linear | Computed, use: Use, dtype: torch.dtype) -> LazyLogits:
-        """The logits of `head`."""
+        """Lazy logits of `head` in `dtype`."""
         plain: Any
         if isinstance(head, Linear):
             vocabulary = head.weight.shape[0] if head.split is None else head.split.whole
@@ -95,16 +95,16 @@ class LazyLogits(torch.Tensor):
 
     @property
     def put_off(self) -> bool:
-        """Whether the product has not been made."""
+        """Whether the product is deferred."""
         return isinstance(self._head, Linear)
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is what the head returned, with nothing pending."""
+        """Whether these are the head's results without pending operations."""
         return isinstance(self._head, Computed) and not self._head.after and self._head.split is None
 
     def full(self) -> torch.Tensor:
-        """The logits as a plain tensor. Raises `ModelError` when they were put off and their pass is over."""
+        """The logits as a plain tensor. Raises `ModelError` if they were deferred and their pass is over."""
         if self._full is None:
             if self.put_off and self._use.gone:
                 raise ModelError(f"hf_dist.tiled_loss: logits were read after backward, and they were not kept. {_FIX}")
@@ -138,7 +138,7 @@ def _read(value: Any, func: Callable[..., Any]) -> Any:
     return full
 
 
-# ---- what keeps them lazy; each answers NotImplemented where it cannot
+# ---- handlers that keep logits lazy; each returns NotImplemented if it cannot
 
 
 def _elementwise(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def _unchanged(func: Callable[..., Any], lazy: LazyLogits, *args: Any, **kwargs:
 
 
 def _indexed(func: Callable[..., Any], lazy: LazyLogits, index: Any) -> Any:
-    """Rows by slices, masks or indices; the last dimension must stay whole."""
+    """Select rows by slices, masks or indices; the last dimension must stay whole."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(not isinstance(e, (slice, torch.Tensor)) and e is not Ellipsis for e in entries):
         return NotImplemented

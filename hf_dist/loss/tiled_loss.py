@@ -1,7 +1,7 @@
-"""When a model's loss runs in tiles: hooks on the model and its head, and what the user's code wants to see.
+"""Decides when a model's loss runs in tiles: hooks on the model and its head, and full logits for user code that reads them.
 
-Nothing of the model is replaced. A hook marks the hidden states that enter the head (`lazy_logits.py`); the model's forward,
-its loss function, shift and normalisation run as they are.
+No part of the model is replaced. A hook marks the hidden states that enter the head (`lazy_logits.py`). The model's forward,
+loss function, shift and normalisation run unchanged.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from hf_dist.loss.vocabulary import VocabularySplit
 
 
 class TiledLoss:
-    """The loss of one model: in chunks of its logits, or in tiles without them.
+    """The loss of one model, in chunks of its logits or in tiles without materialised logits.
 
-    Tiles run while the model trains, or while only the loss of an evaluation is read, where they save memory. Logits that no
-    loss inside the model's forward has taken are computed at its end, as always. Logits that other code reads beside the loss
-    are computed then, and from the next forward on nothing is put off. In chunks the logits are there for everybody.
+    If they save memory, tiles are used while the model trains or while only the loss of an evaluation is read. Logits that no
+    loss inside the model's forward has consumed are computed at its end. If other code reads deferred logits, they are computed
+    then, and later forwards defer nothing. With chunks, the logits are always available.
     """
 
     def __init__(
         self, model: nn.Module, head: nn.Module, *, tiles: bool = True, split: VocabularySplit | None = None
     ) -> None:
-        """Hook `model` and its `head`, the module that turns hidden states into logits. `tiles`: the product may be put off;
-        `split`: the head has some rows of the vocabulary."""
+        """Hook `model` and its `head`, the module that turns hidden states into logits. `tiles`: the product may be deferred;
+        `split`: the split of the vocabulary, if the head has some of its rows."""
         self.tiles = tiles
+        """Whether products may be deferred; False once other code has read deferred logits."""
         self._split = split
-        """False from the moment that other code has read logits that were put off."""
         self._name = type(model).__name__
         self._evaluates = False
         self._use: Use | None = None
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        # Before the hook that lets go of the head's weights.
+        # Runs before the hook that frees the head's weights.
         model.register_forward_hook(self._leave, prepend=True, always_call=True)
         head.register_forward_pre_hook(self._mark)
 
     @contextmanager
     def only_loss_is_read(self) -> Iterator[None]:
-        """Inside, forwards without gradient are tiled too."""
+        """Use tiles inside the block for forwards without gradient too."""
         before, self._evaluates = self._evaluates, True
         try:
             yield
@@ -74,7 +74,7 @@ class TiledLoss:
             return None
         lazy = [v for v in tree_leaves(output) if isinstance(v, LazyLogits)]
         if use.has_loss:
-            if not torch.is_grad_enabled():  # no backward: the weights go now
+            if not torch.is_grad_enabled():  # no backward follows, so the weights may be freed now
                 use.end()
             return _with_full_logits(output, lambda v: v.is_plain) if lazy else None
         if torch.is_grad_enabled() and any(v.put_off for v in lazy):
@@ -92,7 +92,7 @@ class TiledLoss:
 
 
 def _with_full_logits(output: Any, which: Callable[[LazyLogits], bool]) -> Any:
-    """`output` with plain tensors in place of the lazy logits that `which` says; ModelOutput and dicts are changed in place."""
+    """`output` with plain tensors for the lazy logits selected by `which`; changes ModelOutput and dicts in place."""
 
     def plain(value: Any) -> Any:
         return value.full() if isinstance(value, LazyLogits) and which(value) else value
@@ -115,10 +115,10 @@ def _with_full_logits(output: Any, which: Callable[[LazyLogits], bool]) -> Any:
 def tiled_loss_for(
     model: nn.Module, kept: set[nn.Module], config: DistConfig, split: VocabularySplit | None = None
 ) -> TiledLoss | None:
-    """The loss of `model` in chunks or tiles, None where it cannot be or is not wanted.
+    """Make the loss of `model` run in chunks or tiles; None if that is impossible or not wanted. Local.
 
-    `kept`: modules whose weights can be read from the start of the model's forward to its
-    end (the tiles run after the head's own forward). `split`: the head has some rows of the vocabulary.
+    `kept`: modules whose weights are readable from start to end of the model's forward (tiles run after the head's own
+    forward). `split`: the split of the vocabulary, if the head has some of its rows.
     """
     wanted = settled(config.hf_dist.tiled_loss)
     if wanted is False:

@@ -1,9 +1,9 @@
-"""Cross-entropy of a linear head, some rows at a time: the logits of all rows never exist together.
+"""Cross-entropy of a linear head, some rows at a time, so that the logits of all rows never exist at once.
 
-Gradients of the hidden states and of the head are computed in forward, tile by tile, while a tile's logits are there, and
-scaled in backward: three matrix products as in the plain version, none of them twice. (Liger Kernel's
-`fused_linear_cross_entropy` works in the same order; torch's `linear_cross_entropy` has no place for what models do between
-head and loss, such as soft-capping.)
+Forward also computes the gradients of hidden states and head, tile by tile, while a tile's logits exist; backward scales them.
+This takes three matrix products, as in the plain version, and none of them twice. (Liger Kernel's
+`fused_linear_cross_entropy` works in the same order; torch's `linear_cross_entropy` does not support operations between head
+and loss, such as soft-capping.)
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from hf_dist.loss.chunks import Cast, Computed, Elementwise
 from hf_dist.loss.vocabulary import VocabularySplit
 
 TILE_BYTES = 1 << 29
-"""Memory for one tile: logits and gradient in the compute dtype, and on a CPU the gradient in fp32."""
+"""Memory for one tile: logits and their gradient in the compute dtype and, on a CPU, the gradient in fp32."""
 BYTES_PER_LOGIT = 8
 _ROWS_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A head whose product was put off."""
+    """A head whose product is deferred."""
 
     hidden: torch.Tensor  # (..., D)
     weight: torch.Tensor  # (V, D)
     bias: torch.Tensor | None  # (V,)
     after: tuple[Elementwise, ...] = ()
-    """What the model does to the logits, element by element, in order."""
+    """Element-wise operations that the model applies to the logits, in order."""
     split: VocabularySplit | None = None
-    """Where `weight` has some rows of the vocabulary, and other ranks have the rest."""
+    """How the vocabulary is split, if `weight` has some of its rows; None if it has all."""
 
     def rows(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
-        """The same of other rows: `view` leaves the last dimension as it is."""
+        """The same with `view` applied to the rows; `view` must not change the last dimension."""
         return replace(self, hidden=view(self.hidden))
 
     def full(self) -> torch.Tensor:
-        """The logits of all rows, (..., V)."""
+        """The logits of all rows, (..., V). Collective over the ranks of a split vocabulary."""
         return self.computed().full()
 
     def computed(self) -> Computed:
-        """The product now, what comes after it still to come."""
+        """Compute the product now; the operations in `after` stay pending."""
         return Computed(functional.linear(self.hidden, self.weight, self.bias), self.after, self.split)
 
     @property
     def vocabulary(self) -> int:
-        """Columns of the logits that exist at a time: equal on all ranks of a split one."""
+        """Number of logit columns that exist at a time; equal on all ranks of a split vocabulary."""
         return self.weight.shape[0] if self.split is None else self.split.width
 
 
 def tile_rows(vocabulary: int) -> int:
-    """Rows of a tile: as many as `TILE_BYTES` hold, a multiple of 64 where that many fit."""
+    """Rows of a tile: as many as fit into `TILE_BYTES`, rounded down to a multiple of 64 if possible."""
     rows = max(1, TILE_BYTES // (BYTES_PER_LOGIT * vocabulary))
     return rows - rows % _ROWS_MULTIPLE if rows > _ROWS_MULTIPLE else rows
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is no tensor of the graph."""
+    """The arguments of `_TiledSum` that are not tensors of the graph."""
 
     after: tuple[Elementwise, ...]
     target: torch.Tensor  # (N,)
@@ -70,45 +70,45 @@ class _Job:
     learns: bool
     over: Callable[[], None]
     rows: int
-    """Of a tile."""
+    """Rows of a tile."""
     split: VocabularySplit | None
 
 
 def tiled_cross_entropy(
     head: Linear, target: torch.Tensor, *, ignore_index: int, mean: bool, dtype: torch.dtype, over: Callable[[], None]
 ) -> torch.Tensor:
-    """`cross_entropy(head.full(), target)` as a 0-dim tensor of `dtype`, for `head.hidden` of (N, D) and `target` of (N,).
+    """`cross_entropy(head.full(), target)` as a 0-dim tensor of `dtype`, for `head.hidden` (N, D) and `target` (N,).
 
-    `mean`: over the targets other than `ignore_index`, else the sum. With no such target the mean is nan and its gradient 0,
-    as torch's. `over` is called when backward passes through.
+    `mean`: average over targets other than `ignore_index`, else sum. Without such targets, the mean is nan and its gradient 0,
+    as in torch. `over` is called when backward passes through. Collective over the ranks of a split vocabulary.
     """
     rows = tile_rows(head.vocabulary)
     job = _Job(head.after, target, ignore_index, torch.is_grad_enabled(), over, rows, head.split)
     total: torch.Tensor = _TiledSum.apply(head.hidden, head.weight, head.bias, job)
     if mean:
         count = (target != ignore_index).sum()
-        # In two steps, because the gradient of 0 / 0 would be nan.
+        # Two steps, because the gradient of 0 / 0 would be nan.
         total = total / count.clamp(min=1) + torch.where(count == 0, torch.nan, 0.0)
     return total.to(dtype)
 
 
 def saves_memory(num_rows: int, vocabulary: int, width: int, itemsize: int, *, learns: bool) -> bool:
-    """Whether all logits and their gradient are larger than a tile and the fp32 gradient of the head, which only tiles need.
+    """Whether all logits with their gradient are larger than a tile plus the head's fp32 gradient, which only tiles need.
 
-    `learns`: the head (vocabulary x width) gets a gradient. `itemsize`: bytes of a logit.
+    `learns`: whether the head (vocabulary x width) gets a gradient. `itemsize`: bytes of a logit.
     """
     learned = 4 * vocabulary * width if learns else 0
     return num_rows * vocabulary * itemsize * 2 > TILE_BYTES + learned
 
 
 class _TiledSum(torch.autograd.Function):
-    """Sum of the rows' losses in fp32."""
+    """The sum of all rows' losses, in fp32."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: _Job
     ) -> torch.Tensor:
-        """Loss and, where a gradient may be asked for, the gradients for an incoming gradient of one."""
+        """Compute the loss and, if needed, the gradients for an incoming gradient of 1."""
         wanted = [job.learns and needed for needed in ctx.needs_input_grad[:3]]
         grads = _Gradients(hidden, weight, bias, wanted)
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
@@ -132,7 +132,7 @@ class _TiledSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Scale what forward has computed. May run twice (a kept graph, a backward in parts)."""
+        """Scale the gradients that forward computed. May run twice (a retained graph, a backward in parts)."""
         ctx.over()
         scaled = (
             None if sums is None else torch.mul(sums, grad, out=torch.empty_like(sums, dtype=dtype))
@@ -142,7 +142,7 @@ class _TiledSum(torch.autograd.Function):
 
 
 class _Gradients:
-    """Sums over tiles in fp32: the only rounding to a half dtype is that of the scaled result, as in the plain order."""
+    """Gradient sums over tiles in fp32; only the scaled result is rounded to a half dtype, as in the plain computation."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: list[bool]
@@ -153,11 +153,11 @@ class _Gradients:
         self.bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
 
     def add(self, start: int, part: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> None:
-        """One tile: `grad` (R, V) arrived at its logits, `part` (R, D) are its hidden states."""
+        """Add one tile: `grad` (R, V) is the gradient of its logits, `part` (R, D) are its hidden states."""
         if self.hidden is not None:
             self.hidden[start : start + len(part)] = _wide_product(grad, weight)
         if self.weight is not None:
-            # Products of a part of the vocabulary, so that they need no second tensor of the size of the head.
+            # Multiply by parts of the vocabulary, to avoid a second tensor of the head's size.
             step = max(1, TILE_BYTES // (4 * part.shape[1]))
             for at in range(0, len(self.weight), step):
                 self.weight[at : at + step] += _wide_product(grad[:, at : at + step].t(), part)
@@ -166,7 +166,7 @@ class _Gradients:
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b`, not rounded to a half dtype."""
+    """`a @ b` in fp32 or wider, never rounded to a half dtype."""
     if a.dtype.itemsize >= 4:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -1,7 +1,7 @@
-"""The loss over a vocabulary that is split over ranks: each has some columns of the logits, nobody has them whole.
+"""The loss over a vocabulary that is split over ranks: each rank has some columns of the logits, and none has all.
 
-Three numbers of each row cross: the largest logit, then the sum of exponentials and the target's logit. Backward needs
-nothing of the others: each rank has the gradient of its own columns.
+The ranks exchange three numbers per row: the largest logit, then the sum of exponentials and the target's logit. Backward
+needs no communication: each rank computes the gradient of its own columns.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class VocabularyPeers(Protocol):
-    """The ranks that have the other columns."""
+    """The ranks that share a vocabulary."""
 
     @property
     def size(self) -> int:
-        """How many, this one included."""
+        """Number of ranks, including this one."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' tensors. Collective."""
+        """Sum of all ranks' tensors. Collective."""
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Element by element. Collective."""
+        """Element-wise maximum of all ranks' tensors. Collective."""
 
 
 @dataclass(frozen=True)
 class VocabularySplit:
-    """Which columns of the logits this rank has."""
+    """The columns of the logits that this rank has."""
 
     peers: VocabularyPeers
     first: int
-    """Of the whole vocabulary."""
+    """Index of this rank's first column in the whole vocabulary."""
     whole: int
-    """Columns of all ranks."""
+    """Number of columns of all ranks."""
     gather: Elementwise
-    """Own columns (..., n) to all of them (..., whole), with gradient. Collective."""
+    """Gathers own columns (..., n) into all columns (..., whole), differentiably. Collective."""
     is_cut: Callable[[], bool] = lambda: True
-    """False while the head's weight is whole for a moment."""
+    """Returns False while the head's weight is temporarily whole."""
 
     @property
     def width(self) -> int:
-        """The most columns that a rank has."""
+        """The largest number of columns on a rank."""
         return -(-self.whole // self.peers.size)
 
 
@@ -56,9 +56,9 @@ def split_log_probability(
     split: VocabularySplit,
     chunks: Callable[[torch.Tensor], Iterator[slice]],
 ) -> torch.Tensor:
-    """The log-probability of each row's target, (N, 1), for own columns `logits` (N, n) and `target` (N, 1). Collective.
+    """The log-probability of each row's target, (N, 1), from own columns `logits` (N, n) and `target` (N, 1). Collective.
 
-    `after`: what the model does to the logits, element by element; `chunks`: rows to go through at a time.
+    `after`: element-wise operations that the model applies to the logits; `chunks`: returns the rows to process at a time.
     """
     picked: torch.Tensor = _SplitLogProbability.apply(logits, target, after, split, chunks)
     return picked
@@ -80,7 +80,7 @@ class _SplitLogProbability(torch.autograd.Function):
         split: VocabularySplit,
         chunks: Callable[[torch.Tensor], Iterator[slice]],
     ) -> torch.Tensor:
-        """Chunk by chunk; the log-softmax of a chunk is there for the moment only."""
+        """Chunk by chunk; the log-softmax of a chunk is not kept."""
         dtype = _applied(after, logits[:0]).dtype
         wide = torch.promote_types(dtype, torch.float32)
         own = target - split.first
@@ -102,7 +102,7 @@ class _SplitLogProbability(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Of own columns; may run twice (a kept graph)."""
+        """Gradient of the own columns; may run twice (a retained graph). Local."""
         logits, top, log_total, index, inside = ctx.saved_tensors
         found = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in ctx.chunks(logits):

@@ -1,1 +1,1 @@
-"""Where 1-D tensors rest between uses: on the device, in host memory, on disk. Knows nothing of models or ZeRO."""
+"""Storage of 1-D tensors between uses: on the device, in host memory or on disk. Knows nothing of models or ZeRO."""

@@ -1,6 +1,6 @@
-"""Host memory: page-locked where that is possible, copies to and from the device beside its computation, threads to step with.
+"""Host memory: page-locked if possible, with copies to and from the device that overlap computation, and threads for steps.
 
-On a machine without an accelerator host and device are the same memory. The same calls are made, and are plain copies.
+On a machine without an accelerator, host and device are the same memory; the same calls are then plain copies.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hf_dist.pages import fresh_pages
 from hf_dist.sizes import size_text
 
 _CHUNK_NUMEL = 1 << 22
-"""Elements of one piece of what is cast on the host and sent to the device."""
+"""Elements that are cast on the host and sent to the device at a time."""
 
 
 def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """1-D uint8 on the host, not initialised, beginning on a page; page-locked if `pin` and the system allows it.
+    """An uninitialised 1-D uint8 host tensor that starts on a page; page-locked if `pin` and the system allows it.
 
-    Ordinary memory is registered rather than asked of torch's pinned allocator, which rounds sizes up to powers of two.
+    Registers ordinary memory instead of using torch's pinned allocator, which rounds sizes up to powers of two.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -38,7 +38,7 @@ def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
 
 
 def host_zeros(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-    """1-D, zeros, on the host."""
+    """A 1-D host tensor of zeros."""
     return host_empty(numel * dtype.itemsize, pin=pin).zero_().view(dtype)
 
 
@@ -56,8 +56,8 @@ def _register(buffer: torch.Tensor) -> None:
 
 
 def _forget_error(runtime: Any) -> None:
-    """A refusal stays the runtime's last error, and the next kernel of anybody would be told to have failed with it."""
-    take = getattr(runtime, "cudaGetLastError", None)  # torch has it in some versions
+    """Clear the CUDA runtime's last error: otherwise the next kernel launch would report the refusal as its own failure."""
+    take = getattr(runtime, "cudaGetLastError", None)  # only in some versions of torch
     if take is None and (library := _loaded_runtime()) is not None:
         take = library.cudaGetLastError
     if take is not None:
@@ -65,7 +65,7 @@ def _forget_error(runtime: Any) -> None:
 
 
 def _loaded_runtime() -> Any:
-    """The CUDA runtime that torch has loaded, not another of this name: each has its own last error. None if none is found."""
+    """The CUDA runtime library that torch has loaded; another copy would have its own last error. None if not found."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -75,8 +75,8 @@ def _loaded_runtime() -> Any:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on `device`, for what the device is given next. From the host to a GPU by way of page-locked memory: a copy from
-    other memory makes the host wait until the GPU is done with all that it was given before.
+    """`tensor` on `device`, for work issued after this call. Copies from host to GPU go through page-locked memory: a copy from
+    ordinary memory would make the host wait until the GPU has finished all earlier work.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -84,7 +84,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def brought(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy `tensor` to the host; what is returned waits for the copy alone, and gives it."""
+    """Start to copy `tensor` to the host; the returned function waits for this copy only and returns it."""
     if not tensor.is_cuda:
         return lambda: tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -98,7 +98,7 @@ def brought(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class HostLink:
-    """Copies between host and device, each direction on a stream of its own and in the order in which they are asked for."""
+    """Copies between host and device, in order, with a separate stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -110,9 +110,9 @@ class HostLink:
 
     @contextmanager
     def beside(self, host: torch.Tensor, *, to_host: bool = False) -> Iterator[list[Any]]:
-        """What is issued inside runs after what the device was given so far, beside what it is given next.
+        """Work issued inside runs after all earlier work of the device and concurrently with later work.
 
-        Yields a list that holds, after the block, what to wait for. Nothing changes if `host` is the device's own memory.
+        Yields a list that contains, after the block, the event to wait for. A no-op if `host` is the device's own memory.
         """
         arrival: list[Any] = []
         stream = self._to_host if to_host else self._to_device
@@ -127,9 +127,9 @@ class HostLink:
     def collect(
         self, into: torch.Tensor, values: torch.Tensor, *, add: bool, norm: torch.Tensor | None = None
     ) -> list[Any]:
-        """Copy (or add) `values` to `into` (host, 1-D). The sum is made on the device, and so is its L2 `norm` (0D fp32).
+        """Copy (or add) `values` to `into` (host, 1-D). The device computes the sum and its L2 `norm` (0D fp32).
 
-        Returns the events after which it can be read; `wait_host` waits for everything.
+        Returns the events after which `into` can be read; `wait_host` waits for all such copies.
         """
         with self.beside(into, to_host=True) as arrival:
             if add and not values.is_cuda:
@@ -143,18 +143,18 @@ class HostLink:
         return arrival
 
     def _hold(self, arrival: list[Any], values: torch.Tensor) -> None:
-        """The memory of `values` must not be used again before the stream is through with it."""
+        """Keep `values` alive until the stream has finished with their memory."""
         for event in arrival:
             self._in_use.append((event, values))
         while self._in_use and self._in_use[0][0].query():
             self._in_use.popleft()
 
     def deliver(self, into: torch.Tensor, values: torch.Tensor) -> None:
-        """Cast `values` into `into`, one of them on the host; before `into` is read there `wait_device`, or `wait_host`."""
+        """Cast `values` into `into`; one of them is on the host. Before reading `into`, call `wait_device` (or `wait_host`)."""
         if not into.is_cuda and values.is_cuda and self._to_host is not None:
             with self.beside(into, to_host=True):
                 into.copy_(values, non_blocking=True)
-            self._to_device.wait_stream(self._to_host)  # which may send it back as the next thing
+            self._to_device.wait_stream(self._to_host)  # the next call may send it back
             return
         if not into.is_cuda or values.is_cuda:
             into.copy_(values)
@@ -169,7 +169,7 @@ class HostLink:
             self._staging.append((buffer, arrival[0]))
 
     def _take_staging(self) -> torch.Tensor:
-        """One of two buffers, when what was sent from it has arrived."""
+        """One of two buffers, after its previous transfer has arrived."""
         if len(self._staging) < 2:
             return host_empty(_CHUNK_NUMEL * 4, pin=True)
         buffer, event = self._staging.popleft()
@@ -177,13 +177,13 @@ class HostLink:
         return buffer
 
     def wait_host(self) -> None:
-        """Block until what was collected can be read on the host. What is on its way to the device goes on."""
+        """Block until all collected tensors can be read on the host. Transfers to the device continue."""
         if self._to_host is not None:
             self._to_host.synchronize()
             self._in_use.clear()
 
     def wait_device(self) -> None:
-        """Let what the device is given from now on come after what was delivered and collected."""
+        """Make later work of the device wait for all deliveries and collections so far."""
         for stream in (self._to_device, self._to_host):
             if stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
@@ -193,92 +193,92 @@ class Gradient:
     """The reduced gradient of a window, on the device."""
 
     host_nbytes = 0
-    """Bytes of host memory that are kept all the time."""
+    """Bytes of host memory kept between windows."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.values: torch.Tensor | None = None  # 1D, None before the first part of a window
 
     def add(self, reduced: torch.Tensor) -> None:
-        """Take over `reduced`, or add it."""
+        """Add `reduced` to the gradient, or take it over as the first part."""
         if self.values is None:
             self.values = reduced.to(self.dtype)
         else:
             self.values.add_(reduced)
 
     def on_device(self) -> torch.Tensor:
-        """The values, where collectives can read and write them."""
+        """The values on the device, for collectives to read and write."""
         assert self.values is not None
         return self.values
 
     def replace(self, values: torch.Tensor) -> None:
-        """New values, from `on_device`."""
+        """Set new values, on the device, as changed after `on_device`."""
         self.values = values
 
     def norm(self) -> torch.Tensor | None:
-        """L2 norm of `values`, 0D fp32 on the device, if it is known without reading them. Local."""
+        """L2 norm of `values`, 0D fp32 on the device, if it is known without reading them; else None. Local."""
         return None
 
     def wait(self) -> None:
-        """Block until `values` can be read by who steps them."""
+        """Block until the optimizer step can read `values`."""
 
     def drop(self) -> None:
-        """The window is over."""
+        """Drop the values at the end of the window."""
         self.values = None
 
 
 class HostGradient(Gradient):
-    """The same in host memory that is kept for the next window; it arrives while backward goes on."""
+    """A reduced gradient in host memory that is kept between windows; transfers to it overlap the backward."""
 
     def __init__(self, numel: int, dtype: torch.dtype, link: HostLink, *, pin: bool) -> None:
         super().__init__(dtype)
         self._home = host_zeros(numel, dtype, pin=pin)
         self._link = link
         self._arrival: list[Any] = []
-        self._norm: torch.Tensor | None = None  # of what went to the host last, made on the way
-        self._version = -1  # of the values then: whoever writes into them makes another one
+        self._norm: torch.Tensor | None = None  # of the last collected values, computed on the device
+        self._version = -1  # of the values at that time: a later write increases it
         self.host_nbytes = numel * dtype.itemsize
 
     def wait(self) -> None:
-        """Until the last copy has arrived."""
+        """Block until the last copy has arrived."""
         for event in self._arrival:
             event.synchronize()
 
     def norm(self) -> torch.Tensor | None:
-        """On a GPU the values pass through the device before they rest, where reading them costs nothing."""
+        """On a GPU, the norm computed while the values passed through the device; None if they were written since."""
         return self._norm if self._home._version == self._version else None
 
     def add(self, reduced: torch.Tensor) -> None:
-        """Copy `reduced` to the host, or add it there."""
+        """Copy `reduced` to the host, or add it to the values there."""
         self._collect(reduced, add=self.values is not None)
         self.values = self._home
 
     def _collect(self, values: torch.Tensor, *, add: bool) -> None:
-        if values.is_cuda and self._norm is None:  # kept: the next one is written while this one may be read
+        if values.is_cuda and self._norm is None:  # allocated once and reused
             self._norm = torch.empty((), device=values.device)
         self._arrival = self._link.collect(self._home, values, add=add, norm=self._norm)
         self._version = self._home._version
 
     def on_device(self) -> torch.Tensor:
-        """A copy on the device; the values themselves where that is the same memory."""
+        """A copy of the values on the device, or the values themselves if host and device are the same memory."""
         self._link.wait_host()
         return self._home.to(self._link.device)
 
     def replace(self, values: torch.Tensor) -> None:
-        """Copy them to the host."""
+        """Copy `values` to the host."""
         if values is not self._home:
             self._collect(values, add=False)
 
 
 def step_threads(ranks_on_machine: int) -> int:
-    """Threads for a step on the CPU: the machine's cores shared by its ranks, not more than this process may use."""
+    """Threads for an optimizer step on the CPU: this rank's share of the machine's cores, limited to those it may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, min(allowed, (os.cpu_count() or 1) // ranks_on_machine))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch uses `count` threads inside the block, and as many as before after it."""
+    """Make torch use `count` threads inside the block."""
     before = torch.get_num_threads()
     if count == before:
         yield

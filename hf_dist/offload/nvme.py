@@ -1,7 +1,7 @@
-"""Tensors that rest in a file: aligned requests from a pool of threads, straight to the disk where the file system allows it.
+"""Tensors that rest in a file: a thread pool issues aligned requests, directly to the disk if the file system allows it.
 
-One file per rank and kind of state. It has no name: it is unlinked as soon as it is open, so its space comes back when the
-process ends, whatever ended it (on NFS the client keeps a `.nfs...` name until then).
+There is one file per rank and kind of state. It is unlinked as soon as it is open, so its space is freed when the process
+ends for any reason (on NFS, the client keeps a `.nfs...` name until then).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hf_dist.sizes import size_text
 _PROBE_NBYTES = 32 << 20
 _PREFIX = "hf_dist_swap_rank"
 MAX_THREADS = 32
-"""Requests in flight, at most: each takes a thread."""
+"""Upper bound of requests in flight: each takes a thread."""
 
 
 class SwapFile:
-    """An unnamed file in a folder of the user's, written and read in blocks by a few threads."""
+    """An unnamed file in a folder chosen by the user, read and written in blocks by a few threads."""
 
     def __init__(self, path: str, folder: Path, *, block_nbytes: int, num_requests: int, rank: int = 0) -> None:
-        """`path`: JSON path of `folder`, for messages. `block_nbytes`: one request. `num_requests`: in flight at a time.
+        """`path`: JSON path of `folder`, for messages. `block_nbytes`: size of a request. `num_requests`: requests in flight.
 
-        Raises `ConfigError` when the folder cannot be written.
+        Raises `ConfigError` if the folder cannot be written.
         """
         self.path = path
         self.folder = folder
@@ -51,7 +51,7 @@ class SwapFile:
             say_once(f"{path}: {folder} has no direct access (O_DIRECT): reads and writes go through the page cache")
 
     def allocate(self, nbytes: int) -> int:
-        """Reserve `nbytes`, a multiple of a page; returns their offset. They read as zeros. Raises `ConfigError`."""
+        """Reserve `nbytes`, a multiple of a page, that read as zeros; returns their offset. Raises `ConfigError` if full."""
         offset = self.nbytes
         try:
             if nbytes:
@@ -65,11 +65,11 @@ class SwapFile:
         return offset
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """Fill `buffer` (uint8, begins on a page, whole pages) from `offset` on."""
+        """Start to fill `buffer` (uint8, page-aligned, whole pages) from `offset` on."""
         return self._transfer(self._read_block, buffer, offset)
 
     def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """Write `buffer` at `offset`; it must stay as it is until the transfer is waited for."""
+        """Start to write `buffer` at `offset`; do not change it before waiting for the transfer."""
         return self._transfer(self._write_block, buffer, offset)
 
     def _transfer(self, act: Callable[[memoryview, int], None], buffer: torch.Tensor, offset: int) -> Transfer:
@@ -91,7 +91,7 @@ class SwapFile:
             data, offset = data[count:], offset + count
 
     def measure(self) -> tuple[float, float]:
-        """(bytes per second read, written), from a short trial in space that is given back. Local."""
+        """(bytes per second read, bytes per second written), from a short trial in temporary space. Local."""
         buffer = host_empty(_PROBE_NBYTES, pin=False).zero_()
         seconds = []
         for act in (self.write, self.read):
@@ -103,7 +103,7 @@ class SwapFile:
 
 
 class Transfer:
-    """Requests under way."""
+    """Requests in flight."""
 
     def __init__(self, blocks: list[Future[None]], folder: Path) -> None:
         self._blocks = blocks
@@ -115,7 +115,7 @@ class Transfer:
         return all(block.done() for block in self._blocks)
 
     def wait(self) -> None:
-        """Until all are through. Raises `HfDistError` when the disk refused one."""
+        """Wait until all requests are complete. Raises `HfDistError` if one failed."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             try:
@@ -127,20 +127,20 @@ class Transfer:
 
 
 class BufferPool:
-    """Host memory that transfers go through, used again and again."""
+    """Reusable host buffers for transfers."""
 
     def __init__(self, count: int, *, pin: bool) -> None:
-        """`count`: buffers; more are made only if more tensors are in use at one time."""
+        """`count`: number of buffers; more are made only if more tensors are in use at once."""
         self.count = count
         self.pin = pin
         self.nbytes = 0
-        """Of all buffers, in use or not."""
+        """Bytes of all buffers, in use or free."""
         self._made = 0
-        self._free: list[tuple[torch.Tensor, Sequence[Any]]] = []  # (buffer, CUDA events that come before its next use)
+        self._free: list[tuple[torch.Tensor, Sequence[Any]]] = []  # (buffer, CUDA events before its next use)
         self._written: deque[tuple[Transfer, torch.Tensor]] = deque()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """1-D uint8 of at least `nbytes`, a whole number of pages."""
+        """A 1-D uint8 buffer of at least `nbytes`, which must be whole pages. May wait for a running write."""
         while self._written and (self._written[0][0].done or (self._made >= self.count and not self._free)):
             transfer, buffer = self._written.popleft()
             transfer.wait()
@@ -150,7 +150,7 @@ class BufferPool:
             buffer, after = self._free.pop(min(fitting, key=lambda k: self._free[k][0].numel()))
             _wait(after)
             return buffer
-        if self._free:  # too small to be of use: a larger one takes its place
+        if self._free:  # all free buffers are too small: replace one by a larger one
             buffer, after = self._free.pop()
             _wait(after)
             self.nbytes -= buffer.numel()
@@ -160,26 +160,26 @@ class BufferPool:
         return host_empty(nbytes, pin=self.pin)
 
     def give(self, buffer: torch.Tensor, after: Sequence[Any] = ()) -> None:
-        """It may be taken again once `after` has happened."""
+        """Return `buffer` to the pool; it can be taken again after the events `after`."""
         self._free.append((buffer, after))
 
     def give_written(self, buffer: torch.Tensor, transfer: Transfer) -> None:
-        """It may be taken again once it is written."""
+        """Return `buffer` to the pool; it can be taken again once `transfer` has written it."""
         self._written.append((transfer, buffer))
 
 
 def disk_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that so many elements take on disk: whole pages."""
+    """Bytes that `numel` elements take on disk: whole pages."""
     return -(-numel * dtype.itemsize // PAGE) * PAGE
 
 
 class DiskTensor:
-    """A 1-D tensor that rests in a `SwapFile` and is in a buffer of a `BufferPool` while it is used."""
+    """A 1-D tensor that rests in a `SwapFile` and occupies a buffer of a `BufferPool` while it is used."""
 
     tier = Tier.DISK
 
     def __init__(self, file: SwapFile, pool: BufferPool, numel: int, dtype: torch.dtype) -> None:
-        """All zeros. Raises `ConfigError` when there is no room for it."""
+        """Allocate `numel` zeros on disk. Raises `ConfigError` if the disk is full."""
         self.dtype = dtype
         self.device = torch.device("cpu")
         self._numel = numel
@@ -201,22 +201,22 @@ class DiskTensor:
 
     @property
     def elements(self) -> DiskTensor:
-        """Itself: slicing reads."""
+        """Itself; slicing it reads from disk."""
         return self
 
     def part(self, start: int, stop: int) -> DiskPart:
-        """Elements [start, stop), not read yet."""
+        """Elements [start, stop), read only on access."""
         return DiskPart(self, start, stop)
 
     def fetch(self) -> None:
-        """Begin to read."""
+        """Start to read the elements into a buffer; idempotent."""
         if self._buffer is None:
             self.settle()
             self._buffer = self._pool.take(self.nbytes)
             self._reading = self._file.read(self._buffer[: self.nbytes], self._offset)
 
     def get(self, *, blank: bool = False) -> torch.Tensor:
-        """The elements in host memory, until `release`."""
+        """The elements in host memory, valid until `release`. `blank`: do not read them, as all will be written."""
         if self._buffer is None and blank:
             self.settle()
             self._buffer = self._pool.take(self.nbytes)
@@ -228,7 +228,7 @@ class DiskTensor:
         return self._buffer[: self._numel * self.dtype.itemsize].view(self.dtype)
 
     def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
-        """Begin to write what was changed, or give the buffer back at once."""
+        """Start to write changed elements, or return the buffer to the pool at once."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -239,13 +239,13 @@ class DiskTensor:
             self._pool.give(buffer, after)
 
     def settle(self) -> None:
-        """Until what was written is in the file."""
+        """Wait until the last write is complete."""
         if self._writing is not None:
             self._writing.wait()
             self._writing = None
 
     def __getitem__(self, which: slice | torch.Tensor) -> torch.Tensor:
-        """A copy of an interval, or of single elements (a 1-D tensor of indices)."""
+        """A copy of an interval, or of single elements given by a 1-D tensor of indices."""
         if isinstance(which, torch.Tensor):
             return torch.cat([self[i : i + 1] for i in which.tolist()])
         start, stop, _ = which.indices(self._numel)
@@ -260,7 +260,7 @@ class DiskTensor:
 
 
 class DiskPart:
-    """An interval of a `DiskTensor` that is read when, and as far as, it is asked for."""
+    """An interval of a `DiskTensor`, of which only accessed elements are read."""
 
     def __init__(self, whole: DiskTensor, start: int, stop: int) -> None:
         self.whole = whole
@@ -274,11 +274,11 @@ class DiskPart:
         return self.stop - self.start
 
     def narrow(self, dim: int, start: int, length: int) -> DiskPart:
-        """A part of the part, as of a tensor (dim is 0)."""
+        """A sub-interval, like `torch.Tensor.narrow` (dim is 0)."""
         return DiskPart(self.whole, self.start + start, self.start + start + length)
 
     def detach(self) -> DiskPart:
-        """Itself: no graph leads here."""
+        """Itself: it has no autograd graph."""
         return self
 
     def clone(self) -> torch.Tensor:
@@ -286,13 +286,13 @@ class DiskPart:
         return self[:]
 
     def __getitem__(self, interval: slice) -> torch.Tensor:
-        """These elements of the part, read now."""
+        """The elements of this interval of the part, read now."""
         first, last, _ = interval.indices(self.numel())
         return self.whole[self.start + first : self.start + max(first, last)]
 
 
 def no_space(path: str, folder: Path, nbytes: int, reason: str = "") -> Problem:
-    """The problem of a disk that is too small."""
+    """The `Problem` for a disk that is too small."""
     free = free_nbytes(folder)
     because = f" ({reason})" if reason else ""
     return Problem(
@@ -304,13 +304,13 @@ def no_space(path: str, folder: Path, nbytes: int, reason: str = "") -> Problem:
 
 
 def free_nbytes(folder: Path) -> int:
-    """Bytes that a user may still write below `folder`."""
+    """Bytes that an unprivileged user can still write below `folder`."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def _open_unnamed(path: str, folder: Path, rank: int) -> tuple[int, bool]:
-    """(descriptor of a new file that has no name any more, whether it is read and written without the page cache)."""
+    """(descriptor of a new, already unlinked file, whether it bypasses the page cache). Raises `ConfigError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=f"{_PREFIX}{rank}_", dir=folder)
@@ -326,7 +326,7 @@ def _open_unnamed(path: str, folder: Path, rank: int) -> tuple[int, bool]:
 
 
 def _open_direct(name: str) -> int | None:
-    """Some file systems refuse the flag, others the first request."""
+    """Open the file with O_DIRECT; None if the file system refuses the flag or the first request."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -345,8 +345,8 @@ def _open_direct(name: str) -> int | None:
 
 
 def _close(fd: int, threads: ThreadPoolExecutor) -> None:
-    # Nothing is under way: every request refers to the file. So there is nothing to wait for, and a collection that one of
-    # the threads runs could not wait for itself.
+    # Every running request holds a reference to the file, so none is running and there is nothing to wait for. Waiting could
+    # deadlock if garbage collection runs in one of these threads.
     threads.shutdown(wait=False)
     os.close(fd)
 

@@ -1,11 +1,11 @@
-"""A 1-D tensor that rests somewhere and is somewhere else while it is used: one interface for every place.
+"""One interface for 1-D tensors that rest on the device, on the host or on disk.
 
-    fetch     begin to bring it into memory             nothing to do for what stays there
+    fetch     start to bring the tensor into memory     a no-op if it stays in memory
     get       the elements, after they have arrived
-    release   they are not needed now, or were changed  what rests on disk is written, beside what follows
-    settle    until it is safely where it rests
+    release   they are no longer needed, or changed     a changed tensor on disk is written in the background
+    settle    wait until the tensor is where it rests
 
-Whoever uses a state makes the same four calls wherever it rests; the place is chosen once, when the state is made.
+Users of a state make the same four calls for every tier; the tier is chosen once, when the state is created.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 class Tier(Enum):
-    """A kind of memory."""
+    """A kind of memory: device, host or disk."""
 
     DEVICE = "device"
     HOST = "host"
@@ -27,60 +27,60 @@ class Tier(Enum):
 
 
 class Sliceable(Protocol):
-    """What a reader of a state may ask of it: a tensor answers, and so does one on disk, which reads what is asked."""
+    """The read interface of a state: implemented by tensors, and by tensors on disk, which read only accessed elements."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Dtype of the elements."""
 
     @property
     def device(self) -> torch.device:
-        """Of what slicing returns."""
+        """Device of the tensors that slicing returns."""
 
     def numel(self) -> int:
         """Number of elements."""
 
     def __getitem__(self, interval: slice) -> torch.Tensor:
-        """These elements, 1-D: a view of what is in memory, a copy of what is not."""
+        """The elements of `interval`, 1-D: a view if they are in memory, else a copy."""
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
         """An interval (dim is 0), not read yet."""
 
     def detach(self) -> Any:
-        """The same without a graph."""
+        """The same elements without an autograd graph."""
 
     def clone(self) -> torch.Tensor:
         """A copy of all elements."""
 
 
 class Resting(Protocol):
-    """One 1-D tensor and where it rests. Local to the process; none of the calls communicates."""
+    """One 1-D tensor that rests on some tier. Local to the process; none of the calls communicates."""
 
     tier: Tier
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes where it rests, padding included."""
+        """Bytes it takes on its tier, including padding."""
 
     @property
     def elements(self) -> Any:
-        """The tensor itself where it stays in memory, else something that reads the interval it is asked for."""
+        """The tensor itself if it stays in memory, else an object that reads a requested interval."""
 
     def part(self, start: int, stop: int) -> Sliceable:
-        """Elements [start, stop), not read before they are asked for."""
+        """Elements [start, stop), read only on access."""
 
     def fetch(self) -> None:
-        """Begin to bring it into memory; idempotent."""
+        """Start to bring it into memory; idempotent."""
 
     def get(self, *, blank: bool = False) -> torch.Tensor:
-        """The elements, valid until `release`. `blank`: their values do not matter, all will be written."""
+        """The elements, valid until `release`. `blank`: do not read them, as all will be written."""
 
     def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
-        """Give the memory back. `changed`: with the elements as they are now. `after`: CUDA events that come first."""
+        """Free the memory. `changed`: store the current elements. `after`: CUDA events to wait for before reuse."""
 
     def settle(self) -> None:
-        """Wait for what `release` started."""
+        """Wait for a write that `release` started."""
 
 
 class Resident:
@@ -102,26 +102,26 @@ class Resident:
         return self.tensor
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """A view."""
+        """A view of elements [start, stop)."""
         return self.tensor[start:stop]
 
     def fetch(self) -> None:
-        """It is here."""
+        """Do nothing: the tensor is in memory."""
 
     def get(self, *, blank: bool = False) -> torch.Tensor:
         """The tensor."""
         return self.tensor
 
     def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
-        """It stays."""
+        """Do nothing: the tensor stays in memory."""
 
     def settle(self) -> None:
-        """It is where it rests."""
+        """Do nothing: the tensor is where it rests."""
 
 
 @contextmanager
 def opened(resting: Resting, *, changed: bool = False) -> Iterator[torch.Tensor]:
-    """The elements of `resting` for the length of the block; `changed`: what the block leaves in them is kept."""
+    """The elements of `resting` inside the block; `changed`: store what the block writes. Local."""
     values = resting.get()
     try:
         yield values

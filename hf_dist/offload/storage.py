@@ -1,4 +1,4 @@
-"""Where each kind of state of one model rests, chosen once from the config: the only place that asks for the device."""
+"""The tier of each kind of state of one model, chosen once from the config. No other module reads the offload device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from hf_dist.sizes import size_text
 
 _ZERO = "zero_optimization"
 MASTER_NBYTES = 4
-"""Of an element of the fp32 master weights."""
+"""Bytes of an element of the fp32 master weights."""
 TENSORS_PER_GROUP = 3
-"""That a step brings into memory: master weights and the two states of Adam. Optimizers with more make more buffers."""
+"""Tensors that a step brings into memory per group: masters and Adam's two states. More states take more buffers."""
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 @dataclass
 class Shelf:
-    """Where one kind of state rests: `optim` (master weights, optimizer state) or `params` (shards of the weights)."""
+    """Storage of one kind of state: `optim` (master weights, optimizer state) or `params` (shards of the weights)."""
 
     device: torch.device
     tier: Tier = Tier.DEVICE
@@ -40,7 +40,7 @@ class Shelf:
     pool: BufferPool | None = None
 
     def new(self, numel: int, dtype: torch.dtype, tier: Tier | None = None) -> Resting:
-        """`numel` zeros at `tier`, or where this kind of state rests."""
+        """`numel` zeros on `tier` (default: the shelf's own tier)."""
         tier = tier or self.tier
         if tier is Tier.DEVICE and self.device.type != "cpu":
             return Resident(torch.zeros(numel, dtype=dtype, device=self.device), tier)
@@ -51,10 +51,10 @@ class Shelf:
 
 
 class Storage:
-    """Makes what the groups of one model keep their states in. Local."""
+    """Makes the tensors in which the groups of one model keep their states. Local."""
 
     def __init__(self, device: torch.device, zero: ZeroConfig | None = None) -> None:
-        """Everything on `device` without the offload sections of `zero`; files are opened by `open_storage`."""
+        """Without offload sections in `zero`, all states are on `device`. `open_storage` opens the files."""
         zero = zero or ZeroConfig()
         optim, params = zero.offload_optimizer, zero.offload_param
         cuda = device.type == "cuda"
@@ -64,20 +64,20 @@ class Storage:
         self.params = Shelf(device, _TIERS[params.device if zero.stage == 3 else "none"], params.pin_memory and cuda)
         self.ratio = optim.ratio
         self.num_threads = step_threads(1)
-        """Threads for a step on the CPU."""
+        """Threads for an optimizer step on the CPU."""
         ahead = optim.pipeline_read + optim.pipeline_write
         self.optim_depth = max(1, min(optim.buffer_count, 1 + ahead))
-        """Groups whose optimizer state may be in memory at a time, with state on disk."""
+        """With state on disk, the number of groups whose optimizer state may be in memory at once."""
         self.reads_beside, self.writes_beside = optim.pipeline_read, optim.pipeline_write
         self.ahead_numel = settled(zero.offload_param.buffer_size) * zero.offload_param.buffer_count
-        """Elements of weights that may be read ahead from disk."""
+        """Number of weight elements that may be read ahead from disk."""
         self.ahead_count = zero.offload_param.buffer_count - 1
-        """Groups of weights that may be read ahead: one more buffer is for what is being written or gathered."""
+        """Number of groups of weights that may be read ahead; the remaining buffer is for the group written or gathered."""
         self._max_on_host = settled(zero.offload_param.max_in_cpu) if self.params.tier is Tier.DISK else 0
         self._seen = self._offloaded = self._on_host = 0
 
     def optim_tier(self, numel: int) -> Tier:
-        """Where master weights and optimizer state of the next group rest; whole groups make up `ratio`."""
+        """Tier of the next group's master weights and optimizer state; whole groups are offloaded up to `ratio`."""
         self._seen += numel
         if self.optim.tier is Tier.DEVICE or self._offloaded + numel > self.ratio * self._seen:
             return Tier.DEVICE
@@ -85,38 +85,38 @@ class Storage:
         return self.optim.tier
 
     def params_tier(self, numel: int) -> Tier:
-        """Where the shard of the next group rests; with a disk the first `max_in_cpu` elements stay on the host."""
+        """Tier of the next group's weight shard; with disk offload, the first `max_in_cpu` elements stay on the host."""
         if self._on_host + numel > self._max_on_host:
             return self.params.tier
         self._on_host += numel
         return Tier.HOST
 
     def gradient(self, tier: Tier, numel: int, dtype: torch.dtype) -> Gradient:
-        """What gathers the gradient of a group whose optimizer state rests at `tier`: where it will be stepped."""
+        """The reduced gradient of a group whose optimizer state rests on `tier`; it is kept where it will be stepped."""
         if tier is Tier.DEVICE:
             return Gradient(dtype)
         return HostGradient(numel, dtype, self.link, pin=self.optim.pin)
 
     def buffer_nbytes(self) -> dict[Tier, int]:
-        """Bytes of the buffers of transfers to and from disk, so far; all on the host."""
+        """Bytes of the host buffers allocated so far for transfers to and from disk, by tier."""
         held = dict.fromkeys(Tier, 0)
         held[Tier.HOST] = sum(shelf.pool.nbytes for shelf in (self.optim, self.params) if shelf.pool is not None)
         return held
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any state may rest on disk."""
+        """Whether any state can rest on disk."""
         return Tier.DISK in (self.optim.tier, self.params.tier)
 
 
 def open_storage(
     config: DistConfig, mesh: ParallelMesh, *, trained_numel: int, total_numel: int, state_nbytes: int = 0
 ) -> Storage:
-    """The storage that `config` asks for. Collective: every rank, before anything is sharded.
+    """Make the storage that `config` asks for. Collective: every rank calls it, before anything is sharded.
 
-    Opens the files on disk, checks that the machine's ranks fit there together, and measures how fast they are.
-    `trained_numel`, `total_numel`: elements of the model; `state_nbytes`: bytes that the optimizer keeps for each trained one,
-    as far as that is known before it is made. Raises `ConfigError` on every rank.
+    Opens the files on disk, checks that they have room for all ranks of the machine, and measures their speed.
+    `trained_numel`, `total_numel`: elements of the model; `state_nbytes`: optimizer bytes per trained element, as far as known
+    before the optimizer is made. Raises `ConfigError` on every rank.
     """
     zero = config.zero_optimization
     storage = Storage(mesh.device, zero)
@@ -158,7 +158,7 @@ def _open_files(storage: Storage, zero: ZeroConfig, aio: AioConfig, rank: int) -
 
 
 def _needs(storage: Storage, config: DistConfig, optim_nbytes: int, total: int) -> dict[tuple[int, str], int]:
-    """Bytes of this rank's states on each disk: masters and optimizer state, and `total` elements of weights."""
+    """Bytes of this rank's states on each disk: masters and optimizer state, and `total` weight elements."""
     element = 4 if config.dtype == "fp32" else 2
     on_host = settled(config.zero_optimization.offload_param.max_in_cpu)
     sizes = (
@@ -173,7 +173,7 @@ def _needs(storage: Storage, config: DistConfig, optim_nbytes: int, total: int) 
 
 
 def _shortage(storage: Storage, machine: list[dict[tuple[int, str], int]]) -> Problem | None:
-    """What is wrong with this rank's disks when all ranks of the machine use them."""
+    """The problem if a disk of this rank lacks room for all ranks of the machine; else None."""
     for shelf in (storage.optim, storage.params):
         if shelf.file is None:
             continue
@@ -185,7 +185,7 @@ def _shortage(storage: Storage, machine: list[dict[tuple[int, str], int]]) -> Pr
 
 
 def _predict(storage: Storage, trained: int, ranks: int) -> None:
-    """Say how fast the disk is and what that means for a step. Every rank measures, at the same time as the others."""
+    """Log the disk's speed and the resulting time per step. All ranks measure at the same time."""
     file = storage.optim.file or storage.params.file
     if file is None:
         return

@@ -1,4 +1,4 @@
-"""It never just hangs: who is late, where, and what the others wait for. See README.md in this folder."""
+"""Reports hangs: which rank is late, where it is, and what the other ranks wait for. See README.md in this folder."""
 
 from hf_dist.watchdog.thread import start, watch
 

@@ -1,8 +1,7 @@
-"""When a process leaves that cannot go on: a rank of the job has ended, and this one stands where it needs all of them.
+"""Decides when a process must exit because a rank of the job has ended and this process waits for all ranks.
 
-gloo tells who waits that the connection was closed. Over NCCL nobody is told: kernels wait on the GPU, and the host in a call
-of CUDA, until the timeout of the process group (`ddp_timeout`, half an hour) is over. A launcher that does not end the other
-ranks waits as long.
+gloo reports a closed connection to a waiting rank. NCCL does not: kernels wait on the GPU, and the host in a CUDA call, until
+the process group's timeout (`ddp_timeout`, half an hour). A launcher that does not end the other ranks waits as long.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ __all__ = ["Departure"]
 
 
 class Departure:
-    """What is known of ranks that have ended, and whether this one has waited for them long enough. No process needed."""
+    """Records which rank has ended, and decides whether this rank has waited long enough. Pure bookkeeping."""
 
     grace = 10.0
-    """Seconds at one place after a loss is known: a launcher, or gloo, may end this process in a better way before."""
+    """Seconds to wait after a loss is known: a launcher or gloo may end this process in a better way first."""
 
     def __init__(self) -> None:
         self.reason = ""
-        """Which rank ended and why; empty while none has."""
+        """Which rank ended and why; empty if none has."""
         self._since = 0.0
         self._left_well = False
 
     def note(self, reason: str, *, left_well: bool = False) -> bool:
-        """What is known now; whether it was not known before. `left_well`: without an error, as at the end of a script."""
+        """Record the current knowledge; returns whether it is new. `left_well`: the rank ended without an error."""
         if (bool(reason), left_well) == (bool(self.reason), self._left_well):
             return False
         self.reason, self._left_well, self._since = reason, left_well, time.monotonic()
         return True
 
     def is_due(self, status: Status, limit: float) -> bool:
-        """Whether the process that says `status` of itself is to leave. `limit`: seconds of waiting that nobody reports.
+        """Whether the process with this `status` must exit. `limit`: seconds of waiting that count as normal.
 
-        Only who waits for other ranks: one that saves or evaluates by itself comes to its end first.
+        True only for a process that waits for other ranks; one that saves or evaluates by itself may finish first.
         """
         if not self.reason or not status.waits:
             return False

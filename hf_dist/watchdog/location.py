@@ -1,6 +1,6 @@
-"""Where a process is, read off its Python stacks from another thread: activity, block of the model, what it waits for.
+"""Locates a process by its Python stacks, from another thread: activity, block of the model, what it waits for.
 
-Nothing is recorded while training runs; all of it is found when somebody asks.
+Nothing is recorded while training runs; the location is computed on request.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hf_dist.on_one_rank import line_of_user
 __all__ = ["Location", "find_location"]
 
 MAX_FRAMES = 16
-"""Innermost frames that are told; with wrappers of torch left out."""
+"""Number of innermost frames reported, not counting torch's wrappers."""
 
-# (end of the file's path or part of it, function or "" for any, words). Outermost first they make the activity.
+# (end or part of the file's path, function or "" for any, words). The words of all frames, outermost first, are the activity.
 _ACTIVITIES = (
     (
         "/torch/_dynamo/convert_frame.py",
         "",
         "torch.compile",
-    ),  # not its wrappers, which run what is compiled or left alone
+    ),  # not its wrappers, which also run code that is compiled or skipped
     ("/torch/_inductor/", "", "torch.compile"),
     ("/transformers/trainer.py", "training_step", "training step"),
     ("/transformers/trainer.py", "evaluation_loop", "evaluation"),
@@ -51,7 +51,7 @@ _ACTIVITIES = (
 )
 MAY_TAKE_LONG = {"evaluation", "saving", "loading the model", "loading a checkpoint", "torch.compile", "generation"}
 MAY_TAKE_LONG |= {"mapping a dataset", "callbacks", "preparing the model"}
-"""Activities of one rank that may rightly last for minutes."""
+"""Activities of one rank that may legitimately take minutes."""
 
 _TRAINING = {"training step", "evaluation", "backward", "optimizer step"}
 
@@ -80,18 +80,18 @@ _WRAPPERS = (
 
 @dataclass(frozen=True)
 class Location:
-    """Where one process is."""
+    """The location of one process."""
 
     activity: str = ""
-    """Such as `training step > backward`."""
+    """Text such as `training step > backward`."""
     block: str = ""
-    """Full name of the innermost module or unit under way."""
+    """Full name of the innermost running module or unit."""
     waits_for: str = ""
-    """What the other ranks have to give; empty while it works itself."""
+    """What the process waits for from other ranks; empty if it does not wait."""
     stack: tuple[str, ...] = ()
     """`file:line in function`, innermost last."""
     called: str = ""
-    """A call that every rank has to make, with its line, in which this one waits for the others to make it."""
+    """A call, with its line, that every rank must make and in which this rank waits for the others; empty if none."""
 
     def __str__(self) -> str:
         parts = [self.activity or "Python code of the script", self.block]
@@ -99,15 +99,15 @@ class Location:
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `Location(**...)` takes it back."""
+        """A dict for JSON; `Location(**...)` restores it."""
         return asdict(self)
 
 
 def find_location(names: Mapping[int, str], in_backward: str = "", thread: int | None = None) -> Location:
-    """Where a thread of this process is, by default the main one. Any thread may call it; about a tenth of a millisecond.
+    """The location of a thread of this process, by default the main one. Any thread may call it; takes about 0.1 ms.
 
-    `names`: id of a module -> its full name. `in_backward`: the unit whose backward began last, for a backward that is in
-    torch's own code at the moment.
+    `names`: id of a module -> its full name. `in_backward`: the unit whose backward began last, used while a backward runs in
+    torch's own code.
     """
     frames = _frames(thread or threading.main_thread().ident or 0)
     activities = list(dict.fromkeys(filter(None, map(_activity, frames))))
@@ -120,7 +120,7 @@ def find_location(names: Mapping[int, str], in_backward: str = "", thread: int |
 
 
 def _called(frames: list[FrameType], waits_for: str) -> str:
-    """Also a forward by the script itself, which gathers weights or sends tokens."""
+    """The call that every rank must make, if the thread waits in one: also the script's own forward, which communicates."""
     if frames and _is_in(frames[-1], ("/hf_dist/on_one_rank.py",)):
         return str(frames[-1].f_locals.get("called", ""))
     inside = {_activity(frame) for frame in frames}
@@ -131,17 +131,17 @@ def _called(frames: list[FrameType], waits_for: str) -> str:
 
 
 def _frames(thread: int) -> list[FrameType]:
-    """Of what a thread does, outermost first: also where autograd or the writer of checkpoints does it for it."""
+    """The frames of a thread, outermost first, including those of autograd or checkpoint threads that work for it."""
     stacks = sys._current_frames()
-    # This thread's own frame would hold `stacks`, which holds it: all tensors in the locals of all frames of all threads would
-    # then live until the cyclic collector comes (a model of 0.5B parameters had 6.7 GB at its peak, 5.2 since).
+    # This thread's own frame and `stacks` would refer to each other, so tensors in the locals of all frames would live until
+    # the cyclic collector runs (peak memory of a 0.5B model: 6.7 GB with the cycle, 5.2 without).
     stacks.pop(threading.get_ident())
     main = list(_outermost_first(stacks.get(thread)))
     if any(_is_in(frame, ("/hf_dist/checkpoint/save.py",)) and frame.f_code.co_name == "join" for frame in main):
         writers = [t.ident for t in threading.enumerate() if t.name == "hf_dist checkpoint" and t.ident]
         return main + [f for ident in writers for f in _outermost_first(stacks.get(ident))]
     if main and main[-1].f_code.co_name == "_engine_run_backward":
-        # On GPUs the hooks run in autograd's own threads.
+        # On GPUs, hooks run in autograd's own threads.
         for ident, innermost in stacks.items():
             frames = list(_outermost_first(innermost))
             if ident != thread and any(_is_in(f, ("/hf_dist/sharding/", "/hf_dist/experts/")) for f in frames):
@@ -169,8 +169,8 @@ def _activity(frame: FrameType) -> str:
 
 
 def _block(frame: FrameType, names: Mapping[int, str]) -> str:
-    """The module or unit that this frame runs. Locals of torch's and our own frames only: reading a frame's locals keeps
-    them alive as long as the frame, which must not happen to a user's activations."""
+    """The module or unit that this frame runs. Reads locals of torch's and our own frames only: reading a frame's locals
+    keeps them alive as long as the frame, which must not happen to a user's activations."""
     code = frame.f_code
     if code.co_name == "_call_impl" and code.co_filename.endswith("/torch/nn/modules/module.py"):
         module = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Who is late, from what all ranks said about themselves. Pure: statuses in, text out."""
+"""Determines which rank is late from the statuses of all ranks. Pure: statuses in, text out."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ __all__ = ["Status", "called_alone", "describe_stall", "late_words", "lost_rank"
 
 @dataclass(frozen=True)
 class Status:
-    """One rank at one moment; seconds are ages, since clocks differ between machines."""
+    """The state of one rank at one moment. Times are ages in seconds, because clocks differ between machines."""
 
     rank: int
     host: str = ""
     pid: int = 0
     step: int = -1
-    """Optimizer steps done; -1 before there is an engine."""
+    """Optimizer steps done; -1 before an engine exists."""
     still: float = 0.0
-    """Seconds for which it has been at the same place, and no collective has begun."""
+    """Seconds for which its location has not changed and no collective has started."""
     location: Location = field(default_factory=Location)
     rss: int = 0
-    """Bytes of host memory of the process."""
+    """Resident host memory of the process in bytes."""
     silent: float = 0.0
-    """Seconds since this was said."""
+    """Seconds since the rank sent this status."""
     ended: bool = False
-    """Whether its connection closed after that."""
+    """Whether its connection has closed since."""
     last_words: str | None = None
-    """Why it left, in its own words."""
+    """The rank's own message on why it ended: "" without an error, None if it sent none."""
     state: str = ""
-    """Letter of the kernel for the process, such as T for stopped; empty if it is on another machine."""
+    """The kernel's state letter of the process, such as T for stopped; empty if it is on another machine."""
 
     @property
     def waits(self) -> bool:
-        """Whether it needs something from other ranks."""
+        """Whether the rank waits for other ranks."""
         return bool(self.location.waits_for)
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """A dict for JSON, without the fields that the receiver fills in."""
         return {k: v for k, v in asdict(self).items() if k not in ("rank", "silent", "ended", "last_words", "state")}
 
     @property
     def who(self) -> str:
-        """For messages."""
+        """The rank's name in messages."""
         return f"rank {self.rank} (pid {self.pid} on {self.host})" if self.pid else f"rank {self.rank}"
 
 
 def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, world: int) -> str | None:
-    """The report, or None when nobody has waited for `limit` seconds.
+    """The report, or None if no rank has waited for `limit` seconds.
 
-    `silence`: seconds after which a rank that says nothing counts as not answering; `world`: ranks of the job.
+    `silence`: seconds without a status after which a rank counts as not answering; `world`: number of ranks of the job.
     """
     answers = [s for s in statuses if not s.ended and s.silent < silence]
     waiting = [s for s in answers if s.waits and s.still >= limit]
@@ -72,7 +72,7 @@ def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, 
         lines = [line for s in late[:4] for line in _late(s, s in absent)]
         lines += [f"and {len(late) - 4} more ranks"] if len(late) > 4 else []
     else:
-        # Everybody waits: the ranks took different paths. What few wait for is probably the wrong turn.
+        # All ranks wait, so they took different paths. The smallest group probably took the wrong one.
         few = min(_grouped(others).values(), key=len)
         lines = ["every rank waits, and not all for the same: they took different paths, or a message was lost"]
         lines += _stack(few[0])
@@ -84,9 +84,9 @@ def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, 
 
 
 def called_alone(statuses: Sequence[Status], *, patience: float, world: int) -> tuple[list[int], str] | None:
-    """The ranks that have made a call which all have to make, and what to say; None unless the others will not make it.
+    """(ranks that alone made a call which all ranks must make, message); None while the others may still make it.
 
-    They will not where each of them has ended without an error, or has waited for something else for `patience` seconds.
+    The others will not make it if each has ended without an error or has waited for something else for `patience` seconds.
     """
     callers = [s for s in statuses if s.location.called and not s.ended]
     others = [s for s in statuses if s not in callers]
@@ -111,7 +111,7 @@ def _ranks(statuses: Sequence[Status]) -> str:
 
 
 def late_words(status: Status, absent: bool | None = None) -> str:
-    """One line about a rank that the others wait for. `absent`: it does not answer."""
+    """One line about a rank that the others wait for. `absent`: whether it does not answer (None: decide here)."""
     before = (
         f"; {status.silent:.0f} s ago it was in: {status.location}" if status.pid else "; it has never been heard of"
     )
@@ -152,7 +152,7 @@ def _why_ended(status: Status) -> str:
 
 
 def lost_rank(statuses: Sequence[Status], memory: str) -> str | None:
-    """Of ranks that ended, the one that was first, and why; None if all are there. `memory`: what the kernel says."""
+    """A sentence on the rank that ended first, and why; None if none has. `memory`: the kernel's report of memory kills."""
     ended = [s for s in statuses if s.ended]
     if not ended:
         return None
@@ -178,7 +178,7 @@ def _grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-2, 5`."""
+    """Text such as `rank 3` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

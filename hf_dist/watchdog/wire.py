@@ -1,8 +1,8 @@
-"""How ranks tell where they are: TCP connections of the watchdog's own, one JSON object per line.
+"""How ranks report their location: the watchdog's own TCP connections, one JSON object per line.
 
-Not a process group of training, which may be what hangs; not the launcher's store, which ends with rank 0. Two ranks
-listen, the first and the last, so that one of them may be the one that is stopped. They answer one thing only: that a rank
-of the job has ended, or that they end themselves.
+It does not use a process group of training, which may hang, nor the launcher's store, which ends with rank 0. The first and
+the last rank both listen, in case one of them is stopped. They send only one kind of message: that a rank of the job has
+ended, or that they themselves end.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _SEND_SECONDS = 1.0
 
 @dataclass
 class Heard:
-    """What is known of one rank."""
+    """The collector's knowledge of one rank."""
 
     status: dict[str, Any]
-    """The last one it sent."""
+    """Its last status."""
     at: float
-    """When, in seconds of this process's monotonic clock."""
+    """Time of arrival, in seconds of this process's monotonic clock."""
     ended: float | None = None
-    """When its connection closed."""
+    """Time at which its connection closed; None while it is open."""
     last_words: str | None = None
-    """Why it left, as it said itself; None where it was ended from outside."""
+    """Its own message on why it ended; None if it was killed from outside."""
 
 
 class Collector:
-    """Listens to all ranks. Not for several threads, but `heard` may be read from any."""
+    """Listens to all ranks. Call its methods from one thread; any thread may read `heard`."""
 
     def __init__(self, token: str) -> None:
-        """`token`: lines of those that do not know it are not read."""
+        """`token`: secret of the job; messages without it are rejected."""
         self.token = token
         self.heard: dict[int, Heard] = {}
         self._server = socket.create_server(("", 0), backlog=1024)
@@ -52,11 +52,11 @@ class Collector:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The TCP port it listens on."""
         return int(self._server.getsockname()[1])
 
     def poll(self, seconds: float) -> None:
-        """Take in what arrives within that time."""
+        """Receive messages for `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
@@ -108,14 +108,14 @@ class Collector:
             self.heard[rank].ended = time.monotonic()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """To all ranks that are connected; what a connection does not take at once is dropped."""
+        """Send `message` to all connected ranks without blocking; data that a connection cannot take at once is dropped."""
         line = json.dumps(message).encode() + b"\n"
         for connection in list(self._ranks):
             with contextlib.suppress(OSError):
                 connection.send(line)
 
     def close(self) -> None:
-        """Free the port and all connections."""
+        """Close the port and all connections."""
         for connection in self._unread:
             connection.close()
         self._selector.close()
@@ -123,7 +123,7 @@ class Collector:
 
 
 class Sender:
-    """Tells one collector; what cannot be sent is dropped, the next message tries again."""
+    """Sends to one collector. A message that cannot be sent is dropped; the next one reconnects."""
 
     def __init__(self, address: tuple[str, int], token: str, rank: int) -> None:
         self.address = address
@@ -132,7 +132,7 @@ class Sender:
         self._unread = b""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Give up after a second: a stopped process does not read."""
+        """Send one message; gives up after a second, because a stopped process does not read."""
         line = json.dumps({**self._head, **message}).encode() + b"\n"
         try:
             if self._socket is None:
@@ -142,7 +142,7 @@ class Sender:
             self.close()
 
     def hear(self) -> list[dict[str, Any]]:
-        """What the collector has told since the last call. Does not wait. A connection that it closed is closed here, too."""
+        """Messages from the collector since the last call, without waiting. Closes a connection that the collector closed."""
         heard: list[dict[str, Any]] = []
         with contextlib.suppress(OSError, ValueError):
             while self._socket is not None and select.select([self._socket], [], [], 0)[0]:
@@ -157,11 +157,11 @@ class Sender:
 
     @property
     def is_open(self) -> bool:
-        """Whether the collector was there when this was used last."""
+        """Whether the connection was open at its last use."""
         return self._socket is not None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
