@@ -1,4 +1,4 @@
-"""A picture of boxes and words: SVG by itself, PNG with matplotlib."""
+"""A picture of boxes and text: SVG without dependencies, PNG with matplotlib."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_dist.errors import ConfigError, HfDistError, Problem
 __all__ = ["NoMatplotlibError", "Picture", "headless_pyplot"]
 
 _DPI = 96
-"""Pixels of a picture are those of a page."""
+"""A picture's pixels are CSS pixels, 96 per inch."""
 
 
 class NoMatplotlibError(HfDistError):
-    """The plot needs a package that is not installed."""
+    """The plot needs matplotlib, which is not installed."""
 
 
 def headless_pyplot() -> Any:
@@ -55,10 +55,10 @@ class _Words:
 
 @dataclass
 class Picture:
-    """In pixels, from the top left; what comes later lies above."""
+    """Boxes and text at positions in pixels from the top left; later items cover earlier ones."""
 
     size: float = 11
-    """Of letters."""
+    """Font size in pixels."""
     width: float = 0
     height: float = 0
     _boxes: list[_Box] = field(default_factory=list)
@@ -76,17 +76,17 @@ class Picture:
         edge: str = "",
         title: str = "",
     ) -> None:
-        """`title` is shown where a mouse points at it."""
+        """Add a box; `title` appears as its tooltip."""
         self._boxes.append(_Box(x, y, width, height, fill, opacity, edge, title))
 
     def words(
         self, x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False, mono: bool = False
     ) -> None:
-        """On a base line at `y`; `anchor`: start, middle or end."""
+        """Add text with its baseline at `y`; `anchor`: start, middle or end."""
         self._words.append(_Words(x, y, text, anchor, bold, mono))
 
     def svg(self) -> str:
-        """As a document."""
+        """The picture as an SVG document."""
         style = f'font-family="sans-serif" font-size="{self.size:g}"'
         out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" {style}>']
         out.append(f'<rect width="{self.width:g}" height="{self.height:g}" fill="white"/>')
@@ -104,7 +104,7 @@ class Picture:
         return "\n".join([*out, "</svg>"]) + "\n"
 
     def save(self, path: Path) -> None:
-        """`.svg` or `.png`. Raises `ConfigError` for others, `NoMatplotlibError`."""
+        """Write a `.svg` or `.png` file. Raises `ConfigError` for other suffixes, and `NoMatplotlibError`."""
         if path.suffix.lower() == ".svg":
             path.write_text(self.svg(), encoding="utf-8")
         elif path.suffix.lower() == ".png":

@@ -54,7 +54,7 @@ class Computed:
         return _apply(self.after, logits)
 
     def cross_entropy(self, target: torch.Tensor, *, ignore_index: int, mean: bool) -> torch.Tensor:
-        """`cross_entropy(self.full(), target)`, mean or sum, 0-dim, for logits (N, V), `target` (N,). Collective like `full`."""
+        """`cross_entropy(self.full(), target)`, mean or sum, 0-dim; logits (N, V), `target` (N,). Collective like `full`."""
         ignored = target == ignore_index
         after = self.after
         if torch.is_autocast_enabled(self.logits.device.type):  # autocast runs torch's cross_entropy in fp32
