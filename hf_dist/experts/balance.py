@@ -1,5 +1,5 @@
-"""How evenly tokens are spread over experts and over the ranks that have them. Imbalance is time and memory: a rank may get
-up to as many times its share as there are ranks."""
+"""How evenly tokens are spread over experts and over their ranks. Imbalance costs time and memory: a rank may get up to
+as many times its share as there are ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["loads", "most_over_mean"]
 
 
 def loads(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor | None:
-    """(layers, experts): rows of every expert since the last call, over all ranks, fp32; None where nothing was routed.
+    """(layers, experts): rows of every expert since the last call, over all ranks, fp32; None if nothing was routed.
 
-    Collective over dp and tp, an all-reduce for each; recomputed forwards count once.
+    Collective over dp and tp, one all-reduce each. Recomputed forwards count once.
     """
     axis = mesh.views["ep"]
     spread = list(exchanges(model).values())
@@ -28,14 +28,14 @@ def loads(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor | None:
         own = exchange.take_load()
         if own is not None:
             counts[layer, axis.rank, : exchange.num_local] = own.float()
-    for among in (mesh.dp, mesh.tp):  # ranks of tp have each a part of the rows
+    for among in (mesh.dp, mesh.tp):  # each rank of tp has a part of the rows
         collectives.all_reduce(among, counts.view(-1), "sum").wait()
     counts = counts.flatten(1)
     return counts if bool(counts.any()) else None
 
 
 def most_over_mean(counts: torch.Tensor, ranks: int) -> tuple[float, float]:
-    """(of an expert, of a rank): the most rows over the mean, in the layer where that is worst. 1 is even."""
+    """(for experts, for ranks): the most rows over the mean, in the worst layer. 1 is even."""
 
     def worst(parts: torch.Tensor) -> float:
         busy = parts[parts.sum(1) > 0]

@@ -1,8 +1,8 @@
-"""The forward of experts that are spread over ranks: tokens travel to the experts, and what these make of them comes back.
+"""The forward of experts that are spread over ranks: sends tokens to their experts, and sends the results back.
 
-Dropless: every token reaches every expert that its router chose, whatever the load, so the numbers are those of one process.
-The class's own forward runs on the rows that arrive, each with one expert; weights are applied here, where the experts are,
-and the sum over them is made in fp32.
+Dropless: every token reaches every expert that its router chose, whatever the load, so the numbers equal those of one
+process. The class's own forward runs on the rows that arrive, each with one expert. The experts' ranks apply the weights
+and sum in fp32.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["ExpertExchange"]
 
 
 class _Swap(torch.autograd.Function):
-    """Rows to the ranks of an axis; their gradients take the way back."""
+    """Sends rows to the ranks of an axis; backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, axis: MeshAxis, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Rows of every rank, by rank."""
+        """`rows` are sorted by target rank; returns the received rows, sorted by source rank."""
         ctx.way = axis, received, sent
         return _swapped(rows, axis, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The same, the other way round."""
+        """The same exchange in reverse."""
         return _swapped(grads[0], *ctx.way), None, None, None
 
 
@@ -44,23 +44,23 @@ def _swapped(rows: torch.Tensor, axis: MeshAxis, sent: list[int], received: list
 
 
 class ExpertExchange:
-    """Stands for the `forward` of one module of experts, which it holds weakly."""
+    """Replaces the `forward` of one experts module, which it holds weakly."""
 
     def __init__(self, experts: nn.Module, axis: MeshAxis, num_local: int) -> None:
-        """`axis`: the ranks that the experts are spread over, `num_local` on each."""
+        """`axis`: the ranks over which the experts are spread; `num_local`: experts per rank."""
         self._experts = weakref.ref(experts)
         self.axis = axis
         self.num_local = num_local
         self.load: torch.Tensor | None = None
-        """(num_local): rows that each expert here had since somebody asked (`take_load`)."""
+        """(num_local): rows that each local expert had since the last `take_load`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Copied:
         return _Copied(memo[id(self._experts())])
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What the module's own forward gives: (tokens, features) of `hidden`, `chosen` and `weights` (tokens, k).
+        """The result of the module's own forward for `hidden` (tokens, features), `chosen` and `weights` (tokens, k).
 
-        Collective over the axis, in backward too; ranks may have different numbers of tokens.
+        Collective over the axis, also in backward. Ranks may have different numbers of tokens.
         """
         return self._run(hidden, chosen, weights)
 
@@ -83,7 +83,7 @@ class ExpertExchange:
         token, sent = rows_to_send(chosen, self.num_local, self.axis.size)
         received = torch.empty_like(sent)
         collectives.all_to_all(self.axis, sent, received, [1] * self.axis.size, [1] * self.axis.size).wait()
-        to, of = torch.stack((sent, received)).tolist()  # the one moment at which the host waits
+        to, of = torch.stack((sent, received)).tolist()  # the only point where the host waits
         ids = _swapped(chosen.to(torch.int32).index_select(0, token), self.axis, to, of).long()
         row, choice, expert = pairs_of(ids, self.axis.rank, self.num_local)
         load = torch.bincount(expert, minlength=self.num_local)
@@ -91,18 +91,18 @@ class ExpertExchange:
         return RoutingPlan(token, to, of, row, choice, expert)
 
     def take_load(self) -> torch.Tensor | None:
-        """`load`, counted anew from here. Local."""
+        """Return `load` and start to count anew. Local."""
         load, self.load = self.load, None
         return load
 
     def _compute(self, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        """Each row by its expert, with weight one."""
+        """Run each row through its expert, with weight one."""
         experts = self._experts()
         assert experts is not None
         count = len(rows)
         if count == 0:
-            # A row of zeros for the first expert: every weight here gets a gradient, zero. One without any would be complete
-            # only at the end of backward, and its reduction would come after the exchanges that the others wait in.
+            # A row of zeros for the first expert gives every local weight a zero gradient. A weight without a gradient would be
+            # complete only at the end of backward, so its reduction would come after the exchanges in which the others wait.
             rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
         ones = rows.new_ones((len(rows), 1))
         made: torch.Tensor = type(experts).forward(experts, rows, expert.unsqueeze(1), ones)
@@ -110,7 +110,7 @@ class ExpertExchange:
 
 
 class _Copied:
-    """The same on a copy of the module: it has this rank's experts only. On meta, where plans are made, that is enough."""
+    """The exchange in a copy of the module, which has only this rank's experts. That suffices on meta, where plans are made."""
 
     def __init__(self, experts: nn.Module) -> None:
         self._experts = weakref.ref(experts)

@@ -1,9 +1,9 @@
 """LoRA on stacked experts without the merged stack: x W^T + (x A^T) B^T instead of x (W + B A)^T.
 
-PEFT adds the adapters of all experts to the whole stack in every forward (`ParamWrapper`) and keeps the sum for backward. Here
-the forward of the experts finds a `LowRankStack` in place of the weight: it answers the products that experts are made of
-(grouped, of one expert, of experts by index) with two thin products more, and anything else with the merged weight, so what
-is right stays right. The class's own forward runs, with all its flags. Source: peft 0.21, `tuners/lora/layer.py`.
+PEFT adds the adapters of all experts to the whole stack in every forward (`ParamWrapper`) and keeps the sum for backward.
+Here the forward of the experts finds a `LowRankStack` instead of the weight. For the products that experts consist of
+(grouped, of one expert, of experts by index) it adds two thin products; for anything else it returns the merged weight, so
+results stay correct. The class's own forward runs, with all its flags. Source: peft 0.21, `tuners/lora/layer.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_dist.sharding.held import held_slice
 __all__ = ["LowRankStack", "keep_adapters_low_rank"]
 
 _ALIGNMENT = 16
-"""Bytes between rows that grouped products want."""
+"""Alignment of rows that grouped products need, in bytes."""
 _GROUPED = tuple(
     function
     for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
@@ -40,14 +40,14 @@ _PRODUCTS = (
 
 
 class LowRankStack:
-    """`base + left @ right`, never added up: weights of experts, or of some of them, (..., m, n)."""
+    """`base + left @ right`, never summed: weights of all or some experts, (..., m, n)."""
 
     def __init__(self, base: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         """`base`: (..., m, n); `left`: (..., m, r); `right`: (..., r, n), all in one dtype."""
         self.base, self.left, self.right = base, left, right
 
     def __getattr__(self, name: str) -> Any:
-        # Shape, dtype, device and whatever else is no operation.
+        # Shape, dtype, device and other attributes that are not operations.
         return getattr(self.base, name)
 
     def __getitem__(self, index: Any) -> LowRankStack | torch.Tensor:
@@ -56,27 +56,27 @@ class LowRankStack:
         return LowRankStack(self.base[index], self.left[index], self.right[index])
 
     def transpose(self, first: int, second: int) -> LowRankStack | torch.Tensor:
-        """Of the matrices; another transposition is made of the merged weights."""
+        """Transpose the matrices. Any other transposition returns the merged weights."""
         if {first % self.base.dim(), second % self.base.dim()} != {self.base.dim() - 2, self.base.dim() - 1}:
             return self.merged().transpose(first, second)
         return LowRankStack(*(t.transpose(-2, -1) for t in (self.base, self.right, self.left)))
 
     @property
     def mT(self) -> LowRankStack | torch.Tensor:
-        """As of a tensor."""
+        """As for a tensor."""
         return self.transpose(-2, -1)
 
     @property
     def T(self) -> LowRankStack | torch.Tensor:
-        """As of a tensor, of one matrix."""
+        """As for a tensor with one matrix."""
         return self.transpose(0, 1) if self.base.dim() == 2 else self.merged().T
 
     def t(self) -> LowRankStack | torch.Tensor:
-        """As of a tensor."""
+        """As for a tensor."""
         return self.T
 
     def merged(self) -> torch.Tensor:
-        """The weights as PEFT has them."""
+        """The weights as PEFT computes them."""
         return self.base + self.left @ self.right
 
     def __rmatmul__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class LowRankStack:
 
 
 def _thin(product: Callable[..., torch.Tensor], rows: torch.Tensor, weight: LowRankStack, kwargs: Any) -> torch.Tensor:
-    """The part of the adapters in a grouped product, whose kernels want aligned rows."""
+    """The adapters' part of a grouped product, whose kernels need aligned rows."""
     left, right = weight.left, weight.right
     missing = -left.shape[-1] % (_ALIGNMENT // left.element_size())
     if missing:
@@ -122,9 +122,9 @@ def _plain(value: Any) -> Any:
 
 
 def keep_adapters_low_rank(model: nn.Module) -> int:
-    """Have PEFT's adapters on stacked experts of `model` work in low rank; how many stacks have them. Local.
+    """Make PEFT's adapters on stacked experts of `model` work in low rank. Returns the number of such stacks. Local.
 
-    What PEFT does outside of a forward (merge, save, switch) stays PEFT's.
+    Outside of a forward (merge, save, switch) PEFT's own code runs.
     """
     if "peft" not in sys.modules:
         return 0
@@ -141,7 +141,7 @@ def keep_adapters_low_rank(model: nn.Module) -> int:
 
 
 class _Forward:
-    """Stands for `forward` of the outermost wrapper of a module, which it holds weakly; for that of a copy, too."""
+    """Replaces `forward` of the outermost wrapper of a module, which it holds weakly; also in a copy of the module."""
 
     def __init__(self, wrapper: nn.Module) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -177,12 +177,12 @@ def _is_stack(layer: Any) -> bool:
 
 
 def _stack_of(layer: Any) -> LowRankStack | None:
-    """The weight with its active adapters side by side; None without any."""
+    """The weight with all active adapters side by side; None without active adapters."""
     param = layer.get_param()
     adapters = [name for name in layer.active_adapters if name in layer.lora_A]
     if not adapters:
         return None
-    held = held_slice(param).ranges[0]  # of the experts, whose adapters are whole on every rank
+    held = held_slice(param).ranges[0]  # range of experts; their adapters are whole on every rank
     factors = [layer.get_delta_factors(name) for name in adapters]
     left = torch.cat([left * scaling for left, _, scaling in factors], dim=-1)
     right = torch.cat([right for _, right, _ in factors], dim=-2)
@@ -193,7 +193,7 @@ def _stack_of(layer: Any) -> LowRankStack | None:
 
 @contextmanager
 def _in_place_of(experts: nn.Module, stacks: dict[str, LowRankStack]) -> Iterator[None]:
-    """Inside, the attributes of `experts` are `stacks`: what is in a module's own dict comes before its parameters."""
+    """Inside, `stacks` hide attributes of `experts`: entries in a module's own dict take precedence over its parameters."""
     experts.__dict__.update(stacks)
     try:
         yield

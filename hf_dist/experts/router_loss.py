@@ -1,12 +1,12 @@
-"""The load-balancing loss of a model's routers: over the rows of all data ranks, as one process computes it.
+"""The load-balancing loss of a model's routers over the rows of all data ranks, as one process computes it.
 
-HF's loss is E times the product of two means over the rows of a forward: how often an expert was chosen, and the mean of its
-probability. A mean over ranks of such products is another function with another gradient. So the counts, which have no
-gradient, are summed over the ranks, and each rank keeps the product with its own probabilities.
+HF's loss is E times the product of two means over the rows of a forward: how often each expert was chosen, and its mean
+probability. The mean of such products over ranks is a different function with a different gradient. So the counts, which
+have no gradient, are summed over the ranks, and each rank multiplies them by its own probabilities.
 
 HF's Trainer divides the cross-entropy by the items of the whole window (`num_items_in_batch`), multiplies the whole loss by
-the number of ranks, and leaves out the division by the microbatches: the auxiliary loss, a mean already, grows with both.
-In such a forward it is divided by them here.
+the number of ranks, and does not divide by the microbatches. The auxiliary loss, already a mean, would grow with both.
+In such a forward it is therefore divided by both here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = "load_balancing_loss_func"
 _STOCK = "_hf_dist_stock"
 
 _running: RouterLoss | None = None
-"""Of the model whose forward is under way."""
+"""The `RouterLoss` of the model whose forward is running."""
 
 
 def balance(
@@ -40,7 +40,7 @@ def balance(
     attention_mask: torch.Tensor | None = None,
     axis: MeshAxis | None = None,
 ) -> torch.Tensor:
-    """The loss over the rows of all ranks of `axis`, 0D fp32: its mean over them is that of the joined batch.
+    """The loss over the rows of all ranks of `axis`, 0-D fp32: its mean over the ranks equals that of the joined batch.
 
     `gate_logits`: (rows, experts) of every layer; `attention_mask`: (batch, length), zero for padding. Collective over
     `axis`, one all-reduce of E + 1 floats.
@@ -67,29 +67,29 @@ class RouterLoss:
     """The auxiliary loss in the forwards of one model."""
 
     def __init__(self, mesh: ParallelMesh, accumulation: int, *, joined: bool) -> None:
-        """`accumulation`: microbatches of a window; `joined`: over all ranks of `dp`, else each rank's own."""
+        """`accumulation`: microbatches per window; `joined`: over all ranks of `dp`, otherwise each rank's own rows."""
         self.mesh = mesh
         self.accumulation = accumulation
         self.joined = joined
         self.parts: int | None = None
-        """What a loss that counts items is one part of: microbatches of the window times the ranks that the caller multiplies
-        by. None: all of both."""
+        """How many parts a loss that counts items has: microbatches per window times the ranks by which the caller multiplies.
+        None: all microbatches and all ranks."""
         self.split_over: Callable[[], MeshAxis | None] = lambda: None
-        """The ranks that have a part of each row of the forward under way, whose parts of the loss are added up."""
+        """The ranks that each have a part of every row in the current forward; their parts of the loss are summed."""
         self._divided = 1
         self._before: RouterLoss | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
-        # A copied model is not one of a job: nobody else runs it.
+        # A copied model is not part of a job: no other rank runs it.
         return RouterLoss(self.mesh, self.accumulation, joined=False)
 
     def attach(self, model: nn.Module) -> None:
-        """Be asked in the forwards of `model`. Local."""
+        """Make the forwards of `model` use this loss. Local."""
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     def take_over(self, module: ModuleType) -> bool:
-        """Have the function of a modelling module ask the forward under way; whether it is HF's usual one. Local."""
+        """Make a modelling module's loss function call the running forward's loss. Whether it is HF's usual one. Local."""
         stock = getattr(module, _NAME)
         if hasattr(stock, _STOCK):
             return True
@@ -114,7 +114,7 @@ class RouterLoss:
     def _loss(
         self, own: Callable[[], torch.Tensor], joined: Callable[..., torch.Tensor], is_meta: bool
     ) -> torch.Tensor:
-        # Without gradient each batch is by itself: nothing says that all ranks have one.
+        # Without gradient each batch is separate, because not every rank need have one.
         joins = self.joined and torch.is_grad_enabled() and not is_meta
         parts = self.split_over()
         axis = self.mesh.dp if joins else parts
@@ -134,12 +134,12 @@ class RouterLoss:
         global _running
         _running, self._before = self._before, None
         value = output.get("aux_loss") if self._divided != 1 and isinstance(output, dict) else None
-        if isinstance(value, torch.Tensor):  # what is read beside the loss is the mean that it was
+        if isinstance(value, torch.Tensor):  # the value reported beside the loss stays the plain mean
             output["aux_loss"] = value * self._divided
 
 
 def router_loss_for(model: nn.Module, mesh: ParallelMesh, accumulation: int, scope: str) -> RouterLoss | None:
-    """The auxiliary loss of `model`, None where its classes have none. `scope`: `hf_dist.router_loss`. Local."""
+    """The auxiliary loss of `model`; None if its classes have none. `scope`: `hf_dist.router_loss`. Local."""
     names = dict.fromkeys(cls.__module__ for module in model.modules() for cls in type(module).__mro__)
     modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), _NAME)]
     if not modules:
@@ -156,13 +156,13 @@ def router_loss_for(model: nn.Module, mesh: ParallelMesh, accumulation: int, sco
 
 
 def _is_usual(function: Callable[..., Any]) -> bool:
-    """Whether it computes what `balance` does, asked of it with rows and masks of chance."""
+    """Whether `function` computes the same as `balance`, tested with random rows and masks."""
     generator = torch.Generator().manual_seed(0)
     gates = tuple(torch.randn(6, 5, generator=generator) for _ in range(2))
     for mask in (None, torch.tensor([[1, 1, 0], [1, 1, 1]])):
         try:
             value = function(gates, 5, 2, mask)
-        except Exception:  # another signature, other shapes
+        except Exception:  # a different signature or shapes
             return False
         if not isinstance(value, torch.Tensor) or not torch.allclose(value, balance(gates, 5, 2, mask), rtol=1e-5):
             return False

@@ -1,7 +1,7 @@
-"""Where the rows of a layer go and come back from, for one forward. Pure arithmetic on the router's choices.
+"""Where a layer's rows are sent and returned from in one forward. Pure arithmetic on the router's choices.
 
-A token travels once to each rank that has at least one of its experts. Rows are sorted by rank, then by token; a pair is a
-received row and one of its experts that is here.
+A token is sent once to each rank that has at least one of its experts. Rows are sorted by rank, then by token. A pair is a
+received row together with one of its local experts.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ __all__ = ["RoutingPlan", "pairs_of", "rows_to_send"]
 
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
-    """One layer's routing, on one rank of the axis."""
+    """The routing of one layer on one rank of the axis."""
 
     token: torch.Tensor
-    """(rows sent): the token of each."""
+    """(rows sent): the token of each row."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
     """Rows from each rank."""
     row: torch.Tensor
-    """(pairs): the received row of each."""
+    """(pairs): the received row of each pair."""
     choice: torch.Tensor
-    """(pairs): which of the row's choices it is, 0 .. k - 1."""
+    """(pairs): index of the pair among the row's choices, 0 .. k - 1."""
     expert: torch.Tensor
-    """(pairs): the expert, counted from the first one here."""
+    """(pairs): the expert, counted from the first local one."""
 
 
 def rows_to_send(chosen: torch.Tensor, num_local: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token of each row, rows to each rank) for the experts `chosen` (tokens, k), of which each rank has `num_local`."""
+    """(token of each row, rows to each rank) for the experts `chosen` (tokens, k), with `num_local` experts per rank."""
     needed = torch.zeros((len(chosen), ranks), dtype=torch.bool, device=chosen.device)
     needed.scatter_(1, chosen // num_local, True)
     return needed.t().nonzero()[:, 1], needed.sum(0)
 
 
 def pairs_of(chosen: torch.Tensor, rank: int, num_local: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row, choice, local expert) of every choice in `chosen` (rows, k) that is an expert of `rank`."""
+    """(row, choice, local expert) for every choice in `chosen` (rows, k) that is an expert of `rank`."""
     row, choice = (chosen // num_local == rank).nonzero(as_tuple=True)
     return row, choice, chosen[row, choice] - rank * num_local

@@ -1,8 +1,8 @@
-"""Which modules are experts, and each rank's share of them. Found by their structure, never by class names.
+"""Finds expert modules by their structure, never by class names, and gives each rank its share of the experts.
 
-Stacked experts: an `int` attribute `num_experts`; own parameters whose first dimension it is, all of them, one at least with
-three dimensions; and a forward of rows, chosen experts and their weights. That is the shape of all experts which transformers
-itself can spread (`base_model_ep_plan`).
+Stacked experts have an `int` attribute `num_experts`; own parameters that all have it as first dimension, at least one of
+them with three dimensions; and a forward of rows, chosen experts and their weights. All experts that transformers itself
+can spread (`base_model_ep_plan`) have this structure.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _KEY = "expert_parallel.autoep_size"
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules of stacked experts by path."""
+    """Modules of stacked experts, by path."""
     return {path: module for path, module in model.named_modules() if _is_experts(module)}
 
 
 def expert_counts(model: nn.Module) -> list[int]:
-    """How many experts the modules have, each number once, in order."""
+    """The distinct numbers of experts of the modules, in order."""
     return sorted({int(module.num_experts) for module in find_experts(model).values()})  # type: ignore[arg-type]
 
 
@@ -41,11 +41,11 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def spread_experts(model: nn.Module, mesh: ParallelMesh, whole: nn.Module | None = None) -> dict[str, TensorSlice]:
-    """Keep this rank's share of the experts of `model`, and have tokens travel to them; the slices of all of them. Local.
+    """Keep this rank's share of the experts of `model`, and send tokens to them. Returns the slices of all of them. Local.
 
-    In place, before weights are read and after `check_experts`: a parameter stays the object that it was, its first dimension
-    becomes the share's. `whole`: the model before it was cut into stages; experts of other stages are called outside of the
-    pipeline's schedule, and tokens travel to them, too.
+    In place, before weights are read and after `check_experts`. Parameters stay the same objects; their first dimension
+    becomes that of the share. `whole`: the model before it was cut into stages; experts of other stages are called outside of
+    the pipeline's schedule, and tokens are sent to them, too.
     """
     axis = mesh.views["ep"]
     if axis.size == 1:
@@ -63,7 +63,7 @@ def spread_experts(model: nn.Module, mesh: ParallelMesh, whole: nn.Module | None
 
 
 def expert_slices(model: nn.Module, ranks: int, rank: int = 0) -> dict[str, TensorSlice]:
-    """What `rank` of `ranks` keeps of the experts' parameters, by name; what is cut already stays as it is. Local."""
+    """The slices that `rank` of `ranks` keeps of the experts' parameters, by name. Slices already cut stay. Local."""
     found: dict[str, TensorSlice] = {
         name: held_slice(p) for name, p in model.named_parameters() if cut_along(p) == "ep"
     }
@@ -77,14 +77,14 @@ def expert_slices(model: nn.Module, ranks: int, rank: int = 0) -> dict[str, Tens
 
 
 def exchanges(model: nn.Module) -> dict[str, ExpertExchange]:
-    """Of the spread experts of `model`, by path; of a stage its own."""
+    """The exchanges of the spread experts of `model`, by path; for a pipeline stage only its own."""
     own = ((path, module) for path, module in model.named_modules() if module._parameters)
     found = ((path, module.__dict__.get("forward")) for path, module in own)
     return {path: forward for path, forward in found if isinstance(forward, ExpertExchange)}
 
 
 def check_experts(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Raise `ConfigError` where experts cannot be shared evenly, `ModelError` where they cannot be shared at all. Local."""
+    """Raise `ConfigError` if experts cannot be divided evenly, `ModelError` if they cannot be spread at all. Local."""
     ranks = mesh.axes.size("ep")
     if ranks == 1:
         return
