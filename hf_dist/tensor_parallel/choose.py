@@ -1,4 +1,4 @@
-"""Which plan a model is split by: its author's, completed by what derivation finds; each verified before it is used."""
+"""Chooses the plan by which a model is split: its author's plan, completed by derivation; each is verified before use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["choose_plan"]
 Experts = Callable[[nn.Module], Iterable[str]]
 
 _known: dict[Any, SplitPlan | str] = {}
-"""Outcomes of this process: a plan, or why there is none."""
+"""Results in this process: a plan, or the reason why there is none."""
 
 
 def choose_plan(
@@ -30,11 +30,11 @@ def choose_plan(
     sequence: bool | None = None,
     apart: Experts | None = None,
 ) -> SplitPlan:
-    """A plan for `model` (without adapters) on `size` ranks that computes what one process does. Local, on the CPU: seconds.
+    """A plan for `model` (without adapters) on `size` ranks that computes the same as one process. Local, on the CPU: seconds.
 
-    `blocks`: the repeated parts of a model, by path; `given`: a `partition_config`, which takes the place of both;
-    `sequence`: whether parts of the sequence are kept between regions, None where that verifies; `apart`: the paths of experts
-    in a model, which are not cut. Reads no weights of `model`, only its class and its config. Raises `ModelError` where no plan
+    `blocks`: the repeated parts of a model, by path; `given`: a `partition_config`, which replaces both other sources;
+    `sequence`: whether to keep parts of the sequence between regions, None if that verifies; `apart`: the paths of experts
+    in a model, which are not split. Reads no weights of `model`, only its class and config. Raises `ModelError` if no plan
     verifies.
     """
     config: Any = getattr(model, "config", None)
@@ -78,7 +78,7 @@ def _chosen(
     if plan.params:
         try:
             plan = verify(plan)
-        except Exception as error:  # of the model's own code, too
+        except Exception as error:  # including errors of the model's own code
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             plan = SplitPlan()
     if not plan.params:
@@ -102,7 +102,7 @@ def _with_sequence(
 ) -> SplitPlan:
     try:
         return verified(replace(plan, sequence=True), reference, size, blocks)
-    except Exception as error:  # of the model's own code, too
+    except Exception as error:  # including errors of the model's own code
         if not wanted:
             return plan
         text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,14 +1,14 @@
-"""How an activation goes from one state to another between the ranks of a split, forward and backward.
+"""How an activation changes from one state to another between the ranks of a split, in forward and backward.
 
     state   value on the ranks        its gradient on the ranks
-    I       equal                     equal, each the whole one
+    I       equal                     equal, each whole
     R       equal                     parts of a sum
     V       own heads or columns      its own
-    P       parts of a sum            equal, the whole one
+    P       parts of a sum            equal, each whole
     S       own part of the sequence  its own
 
-What nobody names is I. A wrong state is no error anywhere, it is a gradient that is off by a factor: plans are verified.
-A sequence that does not divide is padded inside of a crossing and cut again; dimension 1 is the sequence.
+An activation that no plan names is I. A wrong state raises no error; it gives a gradient that is off by a factor, so plans
+are verified. A sequence that does not divide is padded inside a crossing and cut again; dimension 1 is the sequence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, peers: Peers, there: Step, back: Step, extra: int) -> torch.Tensor:
         ctx.peers, ctx.back, ctx.extra, ctx.shape = peers, back, extra, tensor.shape
         out = there(peers, tensor, tensor.shape, extra)
-        # Models write into what their layers return, which autograd refuses for a view that was made in here.
+        # Models write into their layers' outputs, which autograd refuses for a view created here.
         return out.clone() if out._is_view() and there is not _same else out
 
     @staticmethod
@@ -69,13 +69,13 @@ class _Zeros(torch.autograd.Function):
 
 
 def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros in its place, with a gradient of zeros: what another rank of the split adds, once for all. Local."""
+    """Zeros of the same shape, with a gradient of zeros, for values that another rank of the split adds. Local."""
     zeros: torch.Tensor = _Zeros.apply(tensor)
     return zeros
 
 
 def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`tensor` with zeros behind it up to `length` along `dim`."""
+    """`tensor`, padded with zeros to `length` along `dim`."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
@@ -85,7 +85,7 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def own_part(peers: Peers, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """This rank's of `size` equal parts along `dim`, contiguous."""
+    """This rank's part of `size` equal parts along `dim`, contiguous."""
     length = tensor.shape[dim] // peers.size
     return tensor.narrow(dim, peers.rank * length, length).contiguous()
 
@@ -120,7 +120,7 @@ def _join_columns(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra: 
 
 
 def _joined(peers: Peers, tensor: torch.Tensor, dim: int, whole: int) -> torch.Tensor:
-    """All ranks' slices along `dim`, of which the whole has `whole`; they need not divide."""
+    """All ranks' slices joined along `dim`, `whole` elements in total; slices need not be equal."""
     parts = peers.parts(padded(tensor, dim, -(-whole // peers.size)))
     lengths = [(rank + 1) * whole // peers.size - rank * whole // peers.size for rank in range(peers.size)]
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
@@ -136,7 +136,7 @@ def _own_of_weight(peers: Peers, tensor: torch.Tensor, shape: torch.Size, extra:
 
 
 def columns_of(peers: Peers, width: int) -> tuple[int, int]:
-    """Which of `width` columns are this rank's: first, one past the last."""
+    """This rank's part of `width` columns: first, one past the last."""
     return peers.rank * width // peers.size, (peers.rank + 1) * width // peers.size
 
 
@@ -162,27 +162,27 @@ def _crossing(there: Step, back: Step) -> Callable[..., torch.Tensor]:
 
 
 to_replicated = _crossing(_same, _sum)
-"""I -> R: the input of products whose columns are cut. `(tensor, peers)`."""
+"""I -> R: the input of products split by columns. `(tensor, peers)`."""
 to_invariant = _crossing(_sum, _same)
-"""P -> I: the output of products whose rows are cut. `(tensor, peers)`."""
+"""P -> I: the output of products split by rows. `(tensor, peers)`."""
 to_equal_gradient = _crossing(_same, _share)
-"""R -> I: of what leaves a region without being summed. `(tensor, peers)`."""
+"""R -> I: for what leaves a region without being summed. `(tensor, peers)`."""
 to_columns = _crossing(_own_columns, _join_columns)
 """I -> V. `(tensor, peers, columns of the whole)`."""
 whole_columns = _crossing(_join_columns, _own_columns)
 """V -> I. `(tensor, peers, columns of the whole)`."""
 whole_columns_replicated = _crossing(_join_columns, _own_of_sum)
-"""V -> R: inside of a region. `(tensor, peers, columns of the whole)`."""
+"""V -> R: inside a region. `(tensor, peers, columns of the whole)`."""
 whole_rows = _crossing(_join_weight, _own_of_weight)
-"""V -> I, of a weight that is cut along its first dimension. `(tensor, peers, rows of the whole)`."""
+"""V -> I, for a weight split along its first dimension. `(tensor, peers, rows of the whole)`."""
 to_rows_of_sequence = _crossing(_own_rows, _join_rows)
 """I -> S. `(tensor, peers, length)`."""
 whole_sequence = _crossing(_join_rows, _own_rows)
 """S -> I. `(tensor, peers, length)`."""
 whole_sequence_replicated = _crossing(_join_rows, _scatter_rows)
-"""S -> R: where a region begins. `(tensor, peers, length)`."""
+"""S -> R: at the start of a region. `(tensor, peers, length)`."""
 sum_over_sequence = _crossing(_scatter_rows, _join_rows)
-"""P -> S: where a region ends. `(tensor, peers, length)`."""
+"""P -> S: at the end of a region. `(tensor, peers, length)`."""
 
 
 # ---- the same two, of which the sum of backward begins early (`overlap.py`)

@@ -1,8 +1,8 @@
-"""A plan for products that no plan names: pairs by the order in which a block calls its products, each kept if it verifies.
+"""Derives a plan for products that no plan names: pairs in the order in which a block calls them, each kept if it verifies.
 
-Products that read one tensor are columns; the next that is called and reads another is their row. Fused ones are cut in one,
-two or three segments; counts of heads and widths that the modules around them keep are divided, or not. Verification says
-which of it is right; a kind of pair for which nothing is, stays whole.
+Products that read the same tensor are columns; the next product called that reads another tensor is their row. Fused ones
+are cut in one, two or three segments. Head counts and widths stored by the modules around them are divided, or not.
+Verification decides which variant is right. If none verifies, that kind of pair stays whole.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _HEADS = r"(num|n)_(attention_|query_|kv_|key_value_)?heads?|num_heads|n_head|nu
 _INNER = r"all_head_size|split_size|inner_dim|kv_dim|attention_head_size_all|q_dim"
 _WIDTH = r"embed_dim|hidden_size|d_model|n_embd|dim"
 _OPEN = GATHERED | {"rowwise_split_input", "rowwise_rep"}
-"""Styles that send whole activations: a pair that verifies is better."""
+"""Styles that send whole activations; a pair that verifies is better."""
 
 _FAILS = (HfDistError, RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, AssertionError)
-"""What a model's code raises for sizes that do not fit together."""
+"""Errors that a model's code raises for sizes that do not fit together."""
 
 Verify = Callable[[SplitPlan], SplitPlan]
 Kind = tuple[tuple[str, ...], str]
@@ -46,8 +46,8 @@ Blocks = Mapping[str, nn.Module]
 
 
 def completed(plan: SplitPlan, reference: Unsplit, blocks: Blocks, verify: Verify) -> SplitPlan:
-    """`plan`, which verifies, with every kind of pair in `blocks` that it leaves out and that verifies as well; then the
-    vocabulary. Local, on the CPU; several verifications for each kind."""
+    """`plan`, which verifies, plus every kind of pair in `blocks` that it omits and that verifies as well; then the
+    vocabulary. Local, on the CPU; several verifications per kind."""
     modules = dict(reference.model.named_modules())
     added = 0
     for kind in _kinds(plan, reference, blocks):
@@ -69,9 +69,9 @@ def completed(plan: SplitPlan, reference: Unsplit, blocks: Blocks, verify: Verif
 
 
 def _kinds(plan: SplitPlan, reference: Unsplit, blocks: Blocks) -> Iterator[Kind]:
-    """Pairs of products that are called one after the other in some block, without repetition, by patterns of names."""
+    """Pairs of products that are called one after the other in some block, each once, by patterns of names."""
     calls: list[tuple[str, str, int]] = []
-    hold: list[torch.Tensor] = []  # ids stay unique while these live
+    hold: list[torch.Tensor] = []  # keeps these alive, so that ids stay unique
     handles = []
     for block, module in blocks.items():
         for name, product in module.named_modules():
@@ -109,7 +109,7 @@ def _kinds(plan: SplitPlan, reference: Unsplit, blocks: Blocks) -> Iterator[Kind
 
 
 def _trials(plan: SplitPlan, kind: Kind, modules: Mapping[str, nn.Module], blocks: Blocks) -> Iterator[SplitPlan]:
-    """Ways to cut one kind of pair: segments times attributes that are divided."""
+    """Ways to split one kind of pair: all combinations of segments and divided attributes."""
     columns, row = kind
     members = {pattern_of(name): module for name, module in modules.items()}
     matrices: Mapping[str, Any] = {name: members[name] for name in (*columns, row)}
@@ -143,7 +143,7 @@ def _trials(plan: SplitPlan, kind: Kind, modules: Mapping[str, nn.Module], block
 def _attributes(
     modules: Mapping[str, nn.Module], blocks: Blocks, products: tuple[str, ...], names: tuple[str, ...]
 ) -> frozenset[tuple[str, str]]:
-    """(module, attribute): whole numbers of the modules inside of a block that contain one of the products."""
+    """(module, attribute): integers of the modules inside a block that contain one of the products."""
     found = set()
     inside = {pattern_of(block) for block in blocks}
     for path, module in modules.items():
@@ -158,7 +158,7 @@ def _attributes(
 
 
 def _with_vocabulary(plan: SplitPlan, model: nn.Module) -> SplitPlan:
-    """Embedding and head cut by rows of the vocabulary, where the plan leaves them whole."""
+    """Split embedding and head by rows of the vocabulary, where the plan leaves them whole."""
     embedding, head = output_and_input(model)
     names = {id(module): pattern_of(name) for name, module in model.named_modules()}
     params, styles = dict(plan.params), dict(plan.modules)

@@ -1,8 +1,8 @@
-"""The weight of a head over a split vocabulary, whole for code that reads it instead of calling the head.
+"""The whole weight of a head over a split vocabulary, for code that reads it instead of calling the head.
 
-Fused losses (TRL's trainers, Liger's kernels) take the hidden states and multiply them by `lm_head.weight` themselves. A rank
-has some rows of it: the loss over them is finite, plausible, and of another vocabulary. Such a read cannot be seen where it
-computes (an autograd Function), only where it asks the head for its weight.
+Fused losses (TRL's trainers, Liger's kernels) multiply the hidden states by `lm_head.weight` themselves. A rank has only some
+rows of it, so the loss would be finite and plausible, but over another vocabulary. Such a read is invisible where it
+computes (an autograd Function), so it is caught where it asks the head for its weight.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _READER = "_hf_dist_reader"
 
 
 class WholeHead:
-    """The parameters of one head, gathered for whoever reads them inside of the model's forward and outside of its own."""
+    """Gathers the parameters of one head for code that reads them inside the model's forward but outside the head's own."""
 
     def __init__(
         self, model: nn.Module, head: nn.Module, peers: Peers, width: int, is_whole: Callable[[], bool]
     ) -> None:
-        """`width`: rows of all ranks; `is_whole`: whether the parameters are whole for the moment."""
+        """`width`: rows over all ranks; `is_whole`: whether the parameters are temporarily whole."""
         self.peers, self.width, self.is_whole = peers, width, is_whole
         self._name = type(model).__name__
-        self._depth = 0  # forwards of the model under way
-        self._calls = 0  # of the head
+        self._depth = 0  # running forwards of the model
+        self._calls = 0  # running calls of the head
         self._gathered: dict[tuple[str, bool], torch.Tensor] = {}
         kind: type = type(head)
         head.__class__ = _asks_its_reader(kind)
-        mine = weakref.ref(self)  # a copy of the model must not copy groups
+        mine = weakref.ref(self)  # weak: a copy of the model must not copy groups
         head.__dict__[_READER] = lambda name, param: param if (own := mine()) is None else own.read(name, param)
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
@@ -46,7 +46,7 @@ class WholeHead:
         head.register_forward_hook(self._end, always_call=True)
 
     def read(self, name: str, param: nn.Parameter) -> torch.Tensor:
-        """What code gets for `head.weight`, `head.bias`. Collective over the ranks of the split where it is gathered."""
+        """The value of `head.weight` or `head.bias`. Collective over the ranks of the split if it is gathered."""
         if not self._depth or self._calls or self.is_whole():
             return param
         key = name, torch.is_grad_enabled()
@@ -75,7 +75,7 @@ class WholeHead:
 
 @functools.cache
 def _asks_its_reader(cls: type) -> type:
-    """A twin of a module's class whose `weight` and `bias` are what its reader says."""
+    """A twin of a module's class whose `weight` and `bias` come from its reader."""
 
     def asked(name: str) -> property:
         def get(module: nn.Module) -> Any:

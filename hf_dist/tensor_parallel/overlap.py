@@ -1,13 +1,13 @@
-"""The sum of backward that begins before weight gradients are computed (`tensor_parallel.tp_overlap_comm`).
+"""Starts the sum of backward before weight gradients are computed (`tensor_parallel.tp_overlap_comm`).
 
-q, k and v read one tensor, whose gradient is a sum over the ranks. By itself autograd computes the gradients of input and
-weight of each product together, and the sum begins after the last of them. Here a backward computes the gradient of its
-input only; its weight's is due at a node of its own, which autograd reaches after the sum has begun:
+q, k and v read one tensor, whose gradient is a sum over the ranks. By default autograd computes the input and weight
+gradients of each product together, so the sum starts after the last product. Here backward computes only the gradient of the
+input. The weight gradient is computed at a separate node, which autograd reaches after the sum has started:
 
     forward     wait(x) -> start(x, token of q, of k, of v) -> products
-    backward    dx of v, of k, of q; start the sum; dW of v, of k, of q; wait for it
+    backward    dx of v, of k, of q; start the sum; dW of v, of k, of q; wait for the sum
 
-[Note: order of nodes] Of the nodes that are ready autograd runs the one that was made last: tokens are made after `wait`.
+[Note: order of nodes] Among ready nodes autograd runs the one created last, so tokens are created after `wait`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Begin = Callable[[Peers, torch.Tensor, torch.Size, int], Started]
 
 
 def splits_backward(module: nn.Module) -> bool:
-    """Whether the product of `module` can be computed here: a plain linear layer that learns, without adapters."""
+    """Whether this module's product can be split this way: a plain trainable linear layer without adapters."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module.weight.requires_grad
 
 
 class _Due:
-    """What the weight's gradient of one product is made of, from its backward until its token's."""
+    """The inputs of one product's weight gradient, kept from its backward until its token's."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -49,14 +49,14 @@ class _Sum:
 
 
 class Crossed:
-    """An activation inside of a region, and the products that read it."""
+    """An activation inside a region, and the products that read it."""
 
     def __init__(self, tensor: torch.Tensor, due: Mapping[int, _Due] | None = None) -> None:
         self.tensor = tensor
         self._due = due or {}
 
     def entering(self, module: nn.Module | None) -> torch.Tensor:
-        """The tensor as the input of `module`, whose product is then computed here if it is one of those."""
+        """The tensor as the input of `module`. If `module` is one of the products, it is computed here."""
         due = self._due.get(id(module))
         if due is None or torch.is_autocast_enabled(self.tensor.device.type):
             return self.tensor
@@ -71,9 +71,9 @@ class Crossed:
 def crossed_early(
     tensor: torch.Tensor, peers: Peers, enter: Enter, begin: Begin, extra: int, products: Sequence[nn.Module]
 ) -> Crossed:
-    """`tensor` across a crossing that goes `enter` forward, and back by a sum that `begin` starts.
+    """`tensor` across a crossing that is `enter` in forward, and in backward a sum that `begin` starts.
 
-    `products`: who will read it. A product that does not read it in the end costs nothing.
+    `products`: the products that will read it. One that does not read it costs nothing.
     """
     total = _Sum(peers, begin, enter, extra)
     waiting = _Wait.apply(tensor, total)
@@ -111,7 +111,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Token(torch.autograd.Function):
-    """Stands for a weight where the sum starts: what autograd owes to it is computed when that has begun."""
+    """Stands for a weight where the sum starts, so that its gradient is computed once the sum has started."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, due: _Due) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""A plan that the user writes: `tensor_parallel.partition_config`, DeepSpeed's regular expressions on names of parameters.
+"""A plan written by the user: `tensor_parallel.partition_config`, DeepSpeed's regular expressions on parameter names.
 
     {"use_default_specs": false, "layer_specs": [
         {"patterns": ["\\\\.(q|k|v|gate|up)_proj\\\\.weight$"], "partition_type": "column"},
         {"patterns": ["\\\\.gate_up_proj\\\\.weight$"], "partition_type": "column", "shape": [2, -1]},
         {"patterns": ["\\\\.(o|down)_proj\\\\.weight$"], "partition_type": "row"}]}
 
-`shape`: parts of a fused weight, as a number of equal ones or a list of their sizes. The first pattern that fits counts.
+`shape`: parts of a fused weight, as a number of equal parts or a list of their sizes. The first matching pattern counts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SPEC_KEYS = {"patterns", "partition_type", "shape", "partition_dim", "model_typ
 
 
 def plan_of_config(model: nn.Module, given: Mapping[str, Any]) -> SplitPlan:
-    """The plan that `given` describes for `model`, on top of its own if `use_default_specs` is true.
+    """The plan that `given` describes for `model`, added to the model's own if `use_default_specs` is true.
 
-    Raises `ConfigError` for keys and values that mean nothing, and `ModelError` for a pattern that fits no parameter.
+    Raises `ConfigError` for invalid keys and values, and `ModelError` for a pattern that matches no parameter.
     """
     specs = _specs(given)
     plan = plan_of_model(model) if given.get("use_default_specs") else SplitPlan()

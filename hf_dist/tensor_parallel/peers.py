@@ -1,8 +1,8 @@
-"""The ranks between which one model's weights are cut: what the crossings ask of them.
+"""The ranks over which one model's weights are split, as the crossings use them.
 
-`MeshPeers` are processes, along the axis `tp` of the mesh; `ThreadPeers` are threads of one process, for verifying a plan on
-a tiny copy of the model before a job uses it. A backward on the CPU runs in the thread that calls it, so threads may exchange
-inside of one.
+`MeshPeers` are processes along the mesh axis `tp`. `ThreadPeers` are threads of one process, used to verify a plan on
+a tiny copy of the model before a job uses it. A backward on the CPU runs in the calling thread, so threads may exchange
+data inside a backward.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ _SECONDS = 60.0
 
 
 class Started(NamedTuple):
-    """A sum under way."""
+    """A running sum."""
 
     tensor: torch.Tensor
-    """Where it will be."""
+    """The tensor that will hold the result."""
     wait: Callable[[], None]
 
 
 class Peers(Protocol):
-    """The ranks of one split. Every method leaves its argument alone; all peers call it with tensors of one shape."""
+    """The ranks of one split. No method changes its argument. All peers call each method with tensors of one shape."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of peers."""
 
     @property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """This peer's rank."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of all peers' tensors, on each of them."""
+        """The sum of all peers' tensors, on each peer."""
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Element by element, on each of them."""
+        """The element-wise maximum, on each peer."""
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every peer's tensor, by rank."""
 
     def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of the sum this rank's part, one of `size` equal ones along `dim`."""
+        """This rank's part of the sum, one of `size` equal parts along `dim`."""
 
     def start_sum(self, tensor: torch.Tensor) -> Started:
-        """`sum`, which goes on beside what is computed until it is waited for."""
+        """Like `sum`, but it overlaps computation until it is waited for."""
 
     def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> Started:
-        """`scatter_sum` likewise."""
+        """Like `scatter_sum`, but it overlaps computation until it is waited for."""
 
 
 class AtOnce(ABC):
-    """Peers whose sums are there when they have begun."""
+    """Peers whose sums are complete as soon as they start."""
 
     @abstractmethod
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class AtOnce(ABC):
 
 
 class MeshPeers:
-    """Processes."""
+    """Peers that are processes."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
@@ -99,7 +99,7 @@ class MeshPeers:
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> Started:
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        # No view: models write into what their layers return.
+        # Not a view, because models write into their layers' outputs.
         return Started(out, collectives.all_reduce(self.axis, out.view(-1), op=op).wait)
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ class MeshPeers:
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         out = torch.empty(pieces[0].shape, dtype=tensor.dtype, device=tensor.device)
         handle = collectives.reduce_scatter(self.axis, flat, out.view(-1), op="sum")
-        read = [flat]  # until then
+        read = [flat]  # keeps the input alive until the wait
 
         def wait() -> None:
             handle.wait()
@@ -135,7 +135,7 @@ def _awaited(started: Started) -> torch.Tensor:
 
 
 class ThreadPeers(AtOnce):
-    """Threads of this process."""
+    """Peers that are threads of this process."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self._meeting = meeting
@@ -180,7 +180,7 @@ class _Meeting:
 
 
 def run_threads(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
-    """What `function(peers)` returns on each of `size` threads. Raises the error of the first that fails."""
+    """The results of `function(peers)` on `size` threads. Raises the error of the first thread that fails."""
     meeting, results = _Meeting(size), [None] * size
     errors: list[BaseException] = []
 
@@ -188,7 +188,7 @@ def run_threads(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
         try:
             results[rank] = function(ThreadPeers(meeting, rank))
         except threading.BrokenBarrierError:
-            pass  # another one has failed, and has said why
+            pass  # another thread has failed and reported why
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()

@@ -1,16 +1,16 @@
-"""What of a model is cut, and where activations cross: plain data, by names in which `*` stands for any number.
+"""Which parameters of a model are split, and where activations cross: plain data, by names in which `*` stands for any number.
 
-Styles of modules have the names that transformers gives them in a model's `tp_plan`:
+Module styles have the names that transformers uses in a model's `tp_plan`:
 
     colwise                 input R, output V: the products of q, k, v, gate, up
     rowwise                 input V, output P and summed: o, down
-    colwise_gather_output   the same, output gathered (a head; `colwise_rep`)
-    rowwise_split_input     input I, of which each rank takes its columns (`rowwise_rep`)
+    colwise_gather_output   the same with gathered output (a head; `colwise_rep`)
+    rowwise_split_input     input I, each rank takes its columns (`rowwise_rep`)
     embedding_rowwise       a part of the vocabulary, summed;  embedding_colwise: a part of each row, gathered
-    packed_colwise          two or more products in one weight, each cut for itself; packed_rowwise
+    packed_colwise          two or more products in one weight, each split by itself; packed_rowwise
     moe_tp_experts          hidden states and routing weights R, output P
-    moe_whole_experts       not cut, each rank computes a part of the rows (`whole_experts.py`); a name of ours
-    mla_kv_a_proj           DeepSeek's compressed keys, whose rotary part is used by all heads
+    moe_whole_experts       not split, each rank computes a part of the rows (`whole_experts.py`); hf_dist's own name
+    mla_kv_a_proj           DeepSeek's compressed keys, whose rotary part is shared by all heads
     moe_identity_expert, all_reduce, replicated_with_grad_allreduce, local_params, replicate
 """
 
@@ -49,12 +49,12 @@ _PEFT = re.compile(r"\.base_layer(?=\.|$)|\.original_module(?=\.|$)|\.modules_to
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter is cut."""
+    """How one parameter is split."""
 
     dim: int
     """Counted from the end: -1 is the last."""
     segments: tuple[int, ...] = (1,)
-    """Parts along it that are cut each for itself (q, k, v; gate, up), as shares of the whole."""
+    """Parts along the dimension that are split separately (q, k, v; gate, up), as shares of the whole."""
     uneven: bool = False
     """Whether ranks may have slices of different sizes (a vocabulary)."""
 
@@ -67,22 +67,22 @@ class SplitPlan:
     modules: Mapping[str, str] = field(default_factory=dict)
     """Name -> style."""
     summed: frozenset[str] = frozenset()
-    """Whole parameters of which each rank has a part of the gradient."""
+    """Whole parameters for which each rank has a part of the gradient."""
     divided: frozenset[tuple[str, str]] = frozenset()
-    """(module, attribute): counts of heads, widths that a module's code reads, a part of which is here."""
+    """(module, attribute): head counts and widths that a module's code reads and that are divided over the ranks."""
     sequence: bool = False
     """Whether blocks keep their activations as parts of the sequence (`sequence.py`)."""
     source: str = ""
-    """Where it comes from, in words."""
+    """The origin of the plan, in words."""
 
 
 def pattern_of(name: str) -> str:
-    """`name` with `*` for each part of it that is a number."""
+    """`name` with `*` for each part that is a number."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
-    """The stock model inside of PEFT's wrapper, and what its names begin with."""
+    """The stock model inside PEFT's wrapper, and the prefix of its names."""
     base = getattr(model, "get_base_model", None)
     if base is None or not hasattr(model, "peft_config"):
         return model, ""
@@ -92,17 +92,17 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def stock_name(name: str) -> str:
-    """A name in a model with adapters as the model without them has it."""
+    """The name, in the model without adapters, of a name in the model with adapters."""
     return _PEFT.sub("", name)
 
 
 def column_dim(module: nn.Module) -> int:
-    """The dimension of a module's matrix that counts its outputs: the first of nn.Linear, the last of GPT-2's Conv1D."""
+    """The dimension of a module's matrix for its outputs: the first in nn.Linear, the last in GPT-2's Conv1D."""
     return -1 if _is_transposed(module) else -2
 
 
 def row_dim(module: nn.Module) -> int:
-    """The dimension of a module's matrix that counts its inputs."""
+    """The dimension of a module's matrix for its inputs."""
     return -2 if _is_transposed(module) else -1
 
 
@@ -111,16 +111,16 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def named_matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(stock name of the module, module, name of the parameter in it, parameter), aliases of tied ones, too."""
+    """(stock name of the module, module, parameter name in it, parameter), including aliases of tied parameters."""
     for name, module in model.named_modules(remove_duplicate=False):
         for short, param in module.named_parameters(recurse=False):
             yield stock_name(name), module, short, param
 
 
 def plan_of_model(model: nn.Module) -> SplitPlan:
-    """The `tp_plan` that the model's author gave it; without any rule if there is none. `model`: without PEFT's wrapper.
+    """The `tp_plan` from the model's author; a plan without rules if there is none. `model`: without PEFT's wrapper.
 
-    Raises `ModelError` for a style that is not known here.
+    Raises `ModelError` for an unknown style.
     """
     found: Mapping[str, str] = dict(getattr(model, "tp_plan", None) or {})
     params: dict[str, Cut] = {}
@@ -139,7 +139,7 @@ def plan_of_model(model: nn.Module) -> SplitPlan:
             cut = _cut(full, style, module, short, param)
             if cut is not None:
                 params[full] = cut
-    for name, _ in model.named_modules():  # those without parameters of their own
+    for name, _ in model.named_modules():  # modules without parameters of their own
         own = pattern_of(stock_name(name))
         if own in found:
             modules[own] = found[own]
@@ -148,7 +148,7 @@ def plan_of_model(model: nn.Module) -> SplitPlan:
 
 
 def with_whole_experts(plan: SplitPlan, experts: Iterable[str]) -> SplitPlan:
-    """`plan` without what it does to the experts at these paths: each rank has them whole, and a part of the rows."""
+    """`plan` without its rules for the experts at these paths: each rank has them whole, and computes a part of the rows."""
     apart = {pattern_of(path) for path in experts}
     if not apart:
         return plan
@@ -182,7 +182,7 @@ def _cut(full: str, style: str, module: nn.Module, short: str, param: nn.Paramet
 
 
 def _with_tied_embedding(model: nn.Module, plan: SplitPlan) -> SplitPlan:
-    """A plan may name a tied head and not the embedding: the one weight is cut for both."""
+    """A plan may name a tied head but not the embedding; the single weight is then split for both."""
     embedding, head = output_and_input(model)
     names = {id(module): pattern_of(stock_name(name)) for name, module in model.named_modules()}
     if embedding is None or head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", 0):
@@ -195,7 +195,7 @@ def _with_tied_embedding(model: nn.Module, plan: SplitPlan) -> SplitPlan:
 
 
 def output_and_input(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The model's embedding and its head over the vocabulary, None for what it has not."""
+    """The model's embedding and its head over the vocabulary; None for a missing one."""
     found: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):
         try:

@@ -1,14 +1,15 @@
-"""Blocks that keep their activations as parts of the sequence: norms, dropout and residuals on 1/tp of the tokens.
+"""Blocks that keep their activations as parts of the sequence: norms, dropout and residuals work on 1/tp of the tokens.
 
-    I -> S   before the first block          S -> R   where a region begins: a child of a block that ends in a row product
-    S -> I   behind the last one             P -> S   where it ends
+    I -> S   before the first block          S -> R   at the start of a region: a child of a block that ends in a row product
+    S -> I   after the last block            P -> S   at its end
 
-Inside of a region nothing crosses. What is whole there, or works on S, has a part of its gradient on each rank. As many bytes
-travel as without; what rests between regions is 1/tp. Forwards without gradients run plain: P -> I where a region ends.
+Nothing crosses inside a region. Each rank has a part of the gradient of parameters that are whole there, or work on S. The
+bytes sent are the same as without regions; activations between regions take 1/tp. Forwards without gradients use the plain
+form: P -> I at the end of a region.
 
-[Note: lengths] A length that does not divide is padded, and a region has to know the true one, also when activation
-checkpointing runs a block again, perhaps after forwards of other lengths. It is remembered with the tensors that a block is
-called with, which are the same objects then.
+[Note: lengths] A length that does not divide is padded. A region must know the true length, also when activation
+checkpointing runs a block again, perhaps after forwards of other lengths. So the length is remembered with the tensors that
+the block is called with, which are the same objects in the recomputation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Regions:
-    """Where a model's blocks are cut into regions: names of modules, all of the model without adapters."""
+    """How a model's blocks are divided into regions: names of modules of the model without adapters."""
 
     def __init__(self) -> None:
         self.stacks: dict[str, list[str]] = {}
@@ -52,25 +53,25 @@ class Regions:
         self.children: set[str] = set()
         """Children of blocks that begin with R and end with P."""
         self.products: set[str] = set()
-        """Products right under a block: each begins or ends a region."""
+        """Products directly under a block: each begins or ends a region."""
         self.whole: set[str] = set()
-        """Children of blocks that mix tokens and are not cut: they get I."""
+        """Children of blocks that mix tokens and are not split: they get I."""
 
     def contains(self, name: str) -> bool:
-        """Whether a module is in a region, so that nothing crosses at it."""
+        """Whether a module is inside a region, so that nothing crosses at it."""
         return any(name == child or name.startswith(f"{child}.") for child in self.children)
 
     def has_parts(self, name: str) -> bool:
-        """Whether a parameter that is not cut gets a part of its gradient on each rank."""
+        """Whether each rank gets a part of the gradient of a parameter that is not split."""
         inside = any(name.startswith(f"{block}.") for blocks in self.stacks.values() for block in blocks)
         return inside and not any(name.startswith(f"{child}.") for child in self.whole)
 
 
 def find_regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str], blocks: Iterable[str]) -> Regions:
-    """The regions of a model. Raises `ModelError` where a block has columns that no row ends."""
+    """The regions of a model. Raises `ModelError` if a block has columns without a row product after them."""
     found = Regions()
     styled = {name: style for name in modules if (style := styles.get(pattern_of(name))) and stock_name(name) == name}
-    styled = {name: style for name, style in styled.items() if style != WHOLE_EXPERTS}  # they take tokens in any state
+    styled = {name: style for name, style in styled.items() if style != WHOLE_EXPERTS}  # they take any state
     stacks: dict[str, list[str]] = {}
     for block in blocks:
         stacks.setdefault(block.rpartition(".")[0], []).append(block)
@@ -105,7 +106,7 @@ def find_regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str], bl
 
 
 def recorded_routers(modules: Iterable[nn.Module]) -> dict[type, int]:
-    """Class of a router whose logits the model collects for its auxiliary loss -> which of its outputs they are."""
+    """Router class whose logits the model collects for its auxiliary loss -> index of the collected output."""
     found: dict[type, int] = {}
     for module in modules:
         recorders: Any = getattr(module, "_can_record_outputs", None) or {}
@@ -118,32 +119,32 @@ def recorded_routers(modules: Iterable[nn.Module]) -> dict[type, int]:
 
 
 def routers_in(child: nn.Module, recorded: Mapping[type, int]) -> list[tuple[nn.Module, int]]:
-    """The routers of a region, each with the output that is collected."""
+    """The routers of a region, each with the index of the collected output."""
     return [(module, recorded[type(module)]) for module in child.modules() if type(module) in recorded]
 
 
 def _mixes_tokens(child: nn.Module) -> bool:
-    """Whether it is given masks, positions or a cache: then it needs all tokens."""
+    """Whether the module takes masks, positions or a cache, and so needs all tokens."""
     return bool(_NEEDS_ALL & set(inspect.signature(type(child).forward).parameters))
 
 
 class Stack:
-    """One list of blocks: its crossings, and the length of the sequence in each call."""
+    """One list of blocks: its crossings, and the sequence length in each call."""
 
     def __init__(self, peers: Peers, is_whole: Callable[[], bool], streams: Streams | None = None) -> None:
-        """`is_whole`: whether parameters are whole for the moment, so that nothing crosses; `streams`: of who drops."""
+        """`is_whole`: whether parameters are temporarily whole, so that nothing crosses; `streams`: for dropout."""
         self.peers = peers
         self._streams = streams
         self.is_whole = is_whole
         self.length = 0
-        self._depth = 0  # of the module that calls the blocks
-        self._plain = False  # this forward has no gradients
+        self._depth = 0  # running forwards of the module that calls the blocks
+        self._plain = False  # whether this forward has no gradients
         self._lengths: dict[int, tuple[Any, int]] = {}
         self._products: dict[int, list[weakref.ref[nn.Module]]] = {}
-        self._crossed: Crossed | None = None  # of the region under way
+        self._crossed: Crossed | None = None  # of the current region
 
     def install(self, caller: nn.Module, blocks: list[nn.Module]) -> None:
-        """Put the crossings around the first and the last block. `caller`: whose forward calls them."""
+        """Put the crossings around the first and the last block. `caller`: the module whose forward calls them."""
         caller.register_forward_pre_hook(self._enter, prepend=True)
         caller.register_forward_hook(self._leave, always_call=True)
         blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -152,7 +153,7 @@ class Stack:
         blocks[-1].register_forward_hook(self._end, prepend=True)
 
     def region(self, child: nn.Module) -> None:
-        """S -> R before `child`, P -> S behind it."""
+        """S -> R before `child`, P -> S after it."""
         self.begins(child)
         self.ends(child)
 
@@ -164,7 +165,7 @@ class Stack:
         )
 
     def ends(self, child: nn.Module) -> None:
-        """P -> S behind `child`."""
+        """P -> S after `child`."""
         child.register_forward_hook(
             lambda module, args, output: (
                 None if self.is_whole() else _changed(output, lambda x: self._left(x, module.training))
@@ -173,7 +174,7 @@ class Stack:
         )
 
     def whole(self, child: nn.Module) -> None:
-        """`child` sees all tokens: S -> I before it, I -> S behind it."""
+        """`child` sees all tokens: S -> I before it, I -> S after it."""
 
         def join(x: torch.Tensor) -> torch.Tensor:
             self._same_tokens()
@@ -192,7 +193,7 @@ class Stack:
         )
 
     def equal_gradient(self, router: nn.Module, index: int) -> None:
-        """R -> I for output `index` of a module of a region: what is recorded of it leaves without being added up."""
+        """R -> I for output `index` of a module in a region: the recorded value leaves the region without being summed."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if self.is_whole():
@@ -204,7 +205,7 @@ class Stack:
         router.register_forward_hook(hook, prepend=True)
 
     def whole_rows(self, router: nn.Module, index: int) -> None:
-        """S -> I for output `index`, (tokens, experts), of a module between regions: what is recorded is of all tokens."""
+        """S -> I for output `index`, (tokens, experts), of a module between regions: the recorded value covers all tokens."""
 
         def join(logits: torch.Tensor) -> torch.Tensor:
             here = -(-self.length // self.peers.size)
@@ -224,11 +225,11 @@ class Stack:
 
     @property
     def off(self) -> bool:
-        """Whether activations are I between regions in the forward under way."""
+        """Whether activations are I between regions in the running forward."""
         return self.is_whole() or self._plain
 
     def _own_tokens(self, *, training: bool) -> None:
-        """What drops from here on drops of this rank's tokens. See [Note: streams]: not from the beginning of a block on."""
+        """From here on dropout applies to this rank's tokens. See [Note: streams]: not from the start of a block."""
         if self._streams is not None and training:
             self._streams.own()
 
@@ -237,7 +238,7 @@ class Stack:
             self._streams.alike()
 
     def read_by(self, child: nn.Module, products: Sequence[nn.Module]) -> None:
-        """The sum behind `child` in backward begins early: `products` of it read its input, or are it."""
+        """Start the sum after `child` in backward early: `products` of `child` read its input, or are `child` itself."""
         self._products[id(child)] = [weakref.ref(product) for product in products]
         for product in products:
             if product is not child:
@@ -317,7 +318,7 @@ class Stack:
 
 
 def _joined_shape(logits: torch.Tensor, rows: torch.Tensor, length: int) -> tuple[int, ...]:
-    """Of all tokens' `logits`: with the dimensions that these have."""
+    """Shape of the `logits` of all tokens, with the same dimensions."""
     return (len(rows), length, rows.shape[-1]) if logits.dim() == 3 else (len(rows) * length, rows.shape[-1])
 
 
@@ -331,7 +332,7 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _first(args: Any, kwargs: Any, change: Change) -> tuple[Any, Any]:
-    """The hidden states of a call through `change`."""
+    """Apply `change` to the hidden states of a call."""
     if args and isinstance(args[0], torch.Tensor):
         return (change(args[0]), *args[1:]), kwargs
     if isinstance(kwargs.get("hidden_states"), torch.Tensor):

@@ -1,8 +1,8 @@
-"""Which slice of each parameter a rank keeps: arithmetic on a plan and a model, before anything is cut or read.
+"""Which slice of each parameter a rank keeps: arithmetic on a plan and a model, before anything is split or read.
 
 even      every segment in `size` equal parts
 uneven    a vocabulary: parts that differ by one row at most
-shared    heads of keys and values that are fewer than the ranks: neighbours keep the same one
+shared    fewer heads of keys and values than ranks: neighbours keep the same one
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _MOST = 64
 
 @dataclass(frozen=True)
 class Kept:
-    """What a rank keeps of one parameter."""
+    """The part of one parameter that a rank keeps."""
 
     held: TensorSlice
     sharing: int = 1
-    """Ranks, neighbours on the axis, that keep the same."""
+    """Number of neighbouring ranks on the axis that keep the same part."""
 
 
 def kept_slices(model: nn.Module, plan: SplitPlan, size: int, rank: int) -> dict[str, Kept]:
-    """By the full name of each parameter that is cut, each once. Raises `ModelError` for what does not divide by `size`."""
+    """By the full name of each split parameter, each once. Raises `ModelError` for sizes that `size` does not divide."""
     base, prefix = unwrapped(model)
     modules = dict(base.named_modules())
     found: dict[str, Kept] = {}
@@ -67,7 +67,7 @@ def kept_slices(model: nn.Module, plan: SplitPlan, size: int, rank: int) -> dict
 
 
 def _refuse_adapters(base: nn.Module, plan: SplitPlan) -> None:
-    """Only of LoRA is known how it is cut."""
+    """Refuse all adapters except LoRA, because only LoRA's split is known."""
     for name, module in base.named_modules():
         if not hasattr(module, "base_layer") or pattern_of(stock_name(name)) not in plan.modules:
             continue
@@ -89,7 +89,7 @@ def _refuse_adapters(base: nn.Module, plan: SplitPlan) -> None:
 
 
 def _cut_of(name: str, param: nn.Parameter, plan: SplitPlan) -> Cut | None:
-    """The plan's for a parameter of the stock model; for an adapter that of the matrix beside it."""
+    """The plan's cut of a stock parameter; for an adapter, the cut of the matrix beside it."""
     part, _, rest = name.partition(".lora_")
     if not rest:
         return plan.params.get(pattern_of(stock_name(name)))
@@ -134,7 +134,7 @@ def _divisors(number: int) -> str:
 
 
 def heads_of(module: Any) -> tuple[int, str] | None:
-    """(elements of one head, where that stands) of an attention module that says it."""
+    """(elements of one head, where that is stored) of an attention module, if it tells."""
     for attribute in ("head_dim", "attention_head_size", "head_size"):
         value = getattr(module, attribute, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -143,9 +143,9 @@ def heads_of(module: Any) -> tuple[int, str] | None:
 
 
 def shared_heads(modules: Mapping[str, nn.Module], name: str, plan: SplitPlan, size: int) -> int | None:
-    """Heads of the projection `name` if they are fewer than the ranks, which then share them; None where they divide.
+    """Heads of the projection `name` if there are fewer than ranks, which then share them; None if they divide.
 
-    Raises `ModelError` where neither is possible.
+    Raises `ModelError` if neither is possible.
     """
     style = plan.modules.get(pattern_of(name))
     if style != "colwise":

@@ -1,6 +1,6 @@
-"""A model as one rank of a split runs it: parameters cut in place, crossings put on its own modules by hooks.
+"""A model as one rank of a split runs it: parameters sliced in place, crossings added to its own modules by hooks.
 
-Nothing is wrapped or replaced. A parameter keeps its object and its name, `shape` becomes that of the slice.
+Nothing is wrapped or replaced. A parameter keeps its object and name; its `shape` becomes that of the slice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _forgetting(split: weakref.ref[SplitModel]) -> Callable[[torch.Tensor], None
 
 
 class SplitModel:
-    """One rank's part of a model, and the crossings on its modules. Its modules hold it, it holds none of them."""
+    """One rank's part of a model, and the crossings on its modules. The modules hold it; it holds none of them."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class SplitModel:
         blocks: Mapping[str, nn.Module],
         overlap: bool = False,
     ) -> None:
-        """Cut `model` in place. Local, the same on every rank but for which part it is.
+        """Split `model` in place. Local; the same on every rank, except for the rank's part.
 
-        `keep(param, slice)` cuts one parameter; `blocks`: the repeated parts of `model`, by path; `overlap`: the sums of
-        backward begin before weight gradients are computed.
-        Raises `ModelError` for sizes that do not divide, before anything is cut.
+        `keep(param, slice)` slices one parameter; `blocks`: the repeated parts of `model`, by path; `overlap`: start sums of
+        backward before weight gradients are computed.
+        Raises `ModelError` for sizes that do not divide, before anything is split.
         """
         self.plan = plan
         self.peers = peers
@@ -80,12 +80,12 @@ class SplitModel:
             name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in by_id
         }
         self.is_whole = False
-        """Whether every parameter is whole for the moment: then nothing crosses."""
+        """Whether every parameter is temporarily whole, so that nothing crosses."""
         self._crossed: dict[int, tuple[Any, Crossed]] = {}
         self._streams = Streams(peers.rank) if drops(model) else None
         modules = dict(base.named_modules())
         self._readers = self._products_of(modules) if overlap else {}
-        """Module with a product of columns -> those that read what it reads, by their place in the model."""
+        """Module with a column product -> the modules that read the same input, by their place in the model."""
         self._numbers = self._local_numbers(modules)
         names = [
             name.removeprefix(self.prefix) for name, block in blocks.items() if not isinstance(block, nn.Embedding)
@@ -93,20 +93,20 @@ class SplitModel:
         self.regions = find_regions(modules, plan.modules, names) if plan.sequence else Regions()
         named = dict(model.named_parameters())
         self.shares = {name: self._share(name, p) for name, p in named.items()}
-        """Elements of each whole parameter, and whether it is cut."""
+        """Elements of each whole parameter, and whether it is split."""
         self.summed = {name for name in named if self._is_partial(name.removeprefix(self.prefix))}
-        """Whole parameters of which each rank has a part of the gradient."""
+        """Whole parameters for which each rank has a part of the gradient."""
         for name in self.kept:
             keep(named[name], self.kept[name].held)
         self.compute_with_whole(False)
         self.vocabulary: VocabularySplit | None = None
-        """Of the head's logits, where it is split."""
+        """Split of the head's logits, if they are split."""
         self._install(model, base, modules, blocks)
 
     def _install(
         self, model: nn.Module, base: nn.Module, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
     ) -> None:
-        """The crossings, by hooks."""
+        """Install the crossings, by hooks."""
         _, head = output_and_input(base)
         for name, module in modules.items():
             style = self._style(name)
@@ -115,13 +115,13 @@ class SplitModel:
         self._install_stacks(modules)
         if self.plan.sequence:
             model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
-        for module in dict.fromkeys([*blocks.values(), model]):  # behind them nobody reads their inner activations
+        for module in dict.fromkeys([*blocks.values(), model]):  # nothing reads their inner activations after them
             module.register_forward_hook(self._forget, always_call=True)
 
     # ------------------------------------------------------------------- numbers
 
     def _local_numbers(self, modules: Mapping[str, nn.Module]) -> list[_Number]:
-        """(module, attribute, whole value, value here) of what the model's code reads of its own sizes."""
+        """(module, attribute, whole value, local value) for sizes that the model's code reads."""
         size, found = self.peers.size, list[_Number]()
         for pattern, attribute in sorted(self.plan.divided):
             for name, module in modules.items():
@@ -131,7 +131,7 @@ class SplitModel:
                         raise ModelError(f"{KEY}: {size} does not divide {name}.{attribute} ({value})")
                     found.append((weakref.ref(module), attribute, value, value // size))
         for name, module in modules.items():
-            is_stock = stock_name(name) == name and ".lora_" not in name  # of an adapted layer the wrapper
+            is_stock = stock_name(name) == name and ".lora_" not in name  # in an adapted layer, the wrapper
             own = self._kept(name) if is_stock else None
             if own is not None:
                 found += self._sizes_of(name, module, own, modules)
@@ -157,12 +157,12 @@ class SplitModel:
         return found
 
     def _kept(self, module: str) -> Kept | None:
-        """What is kept of a module's weight."""
+        """The kept part of a module's weight."""
         names = (f"{self.prefix}{module}.weight", f"{self.prefix}{module}.base_layer.weight")
         return next((self._by_alias[name] for name in names if name in self._by_alias), None)
 
     def compute_with_whole(self, is_whole: bool) -> None:
-        """Whether parameters are whole from now on: then nothing crosses, and modules count what the whole model has. Local."""
+        """Set whether parameters are whole: then nothing crosses, and modules report the sizes of the whole model. Local."""
         self.is_whole = is_whole
         for module, attribute, whole, here in self._numbers:
             setattr(module(), attribute, whole if is_whole else here)
@@ -170,13 +170,13 @@ class SplitModel:
     # -------------------------------------------------------------- gradients
 
     def _is_partial(self, name: str) -> bool:
-        """Whether each rank has a part of the gradient of a parameter of the stock model that is not cut."""
+        """Whether each rank has a part of the gradient of a stock parameter that is not split."""
         if pattern_of(stock_name(name)) in self.plan.summed or self.regions.has_parts(name):
             return True
         part, _, rest = name.partition(".lora_")
         owner = part if rest else name.rpartition(".")[0]
         style = self.plan.modules.get(pattern_of(stock_name(owner)))
-        if style == WHOLE_EXPERTS:  # of its own rows
+        if style == WHOLE_EXPERTS:  # from its own rows
             return True
         if style is None or not rest:
             return False
@@ -200,9 +200,9 @@ class SplitModel:
         return self.plan.modules.get(pattern_of(name)) if stock_name(name) == name else None
 
     def replicated(self, tensor: torch.Tensor, module: nn.Module | None = None) -> torch.Tensor:
-        """`tensor` as the input of cut products, I -> R: one crossing for all that read the same (q, k, v; gate, up).
+        """`tensor` as the input of split products, I -> R: one crossing for all that read the same tensor (q, k, v; gate, up).
 
-        `module`: which of them asks.
+        `module`: the product that asks.
         """
         if not torch.is_grad_enabled() or not tensor.requires_grad:
             return tensor
@@ -215,7 +215,7 @@ class SplitModel:
                 else Crossed(crossings.to_replicated(tensor, self.peers))
             )
             known = self._crossed[id(tensor)] = weakref.ref(tensor), crossed
-            # A block that is recomputed ends by an exception, without its hooks: what it crossed would keep its graph.
+            # A recomputed block ends by an exception, without its hooks, so the crossing would keep the block's graph.
             crossed.tensor.register_hook(_forgetting(weakref.ref(self)))
         return known[1].entering(module)
 
@@ -223,7 +223,7 @@ class SplitModel:
         return None if self.is_whole or not args else (self.replicated(args[0], module), *args[1:])
 
     def _before(self, module: nn.Module, change: Change) -> None:
-        """Have the first argument of `module` go through `change`."""
+        """Apply `change` to the first argument of `module`."""
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             return None if self.is_whole or not args else (change(args[0]), *args[1:])
@@ -231,7 +231,7 @@ class SplitModel:
         module.register_forward_pre_hook(hook)
 
     def _after(self, module: nn.Module, change: Change) -> None:
-        """Have the output of `module` go through `change`. First of the hooks: others look at what the model goes on with."""
+        """Apply `change` to the output of `module`, before all other hooks, which expect the value the model continues with."""
 
         def hook(_: nn.Module, args: Any, output: Any) -> Any:
             return None if self.is_whole else change(output)
@@ -239,7 +239,7 @@ class SplitModel:
         module.register_forward_hook(hook, prepend=True)
 
     def _install_stacks(self, modules: Mapping[str, nn.Module]) -> None:
-        """The crossings of regions, where there are any."""
+        """Install the crossings of regions, if there are any."""
         regions = self.regions
         recorded = recorded_routers(modules.values()) if regions.stacks else {}
         for owner, blocks in regions.stacks.items():
@@ -264,7 +264,7 @@ class SplitModel:
                         self._install_between(stack, path, child, recorded)
 
     def _install_between(self, stack: Stack, path: str, child: nn.Module, recorded: Mapping[type, int]) -> None:
-        """In a child between regions: routers whose logits are collected; experts, which see all tokens in plain forwards."""
+        """For a child between regions: routers with collected logits, and experts, which see all tokens in plain forwards."""
         for router, index in routers_in(child, recorded):
             stack.whole_rows(router, index)
         for name, module in child.named_modules():
@@ -272,9 +272,9 @@ class SplitModel:
                 compute_own_rows(module, self.peers, lambda: stack.off and not self.is_whole, in_region=False)
 
     def _install_streams(self, module: nn.Module, style: str, *, is_region: bool) -> None:
-        """Draw alike up to a product of columns, each rank for its own columns behind it, alike again behind one of rows.
+        """Draw alike up to a column product, on each rank for its own columns after it, and alike again after a row product.
 
-        See [Note: streams]. `is_region`: a region of the stack begins or ends here, which says what is drawn there.
+        See [Note: streams]. `is_region`: a region of the stack begins or ends here and decides what is drawn.
         """
         streams = self._streams
         if streams is None or style in GATHERED:
@@ -292,7 +292,7 @@ class SplitModel:
                 module.register_forward_hook(switch(streams.alike))
 
     def _inside(self, module: nn.Module, style: str, name: str) -> None:
-        """A module of a region: its input is R or V, what it returns V or P."""
+        """For a module inside a region: its input is R or V, its output V or P."""
         peers = self.peers
         if style in GATHERED:
             width = self._whole_width(name)[0]
@@ -300,7 +300,7 @@ class SplitModel:
         elif style in ROW:
             if style != "rowwise":
                 self._before(module, lambda x: x[..., slice(*crossings.columns_of(peers, x.shape[-1]))])
-            if peers.rank > 0:  # the region's end adds up what the ranks return
+            if peers.rank > 0:  # the end of the region sums the ranks' outputs
                 self._sum_then_bias(module, add=False)
         elif style == "moe_identity_expert":
             self._before(module, lambda x: x / peers.size)
@@ -339,8 +339,8 @@ class SplitModel:
             self._after(module, lambda out: crossings.to_invariant(out, peers))
 
     def _gather(self, name: str, module: nn.Module, *, is_head: bool) -> None:
-        """V -> I; logits stay as they are until somebody other than the loss reads them."""
-        if next(module.parameters(), None) is None:  # of another pipeline stage
+        """V -> I. Logits stay split until something other than the loss reads them."""
+        if next(module.parameters(), None) is None:  # belongs to another pipeline stage
             return
         width, first = self._whole_width(name)
         peers = self.peers
@@ -356,7 +356,7 @@ class SplitModel:
         self._after(module, lambda out: out if isinstance(out, LazyLogits) else gather(out))
 
     def _whole_width(self, name: str) -> tuple[int, int]:
-        """(columns of the whole output of a module, the first that is here)."""
+        """(columns of a module's whole output, the first local one)."""
         kept = self._kept(name)
         if kept is None:
             raise ModelError(f"the plan gathers the output of {name}, and cuts no weight of it")
@@ -364,9 +364,9 @@ class SplitModel:
         return kept.held.whole[dim], kept.held.ranges[dim][0][0]
 
     def _sum_then_bias(self, module: nn.Module, *, add: bool = True) -> None:
-        """P -> I, and the bias after the sum, once. Without `add` the output stays P, and the bias counts as zeros.
+        """P -> I, then the bias once, after the sum. Without `add` the output stays P, and the bias counts as zeros.
 
-        It has a gradient all the same, of zeros: the host would be asked in each step whether another rank had one.
+        The bias still gets a gradient of zeros; otherwise the host would have to ask in each step whether another rank had one.
         """
         biases: list[Any] = []
 
@@ -377,7 +377,7 @@ class SplitModel:
             if bias is not None and not add:
                 base._parameters["bias"] = crossings.zeros_of(bias)
             elif bias is not None:
-                # GPT-2's Conv1D adds whatever is there.
+                # GPT-2's Conv1D always adds its bias.
                 base._parameters["bias"] = torch.zeros_like(bias) if type(base).__name__ == "Conv1D" else None
 
         def show(row: nn.Module, args: Any, output: Any) -> Any:
@@ -394,7 +394,7 @@ class SplitModel:
         module.register_forward_hook(show, prepend=True, always_call=True)
 
     def _look_up(self, name: str, module: nn.Module) -> None:
-        """Rows of other ranks count as zero; the sum has every row once."""
+        """Rows of other ranks count as zero, so the sum contains every row once."""
         kept = self._kept(name)
         if kept is None:
             return
@@ -429,7 +429,7 @@ class SplitModel:
             if self.is_whole:
                 return None
             changed = list(args)
-            for position in (0, 2):  # hidden states and the weights of their experts; between them which experts
+            for position in (0, 2):  # hidden states and expert weights; between them the chosen experts
                 if len(changed) > position and isinstance(changed[position], torch.Tensor):
                     changed[position] = self.replicated(changed[position])
             return tuple(changed), kwargs
@@ -443,7 +443,7 @@ class SplitModel:
         return param.numel(), name in self.kept
 
     def describe(self) -> str:
-        """Such as `2 ranks; 99.6% of the parameters are split (tp_plan of LlamaForCausalLM)`."""
+        """For example `2 ranks; 99.6% of the parameters are split (tp_plan of LlamaForCausalLM)`."""
         cut = sum(numel for numel, is_cut in self.shares.values() if is_cut)
         regions = "; parts of the sequence between regions" if self.plan.sequence else ""
         share = cut / max(sum(numel for numel, _ in self.shares.values()), 1)
@@ -451,7 +451,7 @@ class SplitModel:
 
 
 def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Between regions a rank has a part of the sequence, and that is what would be recorded."""
+    """Refuse hidden states in training: between regions only a rank's part of the sequence would be recorded."""
     asked = kwargs.get("output_hidden_states")
     config: Any = getattr(model, "config", None)
     if torch.is_grad_enabled() and (getattr(config, "output_hidden_states", False) if asked is None else asked):

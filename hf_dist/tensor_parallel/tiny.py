@@ -1,7 +1,7 @@
-"""A tiny random copy of a Hugging Face model, by the names of its config's fields, and batches for it.
+"""A tiny random copy of a Hugging Face model, from the names of its config's fields, and batches for it.
 
-What the config chooses stays: biases, norms of queries and keys, kinds of layers, tied embeddings. Sizes shrink, and divide
-between ranks as those of the model do: as many heads of keys and values, or fewer than the ranks.
+Choices of the config stay: biases, norms of queries and keys, kinds of layers, tied embeddings. Sizes shrink, and divide
+over the ranks like the model's: as many heads of keys and values, or fewer than ranks.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ VARIANTS: list[dict[str, Any]] = [
     {"image_size": ..., "patch_size": ...},
     {"depths": ..., "hidden_sizes": ..., "embed_dims": ..., "num_attention_heads": ..., "num_heads": ...},
 ]  # fmt: skip
-"""Changes to try, one after the other: `...` leaves a field as it is by default, `+` sets one that has no rule."""
+"""Changes to try in turn: `...` leaves a field at its default, `+` sets one that has no rule."""
 SCALED = r"hidden_sizes|embed_dims?|embedding_dims|out_channels|dims|hidden_channels|encoder_hidden_sizes"
 MAX_NUMEL = 30_000_000
 
 
 def tiny_fields(config: Any) -> dict[str, Any]:
-    """Overrides for a config that make it tiny; nested configs as dicts."""
+    """Config overrides that make it tiny; nested configs as dicts."""
     fields: dict[str, Any] = {}
     for name, value in vars(config).items():
         if name.startswith("_"):
@@ -125,7 +125,7 @@ def varied(fields: Mapping[str, Any], variant: Mapping[str, Any], top: bool = Tr
 
 
 def tiny_model(model_class: Any, config: Any) -> nn.Module:
-    """A random fp32 model in training mode, the same on every call. Raises `ValueError` for one that is not tiny."""
+    """A random fp32 model in training mode, equal on every call. Raises `ValueError` if it is not tiny."""
     with torch.device("meta"):
         numel = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if numel > MAX_NUMEL:
@@ -141,9 +141,9 @@ def tiny_model(model_class: Any, config: Any) -> nn.Module:
 
 
 def tiny_copies(model: nn.Module, size: int) -> Iterator[Callable[[], nn.Module]]:
-    """Functions that build a tiny copy of `model` (without adapters); the next one when a copy does not build or run.
+    """Functions that build a tiny copy of `model` (without adapters). Take the next one if a copy does not build or run.
 
-    Sizes divide between `size` ranks as those of the model do.
+    Sizes divide over `size` ranks like the model's.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
@@ -151,7 +151,7 @@ def tiny_copies(model: nn.Module, size: int) -> Iterator[Callable[[], nn.Module]
     fields = _like(config, tiny_fields(config), size)
     for variant in VARIANTS:
         yield functools.partial(_built, model, config, varied(fields, variant))
-    yield functools.partial(_built, model, config, {})  # it may be tiny as it is
+    yield functools.partial(_built, model, config, {})  # it may already be tiny
 
 
 def _built(model: nn.Module, config: Any, fields: dict[str, Any]) -> nn.Module:
@@ -161,7 +161,7 @@ def _built(model: nn.Module, config: Any, fields: dict[str, Any]) -> nn.Module:
     copied = tiny_model(type(model), type(config)(**given))
     choose = getattr(copied, "set_experts_implementation", None)
     if choose is not None and any("experts" in name for name, _ in copied.named_modules()):
-        choose("eager")  # grouped products want more than tiny slices
+        choose("eager")  # grouped products do not accept tiny slices
     return copied
 
 
@@ -179,11 +179,11 @@ _DIM_OF_HEAD = 8
 
 
 def _like(config: Any, fields: dict[str, Any], size: int) -> dict[str, Any]:
-    """`fields` with as many heads as divide like those of `config`, and lists of layers cut to the tiny number of layers."""
+    """`fields` with head counts that divide like those of `config`, and layer lists cut to the tiny number of layers."""
     result: dict[str, Any] = {}
     heads = math.lcm(4, size)
     for name, value in fields.items():
-        nested = vars(config).get(name)  # attributes may be refused where layers differ
+        nested = vars(config).get(name)  # configs whose layers differ may refuse attributes
         if isinstance(value, dict):
             result[name] = _like(nested, value, size)
         elif _KV_HEADS.fullmatch(name) and isinstance(nested, int) and name != "num_key_value_groups":
@@ -192,7 +192,7 @@ def _like(config: Any, fields: dict[str, Any], size: int) -> dict[str, Any]:
             result[name] = heads if nested == all_heads else max(shared, 2) if nested % size == 0 else shared
         elif _HEADS.fullmatch(name) and value == 4:
             result[name] = heads
-        elif value == 32 and heads > 4:  # widths of heads x 8
+        elif value == 32 and heads > 4:  # head widths x 8
             result[name] = heads * _DIM_OF_HEAD
         elif value == 24:
             result[name] = 12 * size  # experts
@@ -204,7 +204,7 @@ def _like(config: Any, fields: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def _layers(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists with an entry for each layer, cut to a few layers among which every combination of entries appears."""
+    """Lists with one entry per layer, cut to a few layers that cover every combination of entries."""
     count = vars(config).get("num_hidden_layers")
     lists = {
         name: value
@@ -220,11 +220,11 @@ def _layers(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiny_inputs(model: Any) -> list[dict[str, torch.Tensor]]:
-    """Two ragged microbatches of different shapes, of a model that reads tokens."""
+    """Two ragged microbatches of different shapes, for a model that reads tokens."""
     g = torch.Generator().manual_seed(3)
     vocabulary = min(VOCAB, getattr(model.config.get_text_config(), "vocab_size", VOCAB) or VOCAB)
     batches = []
-    for rows, length in ((2, 12), (2, 11)):  # the second divides by no number of ranks
+    for rows, length in ((2, 12), (2, 11)):  # no number of ranks divides the second
         ids = torch.randint(4, vocabulary - 8, (rows, length), generator=g)
         mask = torch.ones(rows, length, dtype=torch.long)
         mask[0, length - 3 :] = 0

@@ -1,8 +1,8 @@
-"""Is a plan right? A tiny copy of the model, split over threads of this process, against the same copy unsplit.
+"""Verifies a plan: compares a tiny copy of the model, split over threads of this process, with the same copy unsplit.
 
-A wrong state of an activation raises nothing anywhere: it is a gradient that is off by a factor. So a plan is used only if
-loss and every gradient of the split copy are those of the unsplit one. One repair is tried: whole parameters whose gradients
-alone are off lie between a product of columns and one of rows, each rank has a part of their gradient, and it is summed.
+A wrong state of an activation raises no error; it gives a gradient that is off by a factor. So a plan is used only if
+loss and every gradient of the split copy equal those of the unsplit one. One repair is tried: if only gradients of whole
+parameters are off, these lie between a column and a row product and each rank has a part of their gradient, so it is summed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["Difference", "Unsplit", "unsplit", "verified"]
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-"""Of the largest element of each gradient, and of a thousandth of the largest of all."""
+"""Relative to the largest element of each gradient, or to a thousandth of the largest of all if that is more."""
 Batch = dict[str, torch.Tensor]
 Blocks = Callable[[nn.Module], Mapping[str, nn.Module]]
 
 
 class Difference(ModelError):
-    """A plan that gives other numbers."""
+    """A plan that gives different numbers."""
 
 
 @dataclass(frozen=True)
 class Unsplit:
-    """A tiny model and what it computes on one rank."""
+    """A tiny model and its results on one rank."""
 
     model: nn.Module
     batches: list[Batch]
@@ -47,7 +47,7 @@ class Unsplit:
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """The model's own loss of the next token, else a number that every output has a part in."""
+    """The model's own next-token loss, or else a number to which every output contributes."""
     if _is_language_model(model):
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         loss: Any = model(**batch, labels=labels).loss
@@ -66,7 +66,7 @@ def _is_language_model(model: nn.Module) -> bool:
 def unsplit(model: nn.Module, size: int) -> Unsplit:
     """The first tiny copy of `model` that builds, runs, and computes the same twice. Local, on the CPU.
 
-    Raises `ModelError` where there is none.
+    Raises `ModelError` if there is none.
     """
     problem = "its config is not one of transformers"
     for build in tiny_copies(model, size):
@@ -81,7 +81,7 @@ def unsplit(model: nn.Module, size: int) -> Unsplit:
 
 
 def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
-    """Loss and gradients of a tiny model. Raises `ValueError` if its loss differs from call to call, or is not finite."""
+    """Loss and gradients of a tiny model. Raises `ValueError` if its loss differs between calls or is not finite."""
     batches = tiny_inputs(model) if batches is None else batches
     losses = []
     for batch in batches:
@@ -97,9 +97,9 @@ def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
 
 
 def verified(plan: SplitPlan, reference: Unsplit, size: int, blocks: Blocks) -> SplitPlan:
-    """`plan`, perhaps with more parameters whose gradients are summed. Local, on the CPU, a second or less.
+    """`plan`, perhaps with more parameters whose gradients are summed. Local, on the CPU, takes at most a second.
 
-    Raises `Difference` when loss or a gradient is another one, and what the plan itself raises where it cannot be used.
+    Raises `Difference` if the loss or a gradient differs, and the plan's own errors if it cannot be used.
     """
     for attempt in range(2):
         off, wrong = _differences(plan, reference, size, blocks)
@@ -115,7 +115,7 @@ def verified(plan: SplitPlan, reference: Unsplit, size: int, blocks: Blocks) -> 
 
 
 def _differences(plan: SplitPlan, reference: Unsplit, size: int, blocks: Blocks) -> tuple[float, dict[str, float]]:
-    """(relative difference of the losses, that of each gradient that is off)."""
+    """(relative difference of the losses, relative difference of each wrong gradient)."""
     copies = [copy.deepcopy(reference.model) for _ in range(size)]
     outcomes: list[_OnRank] = run_threads(
         size, lambda peers: _compute_split(copies[peers.rank], plan, peers, reference.batches, blocks)
@@ -163,7 +163,7 @@ def _compute_split(
 
 
 def _whole_gradients(name: str, like: torch.Tensor, outcomes: list[_OnRank]) -> list[torch.Tensor]:
-    """What the ranks make of the gradient of one parameter: one tensor, or each rank's where each should have the whole."""
+    """The ranks' result for one parameter's gradient: one tensor, or one per rank if each should have the whole gradient."""
     split = outcomes[0].split
     grads = [outcome.gradients[name] for outcome in outcomes]
     if name not in split.kept:
@@ -173,5 +173,5 @@ def _whole_gradients(name: str, like: torch.Tensor, outcomes: list[_OnRank]) -> 
         held = outcome.split.kept[name].held
         there = torch.zeros_like(like)
         held.put(outcome.gradients[name], there)
-        whole += there  # of those that share a slice, the sum
+        whole += there  # ranks that share a slice: their sum
     return [whole]

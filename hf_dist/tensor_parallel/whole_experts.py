@@ -1,10 +1,10 @@
-"""Experts that stay whole between ranks that cut everything else: each of these computes its part of the rows.
+"""Experts that stay whole while everything else is split over ranks: each rank computes its part of the rows.
 
-    outside of regions   I -> S along the rows, and S -> I for what comes back
-    in a region          own rows of R; zeros in the place of the others', which makes it P
-    between regions      activations are own parts of the sequence already
+    outside regions      I -> S along the rows, and S -> I for the results
+    in a region          own rows of R; zeros for the others' rows, which makes it P
+    between regions      activations already are own parts of the sequence
 
-The gradient of an expert, and of an adapter on it, is of a rank's own rows: a part of a sum.
+The gradient of an expert, and of an adapter on it, comes from a rank's own rows: it is a part of a sum.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["compute_own_rows"]
 
 
 def compute_own_rows(module: nn.Module, peers: Peers, applies: Callable[[], bool], *, in_region: bool) -> None:
-    """Have `module` compute 1/size of the rows on each rank of `peers`, by hooks, wherever `applies()`. Local.
+    """Make `module` compute 1/size of the rows on each rank of `peers`, by hooks, while `applies()` is true. Local.
 
-    It is called with hidden states (tokens, features), chosen experts and weights (tokens, k).
+    The module is called with hidden states (tokens, features), chosen experts and weights (tokens, k).
     """
     shapes: list[torch.Size] = []
-    """Of the hidden states of the calls under way."""
+    """Shapes of the hidden states of the running calls."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not applies():
@@ -41,7 +41,7 @@ def compute_own_rows(module: nn.Module, peers: Peers, applies: Callable[[], bool
 
     def leave(_: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
         shape = shapes.pop() if shapes else None
-        if shape is None or output is None:  # an error is on its way
+        if shape is None or output is None:  # an error is being raised
             return None
         count = shape.numel() // shape[-1]
         if in_region:
@@ -54,7 +54,7 @@ def compute_own_rows(module: nn.Module, peers: Peers, applies: Callable[[], bool
 
 
 def _others(peers: Peers) -> tuple[int, int]:
-    """Ranks before this one, and behind it."""
+    """Number of ranks before this one, and after it."""
     return peers.rank, peers.size - peers.rank - 1
 
 
