@@ -1,4 +1,4 @@
-"""Sequences split over ranks: each computes on a part of every row, and what leaves the model is whole."""
+"""Sequences split over ranks: each rank computes on a part of every row, and the model's outputs are whole."""
 
 from hf_dist.sequence.split import SplitSequence, as_split, split_sequence
 

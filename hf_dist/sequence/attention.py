@@ -1,9 +1,10 @@
-"""HF's attention on a split sequence: a mask function and an attention function under a name of our own.
+"""HF's attention on a split sequence: a mask function and an attention function under hf_dist's own name.
 
-HF makes masks and calls attention by the name in the model's config. Under `hf_dist_sdpa` (or eager, ...) it hands our mask
-function the rule of the mask, and we make the mask of the whole sequence with HF's own function of the kernel `sdpa`. Windows,
-chunks, sinks, soft-capping, padding and packing come out as the model means them. Outside of a split forward (generation)
-both are HF's own. Interfaces: transformers 5, `AttentionInterface`, `AttentionMaskInterface`. The model's code is untouched.
+HF makes masks and calls attention by the name in the model's config. Under `hf_dist_sdpa` (or eager, ...) it passes the rule
+of the mask to hf_dist's mask function, which makes the mask of the whole sequence with HF's own function of the kernel
+`sdpa`. So windows, chunks, sinks, soft-capping, padding and packing are as the model means them. Outside of a split forward
+(generation) both functions are HF's. The model's code is untouched. Interfaces: transformers 5, `AttentionInterface`,
+`AttentionMaskInterface`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _packing: tuple[int, list[bool]] | None = None
 
 @contextmanager
 def packing_seen(start: int) -> Iterator[list[bool]]:
-    """Inside, each mask of whole rows says whether it keeps position `start` from the one before: another document."""
+    """Inside, each mask of whole rows records whether it hides from position `start` the one before it (another document)."""
     global _packing
     found: list[bool] = []
     _packing = (start, found)
@@ -44,7 +45,7 @@ def packing_seen(start: int) -> Iterator[list[bool]]:
 
 
 def register(kernel: str) -> str:
-    """Register both functions around HF's `kernel` ("sdpa", "eager", "flash_attention_2", ...); the name to be set."""
+    """Register both functions around HF's `kernel` ("sdpa", "eager", "flash_attention_2", ...). Returns their name."""
     name = PREFIX + kernel
     AttentionInterface.register(name, partial(_attend, kernel))
     hf_masks.AttentionMaskInterface.register(name, partial(_mask, kernel))
@@ -52,7 +53,7 @@ def register(kernel: str) -> str:
 
 
 def documents_of(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """(B, S) numbers of packed documents, as HF finds them in the positions; None where each row is one."""
+    """(B, S) numbers of packed documents, as HF derives them from the positions; None if each row is one document."""
     return hf_masks.find_packed_sequence_indices(position_ids)
 
 
@@ -109,7 +110,7 @@ def _mask(
 
 
 def _reaches_padding(rule: Callable[..., Any], forward: SplitForward, device: torch.device) -> bool:
-    """Whether a token may attend to those that were added to make the length divide."""
+    """Whether a token may attend to those added to make the length divide."""
     if forward.length == forward.real_length or rule is hf_masks.causal_mask_function:
         return False
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
@@ -175,8 +176,8 @@ def _attend(
 def _up_to_mine(
     module: Any, query: torch.Tensor, seen: tuple[Any, Any, Any], forward: SplitForward, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """Keys, values and the mask of padding as far as this rank's queries see: flash attention takes the last query and the last
-    key for the same position."""
+    """Keys, values and padding mask up to what this rank's queries see, because flash attention assumes that the last query and
+    the last key have the same position."""
     if forward.documents is not None:
         raise ModelError(
             f"hf_dist.sequence_parallel: {type(module).__name__} attends by flash attention to packed rows, which "
@@ -186,14 +187,14 @@ def _up_to_mine(
     key, value, mask = seen
     end = (forward.axes.outer.rank + 1) * query.shape[2]
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        # Keys have no order there, but HF takes the padding of queries from the end of the mask.
+        # The order of keys does not matter there, but HF takes the padding of queries from the end of the mask.
         return seen if mask is None else (key.roll(-end, 2), value.roll(-end, 2), mask.roll(-end, 1))
     return key[:, :, :end], value[:, :, :end], mask if mask is None else mask[:, :end]
 
 
 def _retuned(module: Any, query: torch.Tensor, forward: SplitForward) -> torch.Tensor:
-    """Llama 4 scales the queries of layers without positions by the logarithm of a position that it counts from the first
-    token it sees: by that of the whole row instead. Source: arXiv 2501.19399, transformers `Llama4TextAttention`."""
+    """Scale the queries by the position in the whole row. Llama 4 scales those of layers without positions by the logarithm of
+    a position counted from the first token it sees. Source: arXiv 2501.19399, transformers `Llama4TextAttention`."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 
@@ -206,7 +207,7 @@ def _retuned(module: Any, query: torch.Tensor, forward: SplitForward) -> torch.T
 
 
 def _copied(x: torch.Tensor, heads: int, ranks: int) -> torch.Tensor:
-    """Keys or values with as many copies of each head as `ranks` can share. Autograd adds up their gradients."""
+    """Keys or values with each head copied until `ranks` can share them. Autograd sums the gradients of the copies."""
     own = x.shape[1]
     if own % ranks == 0:
         return x
@@ -214,7 +215,7 @@ def _copied(x: torch.Tensor, heads: int, ranks: int) -> torch.Tensor:
 
 
 def _of_the_whole(forward: SplitForward, kwargs: Mapping[str, Any], heads: slice) -> dict[str, Any]:
-    """Keyword arguments of HF's function, for these heads of the whole sequence."""
+    """Keyword arguments of HF's function for these heads of the whole sequence."""
     changed = dict(kwargs)
     if changed.get("position_ids") is not None:
         changed["position_ids"] = forward.position_ids
@@ -248,7 +249,7 @@ def _round(
 
 
 def _kernel_function(kernel: str, module: nn.Module) -> Callable[..., Any]:
-    if kernel == "eager":  # that of the model's own file
+    if kernel == "eager":  # the one in the model's own file
         found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if found is None:
             raise ModelError(
@@ -260,7 +261,7 @@ def _kernel_function(kernel: str, module: nn.Module) -> Callable[..., Any]:
 
 
 class _AsSeen:
-    """An attention module as HF's kernels look at it: with this rank's heads, and the kernel's own name in the config."""
+    """An attention module as HF's kernels see it: with this rank's heads, and the kernel's own name in the config."""
 
     def __init__(self, module: nn.Module, kernel: str, groups: int, heads: slice) -> None:
         own: dict[str, Any] = {"_module": module, "num_key_value_groups": groups}
@@ -275,7 +276,7 @@ class _AsSeen:
 
 
 class _Named:
-    """A config that says another attention implementation."""
+    """A config that names another attention implementation."""
 
     def __init__(self, config: Any, kernel: str) -> None:
         self.__dict__.update(_config=config, _attn_implementation=kernel)

@@ -1,12 +1,12 @@
 """Exchanges between the ranks that share a sequence, with their gradients.
 
-    ToHeads       (B, H, s, D) of every head -> (B, H/n, n s, D) of some; its backward is ToPositions, and the other way round
-    GatherKeys    (B, H, s, D) -> (B, H, n s, D); the gradients of all ranks are added
-    Whole         an output that every rank goes on with alike -> whole; the gradient is this rank's part, n times
-    TotalLoss     the sum of every rank's part of the loss; the gradient counts n times
+    ToHeads       (B, H, s, D) of all heads -> (B, H/n, n s, D) of some; its backward is ToPositions, and vice versa
+    GatherKeys    (B, H, s, D) -> (B, H, n s, D); the gradients of all ranks are summed
+    Whole         an output that all ranks use alike -> whole; the gradient is this rank's part, times n
+    TotalLoss     the sum of every rank's part of the loss; the gradient is multiplied by n
 
-n times, as the engine takes the mean over all ranks, also those that share a sequence: each has computed the same loss, and
-its own part of the gradient.
+Times n, because the engine takes the mean over all ranks, including those that share a sequence: each has computed the same
+loss, and its own part of the gradient.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hf_dist.mesh import MeshAxis
 
 
 def to_heads(axis: MeshAxis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values with all heads of this rank's positions, in one exchange -> some heads of all positions.
+    """Queries, keys, values with all heads of this rank's positions -> some heads of all positions, in one exchange.
 
-    Each (B, H, s, D), H a multiple of the axis, other H and D for each -> (B, H / n, n s, D). Collective over `axis`, in
-    backward too. Sends (n - 1) / n of the elements.
+    Each is (B, H, s, D), with H a multiple of the axis; H and D may differ -> (B, H / n, n s, D). Collective over `axis`,
+    also in backward. Sends (n - 1) / n of the elements.
     """
     return tuple(_ToHeads.apply(axis, *tensors)) if axis.size > 1 else tensors
 
@@ -37,13 +37,13 @@ def to_positions(axis: MeshAxis, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_keys(axis: MeshAxis, tensor: torch.Tensor) -> torch.Tensor:
-    """Keys or values of all ranks, in their order: (B, H, s, D) -> (B, H, n s, D). Collective over `axis`."""
+    """Keys or values of all ranks, in rank order: (B, H, s, D) -> (B, H, n s, D). Collective over `axis`."""
     whole: torch.Tensor = _GatherKeys.apply(axis, tensor) if axis.size > 1 else tensor
     return whole
 
 
 def whole(axis: MeshAxis, part: torch.Tensor, undo: torch.Tensor | None, length: int) -> torch.Tensor:
-    """(B, s, ...) of every rank -> (B, length, ...) on all; `undo`: the index that orders them. Collective over `axis`."""
+    """(B, s, ...) on every rank -> (B, length, ...) on all; `undo`: the index that sorts positions. Collective over `axis`."""
     result: torch.Tensor = _Whole.apply(axis, part, undo, length)
     return result
 
@@ -91,7 +91,7 @@ def _positions_of(axis: MeshAxis, tensors: Sequence[torch.Tensor]) -> tuple[torc
 
 
 def _exchanged(axis: MeshAxis, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Entry i of every tensor goes to rank i; entry i of the results came from there. One collective for all."""
+    """Send entry i of every tensor to rank i; entry i of the results came from rank i. One collective for all tensors."""
     n = axis.size
     sent = torch.cat([x.reshape(n, -1) for x in tensors], dim=1)
     received = torch.empty_like(sent)

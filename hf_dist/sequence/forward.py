@@ -1,4 +1,4 @@
-"""One forward on a part of each sequence: what every rank knows of the whole."""
+"""One forward on a part of each sequence, and what every rank knows about the whole."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from hf_dist.sequence.layout import SequenceLayout
 
 @dataclass(frozen=True, eq=False)
 class SequenceAxes:
-    """The ranks that share a sequence, and how."""
+    """The ranks that share a sequence, and how they share it."""
 
     cp: MeshAxis
     """All of them."""
     ulysses: MeshAxis
-    """Neighbours that exchange heads for positions."""
+    """Neighbouring ranks that exchange heads for positions."""
     outer: MeshAxis
-    """One of each such group: they gather keys and values, or pass them on."""
+    """One rank of each Ulysses group: they gather keys and values, or pass them round a ring."""
     layout: SequenceLayout
 
 
 @dataclass(eq=False)
 class SplitForward:
-    """What is known of the whole sequence while a part of it is computed on."""
+    """Facts about the whole sequence during a forward on a part of it."""
 
     axes: SequenceAxes
     length: int
-    """Tokens of a row, padded to what the layout divides."""
+    """Tokens of a row, padded to a length that the layout divides."""
     real_length: int
-    """As they were given."""
+    """Tokens of a row before padding."""
     attention_mask: torch.Tensor | None
-    """(B, length), bool: which tokens may be attended to; None where all may."""
+    """(B, length), bool: which tokens may be attended to; None if all may."""
     position_ids: torch.Tensor
     """(1 or B, length)."""
     documents: torch.Tensor | None
-    """(B, length): the number of the packed document that a token belongs to; None where rows are not packed."""
+    """(B, length): number of the packed document of each token; None if rows are not packed."""
     source: SplitForward | None = None
-    """Of a decoder: its encoder's."""
+    """For a decoder: its encoder's forward."""
     target: Callable[[], SplitForward | None] | None = None
-    """Of an encoder that runs: its decoder's."""
+    """For a running encoder: its decoder's forward."""
     num_calls: int = 0
-    """Calls of attention so far."""
+    """Number of attention calls so far."""
     own: torch.Tensor = field(init=False)
     """(s,) positions of this rank."""
 
@@ -65,13 +65,13 @@ _current = _Current()
 
 
 def current() -> SplitForward | None:
-    """The split forward that this thread is in, None outside of one. A block that backward recomputes is not in one: it
+    """The split forward that this thread is in, None outside of one. A block recomputed in backward is in none: it
     finds the forward in its mask."""
     return _current.forward
 
 
 def enter(forward: SplitForward | None) -> None:
-    """From here on this thread is in `forward`."""
+    """Set the forward that this thread is in."""
     _current.forward = forward
 
 
@@ -80,7 +80,7 @@ _silent = False
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Inside, attention and its kin of whole rows answer zeros: what then still depends on other positions is neither."""
+    """Inside, attention and other mixers of whole rows return zeros, so that only other kinds of mixing remain visible."""
     global _silent
     _silent = True
     try:
@@ -90,7 +90,7 @@ def silenced() -> Iterator[None]:
 
 
 def is_silent() -> bool:
-    """Whether attention of whole rows answers zeros."""
+    """Whether attention of whole rows returns zeros."""
     return _silent
 
 
@@ -99,12 +99,12 @@ Rule = Callable[..., torch.Tensor]
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward, which then runs a block again."""
+    """Whether this thread is inside a backward, which then recomputes a block."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class SequenceMask:
-    """What the model hands to its attention as the mask: the rule for the whole sequence, and who makes a mask of it."""
+    """The mask that the model passes to its attention: the rule for the whole sequence, and the function that makes a mask."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class SequenceMask:
         is_causal: bool = False,
         is_cross: bool = False,
     ) -> None:
-        """`make(q_length=, q_offset=)`: the mask of some rows, as the kernel under use wants it; `is_causal`: the rule is to
-        look back, and nothing else; `is_cross`: keys are those of an encoder."""
+        """`make(q_length=, q_offset=)`: the mask of some rows, in the form of the kernel in use; `is_causal`: the rule is plain
+        causal attention; `is_cross`: the keys belong to an encoder."""
         self.is_causal, self.is_cross = is_causal, is_cross
         self.forward = forward
         self.rule = rule
@@ -128,11 +128,11 @@ class SequenceMask:
         return self.rows(0, self.forward.length)
 
     def rows(self, start: int, length: int) -> Any:
-        """That of `length` queries from `start` on, and all keys."""
+        """The mask of `length` queries from `start` on, and all keys."""
         return self.kept((start, length), lambda: self._make(q_length=length, q_offset=start))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make()` returned for `key`, for all layers that share this mask."""
+        """The result of `make()` for `key`, shared by all layers with this mask."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

@@ -1,4 +1,4 @@
-"""A model's arguments, cut: whole rows come in, this rank's positions go on, and what the rest needs of the whole is kept."""
+"""Cuts a model's arguments: takes whole rows, passes this rank's positions on, and keeps what other code needs of the whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_dist.errors import ModelError
 from hf_dist.sequence.forward import SequenceAxes, SplitForward
 
 IGNORED = -100
-"""The label of a token that has none."""
+"""The label of a token without a label."""
 _KEY = "sequence_parallel_size"
 _HANDLED = frozenset(
     {"labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch", "logits_to_keep"}
@@ -25,26 +25,26 @@ _OTHER_KINDS = ("pixel_values", "input_features", "input_values", "decoder_input
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a model is called, and how it counts what it is not given."""
+    """How a model is called, and how it derives missing arguments."""
 
     names: tuple[str, ...]
-    """Of its parameters, in order."""
+    """Names of its parameters, in order."""
     takes_any: bool
-    """Whether it has `**kwargs`."""
+    """Whether it accepts `**kwargs`."""
     shifts: bool
-    """Whether its loss compares a token with the label of the next one, and takes labels that are shifted already."""
+    """Whether its loss compares a token with the next token's label, and accepts labels that are already shifted."""
     positions: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Whole ids -> whole positions, of a model that counts from its padding."""
+    """Whole ids -> whole positions, for a model that counts from its padding."""
     counts_mask: bool = False
-    """Whether it counts positions from the attention mask."""
+    """Whether it derives positions from the attention mask."""
     caches: bool = False
-    """Whether it knows `use_cache`."""
+    """Whether it accepts `use_cache`."""
     chunked: bool = False
     """Whether some of its layers attend in chunks."""
 
     @classmethod
     def of(cls, called: nn.Module, model: nn.Module) -> Arguments:
-        """`called`: whose forward gets the arguments; `model`: the HF model in it (the same, or below an adapter)."""
+        """`called`: the module whose forward gets the arguments; `model`: the HF model in it (itself, or under adapters)."""
         parameters = inspect.signature(called.forward).parameters
         if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()):
             parameters = inspect.signature(model.forward).parameters
@@ -71,7 +71,7 @@ class Arguments:
         )
 
     def takes(self, name: str) -> bool:
-        """Whether a keyword argument of that name arrives somewhere."""
+        """Whether it accepts a keyword argument of that name."""
         return self.takes_any or name in self.names
 
 
@@ -86,24 +86,24 @@ class Cut:
     kwargs: dict[str, Any]
     forward: SplitForward
     share: torch.Tensor | None
-    """The part of the labelled tokens that this rank has, 0 to 1; None without labels."""
+    """This rank's share of the labelled tokens, 0 to 1; None without labels."""
     kept: Any
-    """`logits_to_keep` as it was given."""
+    """The caller's `logits_to_keep`."""
     shifted: bool
-    """Whether labels were shifted here instead of in the model."""
+    """Whether labels were shifted here instead of inside the model."""
 
 
 def bound(arguments: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
+    """All arguments, by name."""
     return {**dict(zip(arguments.names, args, strict=False)), **kwargs}
 
 
 def cut_inputs(
     arguments: Arguments, given: Mapping[str, Any], axes: SequenceAxes, documents_of: Callable[..., Any] | None
 ) -> Cut:
-    """`given`: arguments of a forward on whole rows. Raises `ModelError` for what cannot be cut.
+    """`given`: arguments of a forward on whole rows. Raises `ModelError` for arguments that cannot be cut.
 
-    `documents_of`: packed documents of positions; None where one process looks for none (it makes a cache). Local.
+    `documents_of`: packed documents from positions; None if one process looks for none (it makes a cache). Local.
     """
     ids = given.get("input_ids")
     ids = given.get("inputs_embeds") if ids is None else ids
@@ -121,7 +121,7 @@ def cut_inputs(
         if key not in _HANDLED and isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length:
             kwargs[key] = _padded(value, padded - length, 0)[:, own]
     share = _cut_labels(arguments, kwargs, own, (rows, length), padded)
-    if arguments.takes("attention_mask"):  # without one HF would look for packing in the positions of a part
+    if arguments.takes("attention_mask"):  # otherwise HF would look for packing in the positions of a part
         seen = (own < length).expand(rows, -1) if mask is None else mask[:, own]
         kwargs["attention_mask"] = seen.long()
     if arguments.takes("position_ids"):
@@ -161,7 +161,7 @@ def _positions(
     sizes: tuple[int, int, int],
     documents_of: Callable[..., Any] | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(1 or B, padded) positions and packed documents of whole rows; `sizes`: rows, their length, the padded one."""
+    """(1 or B, padded) positions and packed documents of whole rows; `sizes`: number of rows, length, padded length."""
     rows, length, padded = sizes
     ids, positions = given.get("input_ids"), given.get("position_ids")
     is_given, documents = positions is not None, None
@@ -179,7 +179,7 @@ def _positions(
     if is_given and mask is None and documents_of is not None:
         documents = documents_of(positions.expand(rows, -1))
     if padded > length:
-        # Behind packed documents another one; else as far as the row goes, since learned positions may end there.
+        # After packed documents one more document; otherwise clamped to the row, because learned positions may end there.
         tail = torch.arange(padded - length, device=device)[None].expand(positions.shape[0], -1)
         tail = positions[:, -1:].expand(-1, padded - length) if documents is None else tail
         positions = torch.cat([positions, tail], dim=1)
@@ -199,7 +199,7 @@ def _cut_labels(
         if value is not None and tuple(value.shape) != shape:
             raise ModelError(f"{_KEY}: {name} is {tuple(value.shape)}, not one for each of the {shape} tokens.")
     added = padded - shape[1]
-    if shifted is None and arguments.shifts:  # inside of its loss HF would shift the part
+    if shifted is None and arguments.shifts:  # HF's own shift inside its loss would shift within the part
         shifted = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     targets = labels if shifted is None else shifted
     count = (targets != IGNORED).sum()

@@ -1,12 +1,12 @@
-"""Kernels of attention that return the logarithm of the sum of exponentials, and take the final one in backward.
+"""Attention kernels that return the log of the sum of exponentials, and accept the final one in backward.
 
-They are the operators under `F.scaled_dot_product_attention` (torch 2.13). A ring merges what they return for some of the keys,
-in fp32. All take (B, H, q, D) queries and (B, H, k, D) keys and values of as many heads, with a scale, and nothing masked or
-the upper triangle.
+They are the operators behind `F.scaled_dot_product_attention` (torch 2.13). A ring merges their results for subsets of the
+keys, in fp32. All take (B, H, q, D) queries and (B, H, k, D) keys and values with equally many heads, and a scale. They mask
+nothing, or the upper triangle.
 
-    for_cpu       CPU: D alike
-    flash         CUDA: half precision, D alike
-    efficient     CUDA: everything else; its sums are padded to 32 rows
+    for_cpu       CPU: equal D
+    flash         CUDA: half precision, equal D
+    efficient     CUDA: all other cases; its sums are padded to 32 rows
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of them."""
+    """One attention kernel."""
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Tensors]
-    """Query, key, value, causal, scale -> output (B, H, q, D) and the logarithm (B, H, q)."""
+    """Query, key, value, causal, scale -> output (B, H, q, D) and log of the sum (B, H, q)."""
     backward: Callable[[torch.Tensor, Tensors, Tensors, bool, float], Tensors]
-    """Gradient of the output, (query, key, value), (final output, final logarithm), causal, scale -> gradients of the three."""
+    """Gradient of the output, (query, key, value), (final output, final log), causal, scale -> gradients of the three."""
 
 
 def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
-    """The kernel for such tensors; None where there is none (CPU, values of another size than keys)."""
+    """The kernel for these tensors; None if there is none (CPU with values of another size than keys)."""
     alike = key.shape[-1] == value.shape[-1]
     if query.device.type == "cpu":
         return FOR_CPU if alike else None
@@ -65,7 +65,7 @@ def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bo
 
 def _flash_backward(grad: torch.Tensor, inputs: Tensors, outputs: Tensors, causal: bool, scale: float) -> Tensors:
     g, q, k, v, out = (x.transpose(1, 2) for x in (grad, *inputs, outputs[0]))
-    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: no random state
+    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # without dropout there is no random state
     tensors, lengths = (g, q, k, v, out, outputs[1].contiguous()), (None, None, q.shape[1], k.shape[1])
     found = _aten()._flash_attention_backward(*tensors, *lengths, 0.0, causal, nothing, nothing[:0], scale=scale)
     return tuple(x.transpose(1, 2) for x in found)
@@ -78,7 +78,7 @@ def _efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal
 
 def _efficient_backward(grad: torch.Tensor, inputs: Tensors, outputs: Tensors, causal: bool, scale: float) -> Tensors:
     out, total = outputs
-    total = functional.pad(total, (0, -total.shape[-1] % _ROWS), value=float("inf")).contiguous()  # rows without weight
+    total = functional.pad(total, (0, -total.shape[-1] % _ROWS), value=float("inf")).contiguous()  # padding rows
     nothing = torch.zeros((), dtype=torch.int64, device=grad.device)
     tensors, wanted = (grad, *inputs, None, out, total, nothing, nothing), [True, True, True, False]
     found = _aten()._scaled_dot_product_efficient_attention_backward(*tensors, 0.0, wanted, causal, scale=scale)
@@ -86,7 +86,7 @@ def _efficient_backward(grad: torch.Tensor, inputs: Tensors, outputs: Tensors, c
 
 
 _ROWS = 32
-"""The sums of the efficient kernel are padded to a multiple of it."""
+"""The sums of the efficient kernel are padded to a multiple of this."""
 FOR_CPU = Kernel(_cpu_forward, _cpu_backward)
 FLASH = Kernel(_flash_forward, _flash_backward)
 EFFICIENT = Kernel(_efficient_forward, _efficient_backward)

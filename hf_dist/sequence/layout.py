@@ -1,9 +1,9 @@
-"""Which positions of a sequence each rank computes on.
+"""Which positions of a sequence each rank computes.
 
-    cp = outer x ulysses        neighbours exchange heads for positions; the outer ranks gather or pass on keys and values
+    cp = outer x ulysses        neighbours exchange heads for positions; outer ranks gather keys and values or pass them round
 
-Rows are cut in order. With a ring the outer ranks get two chunks each, one from either end (zigzag), so that causal attention
-is the same work everywhere. Source: Ulysses arXiv 2309.14509; ring arXiv 2310.01889; zigzag arXiv 2311.09431 (striped) and
+Rows are cut in order. In a ring each outer rank gets two chunks, one from either end (zigzag), so that causal attention
+costs the same on all ranks. Source: Ulysses arXiv 2309.14509; ring arXiv 2310.01889; zigzag arXiv 2311.09431 (striped) and
 Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
@@ -26,31 +26,31 @@ class SequenceLayout:
     ulysses: int
     """Neighbouring ranks that exchange heads for positions."""
     outer: int = 1
-    """Groups of them, each with its own positions in attention."""
+    """Number of Ulysses groups, each with its own positions in attention."""
     exchange: Exchange = "gather"
     """How keys and values reach the other groups."""
 
     @property
     def size(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.ulysses * self.outer
 
     @property
     def is_ring(self) -> bool:
-        """Whether keys and values go round, and positions are dealt from both ends."""
+        """Whether keys and values go round a ring, and positions are assigned from both ends."""
         return self.outer > 1 and self.exchange == "ring"
 
     @property
     def multiple(self) -> int:
-        """Sequences are padded to a multiple of it."""
+        """Sequences are padded to a multiple of this."""
         return self.size * (2 if self.is_ring else 1)
 
     def padded(self, length: int) -> int:
-        """The length that is cut, for a sequence of `length` tokens."""
+        """The padded length for a sequence of `length` tokens."""
         return -(-length // self.multiple) * self.multiple
 
     def chunks_of(self, outer: int) -> tuple[int, ...]:
-        """Which of the equal chunks of a sequence an outer rank has, in its order."""
+        """The chunks of a sequence that an outer rank has, in its order."""
         return (outer, 2 * self.outer - 1 - outer) if self.is_ring else (outer,)
 
     def positions(self, rank: int, length: int) -> torch.Tensor:
@@ -58,19 +58,19 @@ class SequenceLayout:
         return _positions(self, rank, length)
 
     def undo(self, length: int) -> torch.Tensor | None:
-        """The index that puts the parts of all ranks, one after the other, in order; None where they are."""
+        """The index that sorts the concatenated parts of all ranks; None if they are already sorted."""
         return _undo(self, length) if self.is_ring else None
 
     def positions_on(self, device: torch.device, rank: int, length: int) -> torch.Tensor:
-        """`positions`, kept on a device: a copy from the host would hold the host up."""
+        """`positions`, cached on a device, because a copy from the host would block it."""
         return _on_device(self, device, rank, length)
 
     def undo_on(self, device: torch.device, length: int) -> torch.Tensor | None:
-        """`undo`, kept on a device."""
+        """`undo`, cached on a device."""
         return _on_device(self, device, None, length) if self.is_ring else None
 
     def describe(self) -> str:
-        """Such as `ulysses 4`, `gather 3`, `ulysses 2 x ring 2`."""
+        """For example `ulysses 4`, `gather 3`, `ulysses 2 x ring 2`."""
         parts = [("ulysses", self.ulysses), (self.exchange, self.outer)]
         return " x ".join(f"{name} {size}" for name, size in parts if size > 1)
 
@@ -95,10 +95,10 @@ def _on_device(layout: SequenceLayout, device: torch.device, rank: int | None, l
 
 
 def layout_for(size: int, heads: int, wanted: str | tuple[int, int] = "auto") -> SequenceLayout | None:
-    """The layout of `size` ranks for a model whose attention has `heads` query heads; None if there is none.
+    """The layout of `size` ranks for a model with `heads` query heads; None if there is none.
 
     `wanted`: "auto" is Ulysses as far as the heads divide, and gathered keys and values for the rest; "ulysses", "gather" or
-    "ring" for one of them alone; (ulysses, ring) for both.
+    "ring" alone; (ulysses, ring) for both.
     """
     if isinstance(wanted, tuple):
         ulysses, ring = wanted

@@ -1,7 +1,7 @@
-"""Layers that mix positions otherwise than by attention, and which of their heads or channels a rank takes.
+"""Layers that mix positions by other means than attention, and the heads or channels of them that a rank takes.
 
-State space models, delta rules, linear attention and short convolutions work on each head or channel by itself between their
-projections. They are found by what they have, not by their class; whether the answer is the model's is asked by `verify.py`.
+State space models, delta rules, linear attention and short convolutions work on each head or channel separately between their
+projections. They are found by their attributes, not by class; `verify.py` checks that the results are the model's.
 Sources: Mamba arXiv 2312.00752, Mamba 2 2405.21060, gated delta nets 2412.06464, Kimi's 2510.26692, RG-LRU 2402.19427,
 lightning attention 2401.04658, as transformers 5 implements them.
 """
@@ -23,30 +23,30 @@ Index = torch.Tensor
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank takes of a layer. Names are of the layer's own attributes."""
+    """What one rank takes of a layer, by the layer's own attribute names."""
 
     sends: dict[str, Index]
-    """Projections of the layer's input: which of their outputs this rank wants, of all positions."""
+    """Projections of the layer's input: which of their outputs this rank needs, for all positions."""
     back: tuple[str, ...] = ()
-    """Modules that read all channels of a position: what they are given goes back to the ranks of the positions first."""
+    """Modules that read all channels of a position: their inputs are first returned to the ranks of the positions."""
     rows: dict[str, Index] = field(default_factory=dict)
-    """Convolutions and products of which it computes these rows."""
+    """Convolutions and products of which this rank computes only these rows."""
     slices: dict[str, tuple[int, Index]] = field(default_factory=dict)
     """Parameters and buffers: dimension, and entries."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Counts as the layer's code shall see them."""
+    """Counts as the layer's code should see them."""
     local: tuple[str, ...] = ()
     """Projections of the layer's input that stay with their positions."""
     narrow: tuple[str, ...] = ()
-    """Products over all channels with few outputs, which every rank needs of every position."""
+    """Products over all channels with few outputs, which every rank needs for every position."""
     inside: dict[str, Share] = field(default_factory=dict)
-    """Submodules that are seen in the same way."""
+    """Submodules that get a view of the same kind."""
 
 
 def share_of(module: nn.Module, rank: int, ranks: int) -> Share | None:
-    """What `rank` of `ranks` takes of `module`; None for a module that is no such layer.
+    """What `rank` of `ranks` takes of `module`; None for another kind of module.
 
-    Raises `ModelError` when the heads do not divide.
+    Raises `ModelError` if the heads do not divide.
     """
     for kind in _KINDS:
         if all(hasattr(module, name) for name in kind.has):
@@ -104,7 +104,7 @@ def _mamba_of_heads(m: Any, rank: int, ranks: int) -> Share:
     heads = _part(m, "n_mamba_heads", rank, ranks)
     names = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
     return Share(
-        {"in_proj": _units(heads, 2 * m.mamba_head_dim)},  # each channel beside its gate
+        {"in_proj": _units(heads, 2 * m.mamba_head_dim)},  # each channel next to its gate
         ("out_proj",),
         {"conv1d": _units(heads, m.mamba_head_dim)},
         {name: (0, heads) for name in names},
@@ -132,7 +132,7 @@ def _delta_net(m: Any, rank: int, ranks: int) -> Share:
 
 
 def _fused_delta_net(m: Any, keys: Index, heads: Index) -> dict[str, Index]:
-    """Qwen3-Next's projections: for each head of keys its query, key, values and gates, then their numbers."""
+    """Qwen3-Next's projections: for each key head its query, key, values and gates, then the scalars."""
     dk, dv, ratio = m.head_k_dim, m.head_v_dim, m.num_v_heads // m.num_k_heads
     block = 2 * dk + 2 * ratio * dv
     wide, few = [], []
@@ -220,7 +220,7 @@ _KINDS = (
 
 
 def _part(module: Any, name: str, rank: int, ranks: int) -> Index:
-    """The equal part of heads or channels that `rank` takes."""
+    """The equal part of heads or channels for `rank`."""
     count = int(getattr(module, name))
     if count % ranks:
         raise ModelError(
@@ -231,12 +231,12 @@ def _part(module: Any, name: str, rank: int, ranks: int) -> Index:
 
 
 def _groups(heads: Index, all_heads: int, all_groups: int) -> Index:
-    """The groups (or heads of keys) that `heads` share evenly, in their order; one for each head where they do not."""
+    """The groups (or key heads) that `heads` share evenly, in order; one for each head if they do not share evenly."""
     of_each = heads * all_groups // all_heads
     distinct, counts = torch.unique_consecutive(of_each, return_counts=True)
     return distinct if len(set(counts.tolist())) == 1 else of_each
 
 
 def _units(numbers: Index, width: int, at: int = 0) -> Index:
-    """The elements of units of `width` that begin at `at`."""
+    """The elements of units of width `width`, starting at `at`."""
     return (numbers[:, None] * width + torch.arange(width) + at).flatten()

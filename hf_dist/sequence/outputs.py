@@ -1,4 +1,4 @@
-"""A model's outputs, whole: the loss of all ranks, and other tensors if anybody reads them."""
+"""Makes a model's outputs whole: the loss of all ranks, and other tensors if they are read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_dist.unread import METADATA, unread
 
 
 class WholeTensor(torch.Tensor):
-    """A tensor over all positions of which this rank has a part; the others' come when somebody reads it.
+    """A tensor over all positions of which this rank has a part; the other parts are gathered when it is read.
 
-    All ranks that share the sequence must read it, or none.
+    Either all ranks that share the sequence read it, or none.
     """
 
     _gather: Callable[[], torch.Tensor]
@@ -25,13 +25,13 @@ class WholeTensor(torch.Tensor):
 
     @staticmethod
     def of(part: torch.Tensor, shape: tuple[int, ...], gather: Callable[[], torch.Tensor]) -> WholeTensor:
-        """`gather()`: the tensor of `shape`, with its graph."""
+        """`gather()`: returns the tensor of `shape`, with its graph."""
         lazy: Any = unread(shape, part.dtype, _REFUSAL, part).as_subclass(WholeTensor)
         lazy._gather, lazy._full = gather, None
         return lazy
 
     def full(self) -> torch.Tensor:
-        """The plain tensor. Collective over the ranks that share the sequence, the first time."""
+        """The plain tensor. The first call is collective over the ranks that share the sequence."""
         if self._full is None:
             with torch.set_grad_enabled(self.requires_grad):
                 self._full = self._gather()
@@ -50,7 +50,7 @@ class WholeTensor(torch.Tensor):
 
 
 _LOSSES = ("loss", "aux_loss")
-"""Of which each rank has a part."""
+"""Outputs of which each rank has a part."""
 _REFUSAL = (
     "sequence_parallel_size: logits went into a custom autograd Function (a fused loss kernel?) before they were whole. Call "
     ".contiguous() on them first."
@@ -62,9 +62,9 @@ def _read(value: Any) -> Any:
 
 
 def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool) -> Any:
-    """`output` of a split forward, as one process would have it; a ModelOutput is changed in place.
+    """`output` of a split forward, as one process would return it. A ModelOutput is changed in place.
 
-    `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are read for sure.
+    `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are certainly read.
     """
     if isinstance(output, dict):
         source = cut if cut.forward.source is None else replace(cut, forward=cut.forward.source)
@@ -99,7 +99,7 @@ def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bo
         full = whole(axes.cp, value, axes.layout.undo_on(value.device, forward.length), length)
         return full if kept is None else full[:, _kept_positions(kept), :]
 
-    if value.dim() == 2 and cut.shifted:  # a number for each label: where the model shifts, the last token has none
+    if value.dim() == 2 and cut.shifted:  # one number per label: where the model shifts, the last token has none
         return gather()[:, :-1]
     if at_once or value.dim() == 2:
         return gather()
@@ -109,7 +109,7 @@ def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bo
 
 def _whole_loss(loss: torch.Tensor, cut: Cut, is_mean: bool) -> torch.Tensor:
     if is_mean and cut.share is not None:
-        # A part without labels has no mean: its nan must not reach the sum.
+        # A part without labels has no mean; its nan must not reach the sum.
         loss = torch.where(cut.share > 0, loss, torch.zeros_like(loss)) * cut.share.to(loss.dtype)
     return total_loss(cut.forward.axes.cp, loss)
 

@@ -1,7 +1,7 @@
-"""An encoder and a decoder: each cut by its own length, and the decoder's queries meet the keys of the whole encoder.
+"""An encoder and a decoder: each is cut by its own length, and the decoder's queries attend to the keys of the whole encoder.
 
-Hooks of both say which of the two forwards is under way; masks and attention know the rest (`attention.py`). Biases by
-relative position (T5) are computed for the whole row, and this rank's heads and rows of them handed on.
+Hooks of both tell which of the two forwards is running; masks and attention know the rest (`attention.py`). Biases by
+relative position (T5) are computed for the whole row, and this rank's heads and rows of them are passed on.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _DecoderIds = Callable[[torch.Tensor], torch.Tensor]
 
 
 def is_pair(model: nn.Module) -> bool:
-    """Whether a model is an encoder of text with a decoder of text."""
+    """Whether a model is a text encoder with a text decoder."""
     config: Any = getattr(model, "config", None)
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def hold_pair(model: Any, axes: SequenceAxes) -> None:
-    """Have a forward know in which half it is. Local. Raises `ModelError` for what cannot be split."""
+    """Tell each forward whether it is in the encoder or the decoder. Local. Raises `ModelError` if it cannot be split."""
     name = type(model).__name__
     if getattr(model, "main_input_name", "") != "input_ids" or not hasattr(
         model, "prepare_decoder_input_ids_from_labels"
@@ -62,7 +62,7 @@ def hold_pair(model: Any, axes: SequenceAxes) -> None:
 
 
 def cut_pair(model: Any, given: Mapping[str, Any], axes: SequenceAxes) -> Cut:
-    """`given`: arguments of a forward on whole rows. Raises `ModelError` for what cannot be cut. Local."""
+    """`given`: arguments of a forward on whole rows. Raises `ModelError` for arguments that cannot be cut. Local."""
     given = dict(given)
     labels = given.get("labels")
     if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:

@@ -1,9 +1,9 @@
-"""Ring attention: keys and values go from rank to rank, and their gradients with them.
+"""Ring attention: keys and values are passed from rank to rank, and their gradients with them.
 
-Forward: each pair of my queries and somebody's keys is computed by itself, with the logarithm of its sum of exponentials, and
-merged in fp32. Backward: the kernel's own backward of each pair with the final output and sum, so nothing needs merging; the
-gradients of keys and values (fp32) travel one rank behind them, and one step more brings them home. Zigzag (`layout.py`):
-every rank has one chunk of either end. Sources: arXiv 2310.01889 (ring), 2205.14135 (flash attention, section 3.1).
+Forward: each pair of my queries and some rank's keys is computed separately, with the log of its sum of exponentials, and
+merged in fp32. Backward: the kernel's own backward of each pair with the final output and sum, so nothing is merged. The
+fp32 gradients of keys and values travel one rank behind them, and one more step returns them. Zigzag (`layout.py`):
+every rank has one chunk from either end. Sources: arXiv 2310.01889 (ring), 2205.14135 (flash attention, section 3.1).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_dist.sequence.forward import Rule, SequenceMask
 from hf_dist.sequence.kernels import kernel_for
 
 Pair = str | torch.Tensor
-""" "none", "all" or "causal", or a boolean (B, 1, q, k): what of a chunk of keys a chunk of queries attends to."""
+""" "none", "all" or "causal", or a boolean (B, 1, q, k): which keys of a chunk a chunk of queries attends to."""
 Plan = tuple[tuple[tuple[Pair, ...], ...], ...]
 """[rank that has the keys][my chunk][their chunk]."""
 
@@ -26,7 +26,7 @@ Plan = tuple[tuple[tuple[Pair, ...], ...], ...]
 def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask, scale: float
 ) -> torch.Tensor:
-    """(B, H, s, D) queries of my positions, (B, H', s, D) keys and values of mine -> (B, H, s, D). Collective over the ring."""
+    """(B, H, s, D) queries, (B, H', s, D) keys and values of my positions -> (B, H, s, D). Collective over the ring."""
     forward = mask.forward
     axis = forward.axes.outer
     plan = mask.kept("ring", lambda: _plan(mask, query.shape[0], query.device))
@@ -36,7 +36,7 @@ def ring_attention(
 
 def _plan(mask: SequenceMask, rows: int, device: torch.device) -> Plan:
     layout, length = mask.forward.axes.layout, mask.forward.length
-    if mask.is_causal:  # nothing to be looked at
+    if mask.is_causal:  # no rule to evaluate
         mine = layout.chunks_of(mask.forward.axes.outer.rank)
         return tuple(
             tuple(tuple(_causal_pair(q, k) for k in layout.chunks_of(rank)) for q in mine)
@@ -112,7 +112,7 @@ class _Ring(torch.autograd.Function):
                 ):
                     target.add_(part)
             moved = torch.empty_like(travelling)
-            collectives.shift(axis, travelling, moved).wait()  # the last one brings them home
+            collectives.shift(axis, travelling, moved).wait()  # the last shift returns them
             travelling = moved
         d_key, d_value = _split(travelling, key, value)
         return None, d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
@@ -128,7 +128,7 @@ def _split(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[
 
 
 def _rounds(axis: MeshAxis, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """(rank that has them, (its keys, its values)), my own first; the next ones travel while these are used."""
+    """(source rank, (its keys, its values)), my own first; the next ones are in transfer while these are used."""
     both = torch.cat([key.reshape(-1), value.reshape(-1)])
     for step in range(axis.size):
         under_way, coming = None, both
@@ -151,7 +151,7 @@ def _pairs(plan: tuple[tuple[Pair, ...], ...]) -> Any:
 def _merged(
     out: torch.Tensor, total: torch.Tensor, new: torch.Tensor, new_total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two outputs over different keys as one; rows that saw no key yet have a total of -inf."""
+    """Merge two outputs over different keys; rows that have seen no key yet have a total of -inf."""
     top = torch.maximum(total, new_total)
     top = top.masked_fill(top.isinf(), 0.0)
     a, b = torch.exp(total - top), torch.exp(new_total - top)

@@ -1,8 +1,8 @@
 """A model whose forward runs on a part of each sequence: hooks at its entry and exit. The model is not replaced.
 
-The hook before the forward gets whole rows, the same on every rank that shares them, and passes this rank's positions on; the
-hook after it makes the outputs whole. So the code outside (Trainer, TRL, metrics, a loss of one's own) sees one process's
-model, and all ranks compute the same loss. Weights, gradients and optimizer know nothing of it.
+The hook before the forward gets whole rows, equal on every rank that shares them, and passes on this rank's positions. The
+hook after it makes the outputs whole. So the code outside (Trainer, TRL, metrics, a custom loss) sees one process's model,
+and all ranks compute the same loss. Weights, gradients and optimizer are not affected.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _KEY = "sequence_parallel_size"
 
 
 class SplitSequence:
-    """Hooks of one model, all of which runs on parts, or its backbone, or that without what pools its tokens."""
+    """Hooks of one model. Parts run through all of it, or its backbone, or the backbone without its token pooling."""
 
     def __init__(self, model: nn.Module, axes: SequenceAxes) -> None:
-        """Install them. Raises `ModelError` for a model that cannot be split, by what its config says."""
-        from hf_dist.sequence import attention  # imports transformers, which a model of another kind does not need
+        """Install the hooks. Raises `ModelError` for a model whose config says that it cannot be split."""
+        from hf_dist.sequence import attention  # imports transformers, which other kinds of models do not need
 
         self.axes = axes
         self.model = _inner(model)
@@ -43,17 +43,17 @@ class SplitSequence:
         self.is_mean = False
         """Whether the model's loss ignores `num_items_in_batch`."""
         self.knows_packing = True
-        """Whether the model tells packed documents apart by their positions; some of HF's do not."""
+        """Whether the model separates packed documents by their positions; some of HF's models do not."""
         self.enabled = True
         self.num_calls = 0
-        """Calls of attention on parts of a sequence."""
+        """Number of attention calls on parts of a sequence."""
         region = _region(model, self.model)
         self.at_once = region is not model
         self.arguments = Arguments.of(region, region if self.at_once else self.model)
         self.num_mixers = hold_whole_rows(self.model, axes, self._count_call)
-        """Layers that mix positions otherwise, by heads or channels."""
+        """Number of layers that mix positions by heads or channels instead of attention."""
         self.is_pair = is_pair(self.model)
-        """Whether it is an encoder and a decoder."""
+        """Whether the model is an encoder and a decoder."""
         if self.is_pair:
             hold_pair(self.model, axes)
         self._documents_of = attention.documents_of
@@ -71,7 +71,7 @@ class SplitSequence:
         region.register_forward_hook(_weakly(self._leave), always_call=True)
 
     def describe(self) -> str:
-        """For the start-up report."""
+        """One line for the start-up report."""
         layout = self.axes.layout
         return f"each row on {layout.size} ranks ({layout.describe()}), attention by {self.kernel}"
 
@@ -79,7 +79,7 @@ class SplitSequence:
         self.num_calls += 1
 
     def axis_under_way(self) -> MeshAxis | None:
-        """The ranks that share the rows of the forward that this thread is in; None outside of a split one."""
+        """The ranks that share the rows of this thread's forward; None outside of a split forward."""
         return None if current() is None else self.axes.cp
 
     @contextmanager
@@ -99,7 +99,7 @@ class SplitSequence:
         caches = given.get("use_cache")
         caches = bool(getattr(config, "use_cache", False) if caches is None else caches)
         if module.training and any(getattr(m, "gradient_checkpointing", False) for m in module.modules()):
-            caches = False  # as HF decides
+            caches = False  # HF's default
         documents_of = self._documents_of if self.knows_packing and not caches else None
         if self.is_pair:
             cut = cut_pair(self.model, given, self.axes)
@@ -108,11 +108,11 @@ class SplitSequence:
         self._cut = cut
         enter(cut.forward)
         if self._streams is not None and module.training:
-            self._streams.own()  # its tokens are this rank's
+            self._streams.own()  # the tokens differ from other ranks'
         return (), cut.kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Runs where the forward has raised, too."""
+        """Runs also if the forward has raised."""
         if self._cut is not None:
             self._cut = None
             enter(None)
@@ -128,7 +128,7 @@ class SplitSequence:
         return whole_outputs(output, cut, is_mean=self.is_mean, at_once=self.at_once)
 
     def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Frequencies that depend on the longest position of the batch are those of the whole."""
+        """Compute frequencies that depend on the batch's longest position from the whole rows."""
         forward = current()
         if forward is None:
             return None
@@ -137,12 +137,12 @@ class SplitSequence:
         return (args[0], forward.position_ids, *args[2:]), kwargs
 
     def _with_own_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Learned positions, which the model counts from the first token that it sees, are those of the whole row."""
+        """Pass positions of the whole row to learned embeddings, which count from the first token that they see."""
         forward = current()
         given = args[2] if len(args) > 2 else kwargs.get("position_ids")
         if forward is None or (given is not None and given.dim() > 1):
             return None
-        own = forward.own.clamp(max=forward.real_length - 1)  # learned ones may end with the row
+        own = forward.own.clamp(max=forward.real_length - 1)  # learned positions may end with the row
         return args[:2], {**kwargs, "position_ids": own}
 
     def _own_frequencies(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -155,7 +155,7 @@ def _has_cache(given: dict[str, Any]) -> bool:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that ends with its object, and that a copy of the model shares instead of copying process groups."""
+    """A hook that ends with its object. A copy of the model shares it instead of copying process groups."""
     reference = weakref.WeakMethod(method)
 
     def hook(*args: Any, **kwargs: Any) -> Any:
@@ -166,9 +166,9 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sequence_axes(mesh: ParallelMesh, model: nn.Module, wanted: str | tuple[int, int]) -> SequenceAxes:
-    """How the ranks of `cp` share a sequence of this model. Collective over world: makes groups for two kinds of exchange.
+    """How the ranks of `cp` share a sequence of this model. Collective over world: creates groups if two exchanges are mixed.
 
-    Raises `ConfigError` when `wanted` does not fit the model's heads.
+    Raises `ConfigError` if `wanted` does not fit the model's heads.
     """
     heads = heads_of(_inner(model)) // math.gcd(heads_of(_inner(model)), mesh.tp.size)
     layout = layout_for(mesh.cp.size, heads, wanted)
@@ -186,9 +186,9 @@ def sequence_axes(mesh: ParallelMesh, model: nn.Module, wanted: str | tuple[int,
 
 
 def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int, int]) -> SplitSequence | None:
-    """Split the sequences of `model` over the ranks of `cp`; None where there is one. Every rank calls it, after sharding.
+    """Split the sequences of `model` over the ranks of `cp`; None if `cp` is 1. Every rank calls it, after sharding.
 
-    `wanted`: `hf_dist.sequence_parallel`. Raises `ModelError` or `ConfigError` for what cannot be split.
+    `wanted`: `hf_dist.sequence_parallel`. Raises `ModelError` or `ConfigError` for models that cannot be split.
     """
     if mesh.cp.size == 1:
         return None
@@ -196,7 +196,7 @@ def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int
 
 
 def as_split(model: nn.Module, batch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """`batch()` with the arguments that a forward on parts has besides, on whole rows: what a pipeline is planned with."""
+    """`batch()` plus the arguments that a forward on parts adds, on whole rows, to plan a pipeline with."""
     given = batch()
     arguments = Arguments.of(model, _inner(model))
     if is_pair(_inner(model)):
@@ -236,7 +236,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_atte
 
 
 def heads_of(model: nn.Module) -> int:
-    """Query heads of a model's attention; 1 where its config does not say."""
+    """Query heads of a model's attention; 1 if its config does not tell."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [getattr(text, name, None) for name in _HEADS]
@@ -245,7 +245,7 @@ def heads_of(model: nn.Module) -> int:
 
 
 def refuse_by_config(model: nn.Module) -> None:
-    """Raise `ModelError` for what a model's config says it does with a sequence that cannot be split."""
+    """Raise `ModelError` if a model's config shows a use of the sequence that cannot be split."""
     config: Any = getattr(model, "config", None)
     name = type(model).__name__
     if config is None or not hasattr(config, "_attn_implementation"):
@@ -255,14 +255,14 @@ def refuse_by_config(model: nn.Module) -> None:
 
 
 def _last_of(region: nn.Module, model: nn.Module) -> nn.Module:
-    """What makes the outputs of `region` that become whole: its layers alone where it goes on to pool their tokens."""
+    """The module whose outputs become whole: only the layers of `region` if it pools their tokens afterwards."""
     layers = getattr(region, "encoder", None)
     pools = region is not model and getattr(region, "pooler", None) is not None
     return layers if pools and isinstance(layers, nn.Module) else region
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The HF model below an adapter."""
+    """The HF model beneath an adapter."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 
@@ -277,7 +277,7 @@ def _backbone(model: nn.Module) -> nn.Module:
 
 
 def _region(model: nn.Module, inner: nn.Module) -> nn.Module:
-    """All of a model whose loss is one per token; of others the backbone, whose hidden states a head reads whole."""
+    """The whole model if its loss is per token; otherwise the backbone, whose hidden states a head reads whole."""
     return model if _has_vocabulary_head(inner) else _backbone(inner)
 
 
@@ -290,7 +290,7 @@ def _looks_at_longest(module: nn.Module) -> bool:
 
 
 def _counts_positions(module: nn.Module) -> bool:
-    """An embedding of positions that counts them from the length of what it is given, unless it is told (BART's decoders)."""
+    """Whether an embedding of positions counts them from its input's length unless they are passed (BART's decoders)."""
     if not isinstance(module, nn.Embedding):
         return False
     names = list(inspect.signature(module.forward).parameters)
@@ -298,7 +298,7 @@ def _counts_positions(module: nn.Module) -> bool:
 
 
 def _set_attention(model: nn.Module, register: Any) -> str | None:
-    """Our name in every config of the model, for the kernel that was there."""
+    """Set hf_dist's name in every config of the model, for the previous kernel."""
     config: Any = model.config
     kernel: str = config._attn_implementation
     configs = {id(config): config}

@@ -1,9 +1,9 @@
-"""Is a split model the model? It is asked, with a few tokens, before it trains.
+"""Checks with a few tokens, before training, that a split model computes the same as the model.
 
-Two forwards of the same tokens, whole and split, must give the same outputs and loss; whatever mixes the sequence outside of
-attention (recurrences, convolutions, positions that are counted locally) shows at the borders of the parts. Then the first
-module is named whose output depends on other positions while attention is silent. What begins beyond these few tokens is not
-seen; such models are known by their config (`split.py`).
+Two forwards of the same tokens, whole and split, must give the same outputs and loss. Code that mixes the sequence outside of
+attention (recurrences, convolutions, locally counted positions) shows at the borders of the parts. The error then names the
+first module whose output depends on other positions while attention is silent. Effects beyond these few tokens are not
+seen; models with such effects are known by their config (`split.py`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from hf_dist.sequence.inputs import IGNORED
 from hf_dist.sequence.split import SplitSequence
 
 Evaluate = Callable[[Any, Callable[[nn.Module, Any], Any]], Any]
-"""`evaluate(batch, function)`: `function(model, batch)` without gradient, its result on every rank."""
+"""`evaluate(batch, function)`: runs `function(model, batch)` without gradient; returns its result on every rank."""
 
 _TOKENS_PER_RANK = 16
 _TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-6}
 _HALF = 5e-2
-"""In half precision sums in another order differ, and a router may choose another expert."""
+"""In half precision, sums in another order differ, and a router may choose another expert."""
 _TINY = 1e-12
 _SAME = 1e-6
-"""The same rows in the same kernels: what is not mixed is equal to the bit, in any precision."""
+"""The same rows in the same kernels: unmixed outputs are equal to the bit in any precision."""
 
 
 def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate) -> None:
-    """Compare, and find out whether the model's loss is a mean over the labels it is given. Collective over world.
+    """Compare, and find whether the model's loss is a mean over its labels. Collective over world.
 
-    Raises `ModelError` on every rank when the outputs differ.
+    Raises `ModelError` on every rank if the outputs differ.
     """
     was_training = model.training
     model.eval()
@@ -50,16 +50,16 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate) -> None:
         split.knows_packing = _knows_packing(split, evaluate, batch)
         try:
             if "labels" in batch:
-                # With a label for each token, as a mean over none is no number.
+                # A label for each token, because a mean over no labels is not a number.
                 every = {**batch, "labels": batch["input_ids"]}
                 count = torch.tensor(every["labels"].numel(), device=every["labels"].device)
                 once, half = (evaluate({**every, "num_items_in_batch": n * count}, _read)["loss"] for n in (1, 2))
-                if torch.isclose(once, half, rtol=1e-3):  # its loss is its own: it does not take shifted labels either
+                if torch.isclose(once, half, rtol=1e-3):  # a custom loss: it does not accept shifted labels either
                     split.is_mean, split.arguments = True, replace(split.arguments, shifts=False)
             problem = _difference(expected, evaluate(batch, _read))
         except HfDistError:
             raise
-        except Exception as error:  # whatever a model's own code does with half of what it expects
+        except Exception as error:  # whatever a model's own code raises for half of its usual input
             raise _refusal(split, f"{type(error).__name__}: {error}") from error
         if problem is not None:
             raise _refusal(split, problem)
@@ -76,7 +76,7 @@ def _refusal(split: SplitSequence, problem: str) -> ModelError:
 
 
 def _tokens(split: SplitSequence, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Two rows of tokens; in the first few none has a label, so that ranks have other counts of them."""
+    """Two rows of tokens. The first few have no labels, so that ranks have different counts of labels."""
     config: Any = split.model.config
     text = config.get_text_config()
     multiple = split.axes.layout.multiple
@@ -95,7 +95,7 @@ def _tokens(split: SplitSequence, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _knows_packing(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> bool:
-    """Whether HF's masks of this model keep documents apart that begin at position 0."""
+    """Whether HF's masks of this model separate documents that begin at position 0."""
     if split.is_pair or not split.arguments.takes("position_ids"):
         return False
     ids = batch["input_ids"]
@@ -115,7 +115,7 @@ def _knows_packing(split: SplitSequence, evaluate: Evaluate, batch: dict[str, to
 
 
 def _whole(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A forward that is not split; with each row twice, as the stages of a pipeline tell batches by their shapes."""
+    """A forward that is not split. Each row appears twice, because pipeline stages tell batches apart by shape."""
     rows = batch["input_ids"].shape[0]
     twice = {key: x.repeat(2, *[1] * (x.dim() - 1)) if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
     with split.off():
@@ -134,7 +134,7 @@ def _read(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def _difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str | None:
-    """In words, what is not the same; None if all is."""
+    """In words, what differs; None if nothing does."""
     tolerance = _TOLERANCE.get(expected["values"].dtype, _HALF)
     for name, title in (("values", "its outputs differ"), ("loss", "its loss differs")):
         a, b = found[name].double(), expected[name].double()
@@ -149,7 +149,7 @@ def _difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor
 def _mixing(
     split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], ...] | None:
-    """Two batches that differ in one token, if that is seen at other positions while attention is silent; else None."""
+    """Two batches that differ in one token, if other positions see the difference while attention is silent; else None."""
     first = {"input_ids": batch["input_ids"]}
     ids = first["input_ids"].clone()
     at = ids.shape[1] // 2
@@ -165,7 +165,7 @@ def _mixing(
 
 
 def _first_mixing(split: SplitSequence, model: nn.Module, evaluate: Evaluate, batches: Any) -> str:
-    """The name of the first module whose output differs there; empty where this rank has none."""
+    """The name of the first module whose output differs; empty if this rank has none."""
     length = batches[0]["input_ids"].shape[1]
     seen: list[dict[str, torch.Tensor]] = []
     for tokens in batches:

@@ -1,8 +1,8 @@
-"""Layers that mix positions by heads or channels, run on whole rows of this rank's share of them.
+"""Runs layers that mix positions by heads or channels on whole rows, for this rank's share of heads or channels.
 
-As Ulysses does for attention: the projections run on this rank's positions, their outputs go to the ranks of their heads, the
-layer's own code runs on all positions of these, and the result comes back. That code is the model's: its forward is called
-with a view of the layer that has this rank's heads. Nothing is replaced, and outside of a split forward nothing happens.
+As in Ulysses attention, the projections run on this rank's positions, their outputs are sent to the ranks of their heads,
+the layer's own code runs on all positions of these heads, and the result is sent back. The layer's own forward is called
+with a view of the layer that has this rank's heads. Nothing is replaced, and outside of a split forward nothing changes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hf_dist.sequence.forward import SequenceAxes, SequenceMask
 from hf_dist.sequence.mixers import Share, share_of
 
 _OF_POSITIONS = ("attention_mask", "position_ids", "seq_idx")
-"""Arguments with a number for each position."""
+"""Arguments with one number per position."""
 
 
 def hold_whole_rows(model: nn.Module, axes: SequenceAxes, counted: Any) -> int:
-    """Have such layers of `model` work on whole rows in a split forward; how many there are. Local.
+    """Make such layers of `model` work on whole rows in a split forward. Returns their number. Local.
 
-    `counted()` is called for each of their calls. Raises `ModelError` for heads that the ranks cannot share.
+    `counted()` is called at each of their calls. Raises `ModelError` for heads that the ranks cannot share.
     """
     count = 0
     for module in model.modules():
@@ -44,7 +44,7 @@ def hold_whole_rows(model: nn.Module, axes: SequenceAxes, counted: Any) -> int:
 
 
 def _all_sends(shares: list[Any]) -> dict[str, torch.Tensor]:
-    """(ranks, c) channels of every projection."""
+    """(ranks, c) channels for every projection."""
     found = {name: torch.stack([s.sends[name] for s in shares]) for name in shares[0].sends}
     for name in shares[0].inside:
         found |= {f"{name}.{key}": value for key, value in _all_sends([s.inside[name] for s in shares]).items()}
@@ -52,14 +52,14 @@ def _all_sends(shares: list[Any]) -> dict[str, torch.Tensor]:
 
 
 class _Plan:
-    """What the views of one layer are made of."""
+    """The data for the views of one layer."""
 
     def __init__(self, axes: SequenceAxes, share: Share, sends: dict[str, torch.Tensor]) -> None:
         self.axes, self.share, self.sends = axes, share, sends
         self._moved: dict[torch.device, _Plan] = {}
 
     def on(self, device: torch.device) -> _Plan:
-        """The same with its indices on `device`."""
+        """The same plan with its indices on `device`."""
         if device not in self._moved:
             sends = {name: index.to(device) for name, index in self.sends.items()}
             self._moved[device] = _Plan(self.axes, _share_on(self.share, device), sends)
@@ -83,7 +83,7 @@ def _forward_of(cls: Any, plan: _Plan, counted: Any) -> Any:
     names = tuple(inspect.signature(own).parameters)[1:]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A block that backward recomputes is in no forward. Only a forward on parts is recomputed: others have no gradient.
+        # A block recomputed in backward is in no forward. Only forwards on parts are recomputed; others have no gradient.
         if split_forward.current() is None and not split_forward.in_backward():
             result = own(self, *args, **kwargs)
             return tree_map(_zeros, result) if split_forward.is_silent() else result
@@ -101,7 +101,7 @@ def _zeros(value: Any) -> Any:
 
 
 class _Rows:
-    """One call of a layer: its input on this rank's positions, and how tensors go to heads and come back."""
+    """One call of a layer: its input on this rank's positions, and the exchange of tensors to heads and back."""
 
     def __init__(self, module: nn.Module, plan: _Plan, hidden: torch.Tensor) -> None:
         self.module, self.plan, self.hidden = module, plan.on(hidden.device), hidden
@@ -111,7 +111,7 @@ class _Rows:
         self.undo = axes.layout.undo_on(hidden.device, self.length)
 
     def run(self, forward: Any, given: dict[str, Any]) -> Any:
-        """The layer's `forward` on all positions, in place of its input the factors that it puts before it (padding)."""
+        """Run the layer's `forward` on all positions, with the factors it multiplies its input by (padding) as input."""
         inner = {name: self._of_all(name, value) for name, value in given.items() if name != "attention_mask"}
         mask = given.get("attention_mask")
         inner["attention_mask"] = mask if isinstance(mask, SequenceMask) else self._mask(mask)
@@ -125,9 +125,9 @@ class _Rows:
         return self._in_order(whole)
 
     def _mask(self, mask: torch.Tensor | None) -> torch.Tensor:
-        """(B, S); ones where nothing is padded, since a block that is recomputed has to do the same again.
+        """(B, S); ones if nothing is padded, because a recomputed block must do the same again.
 
-        A rank whose part has no padding was given None, while others have some.
+        A rank whose part has no padding got None, while other ranks got a mask.
         """
         shape, forward = (self.hidden.shape[0], self.length), split_forward.current()
         if forward is None:
@@ -141,11 +141,11 @@ class _Rows:
         return whole if self.undo is None else whole.index_select(1, self.undo)
 
     def read(self, given: torch.Tensor) -> torch.Tensor:
-        """What a projection works on: this rank's part of the layer's input, for factors over all positions."""
+        """The input of a projection: this rank's part of the layer's input, for factors over all positions."""
         return self.hidden * given[:, self.own] if given.shape[1] == self.length else given
 
     def to_heads(self, part: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-        """(B, s, C) -> (B, S, c): of all positions the channels that this rank takes; (ranks, c) `channels`."""
+        """(B, s, C) -> (B, S, c): this rank's channels for all positions; `channels`: (ranks, c)."""
         ranks, count = channels.shape
         sent = part.index_select(-1, channels.flatten()).unflatten(-1, (ranks, count))
         (whole,) = to_heads(self.plan.axes.cp, sent.transpose(1, 2))
@@ -165,10 +165,10 @@ class _Rows:
 
 
 class _View:
-    """A layer as its own code sees it: with this rank's heads, and projections that end on the ranks of the heads."""
+    """A layer as its own code sees it: with this rank's heads, and projections whose outputs are sent to the heads' ranks."""
 
     training = False
-    """Fused kernels for training take the layer's last product in, which is not the share's."""
+    """False, because fused training kernels include the layer's last product, which is not part of the share."""
 
     def __init__(self, rows: _Rows, module: nn.Module, share: Share, prefix: str) -> None:
         self.__dict__.update(_rows=rows, _module=module, _share=share, _prefix=prefix, **share.sizes)
@@ -177,7 +177,7 @@ class _View:
         return type(self._module).forward(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is None:  # states of generation: forgotten while training, and not those of some heads
+        if value is None:  # generation states: dropped in training; they do not belong to some heads only
             setattr(self._module, name, None)
 
     def __getattr__(self, name: str) -> Any:
@@ -205,7 +205,7 @@ class _View:
 
 
 class _SomeRows:
-    """A convolution along positions for each channel, or a product, of which some rows are computed."""
+    """A per-channel convolution along positions, or a product, of which only some rows are computed."""
 
     def __init__(self, module: Any, index: torch.Tensor) -> None:
         self.weight = module.weight.index_select(0, index)
