@@ -40,7 +40,7 @@ def check_planned(folder: Path, plan: WeightPlan) -> None:
     for file in plan.files:
         found = difference(folder, file)
         if found is not None:
-            raise CheckpointError(f"{found}: {_AFTER}. Somebody else wrote that file; save again.")
+            raise CheckpointError(f"{found}: {_AFTER}. Another program wrote that file; save again.")
 
 
 def check_shapes(folder: Path, shapes: Mapping[str, Shape]) -> None:

@@ -204,9 +204,7 @@ def resolve_without_trainer(
         work.fill("gradient_clipping", 0.0 if config.gradient_clipping is None else 1.0, "default")
     for section in _OF_THE_TRAINER:
         if config.value_at(f"{section}.enabled"):
-            work.notes.append(
-                Note(f"{section}.enabled", "read by the Trainer; a loop of one's own does that by itself")
-            )
+            work.notes.append(Note(f"{section}.enabled", "read by the Trainer; a custom loop does that itself"))
     known = config.elasticity.enabled
     given = {path: work.value(path) if known or work.explicit(path) else None for path in _BATCH}
     try:

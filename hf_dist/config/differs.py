@@ -66,11 +66,11 @@ def _wire(config: DistConfig) -> Iterator[Difference]:
     if half is not None and config.communication_data_type is None:
         with_half = f"with {half} " if half == "half precision" else ""
         there = "in that" if with_half else f"in {half}"
-        text = f"not in the file: {with_half}gradients travel in fp32 (twice the bytes), {there} in DeepSpeed"
+        text = f"not in the file: {with_half}gradients are sent in fp32 (twice the bytes), {there} in DeepSpeed"
         write = "the half precision" if with_half else f'"{half}"'
         yield Difference("communication_data_type", text, f"write {write}")
     elif half is None and config.torch_autocast.enabled and config.communication_data_type is None:
-        text = "not in the file: under autocast gradients travel in fp32; DeepSpeed sends those of matrices in bf16"
+        text = "not in the file: under autocast gradients are sent in fp32; DeepSpeed sends those of matrices in bf16"
         yield Difference("communication_data_type", text, 'write "bf16"')
 
 
@@ -100,7 +100,7 @@ def _overlap(config: DistConfig) -> Iterator[Difference]:
     zero = config.zero_optimization
     absent = config.source_of(f"{_ZERO}.overlap_comm").startswith("default")
     if absent and zero.overlap_comm is not False and zero.stage in (1, 2):
-        text = "not in the file: reductions run beside backward on GPUs, at stage 3 only in DeepSpeed"
+        text = "not in the file: reductions overlap backward on GPUs; in DeepSpeed at stage 3 only"
         yield Difference(f"{_ZERO}.overlap_comm", text, "set it to false")
 
 

@@ -218,8 +218,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp16.enabled",
         f"`{_EARLY}`",
         lambda config: _early(config) and config.fp16.enabled is True,
-        "a step is skipped by a look at all gradients",
-        f"skips steps by a look at all gradients, which {_EARLY} rules out",
+        "a step is skipped after a check of all gradients",
+        f"skips steps after a check of all gradients, which {_EARLY} rules out",
         f"Set it to false, {_OTHER}",
         {"fp16": {"enabled": True}},
         _IN_BACKWARD,
@@ -232,8 +232,8 @@ REFUSALS: tuple[Refusal, ...] = (
             and config.bf16.check_grad_overflow
             and config.source_of("bf16.check_grad_overflow") == "file"
         ),
-        "a step is skipped by a look at all gradients",
-        f"skips steps by a look at all gradients, which {_EARLY} rules out",
+        "a step is skipped after a check of all gradients",
+        f"skips steps after a check of all gradients, which {_EARLY} rules out",
         f"Set it to false, {_OTHER}",
         {"bf16": {"enabled": True, "check_grad_overflow": True}},
         _IN_BACKWARD,
@@ -308,7 +308,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "an encoder with a decoder", _RING, "sequence/pairs.py", "to an encoder of another length, which a ring cannot"
     ),
     Elsewhere("inputs other than text", _SEQUENCE, "sequence/inputs.py", "and only text is split over ranks"),
-    Elsewhere("masks of one's own", _SEQUENCE, "sequence/inputs.py", "own cannot be split over ranks"),
+    Elsewhere("custom masks", _SEQUENCE, "sequence/inputs.py", "masks cannot be split over ranks"),
     Elsewhere("`output_attentions`", _SEQUENCE, "sequence/inputs.py", "asks for attention over whole rows"),
     Elsewhere("dropout of attention", _RING, "sequence/attention.py", "a ring has no dropout of attention"),
     Elsewhere("a bias, a soft cap or sinks of attention", _RING, "sequence/attention.py", "which a ring cannot"),
@@ -319,7 +319,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "its step generates, or asks a reference model",
     ),
     Elsewhere(
-        "`loss.backward()` of one's own",
+        "`loss.backward()` in the script",
         "`pipeline.stages` above 1",
         "pipelined.py",
         "backward is part of the schedule",
@@ -361,6 +361,6 @@ def table() -> list[str]:
     keys = [f"| `{row.path}` | {row.beside} | {row.why} |" for row in REFUSALS]
     found = [f"| {row.setting} | {row.beside} | `{row.file}` |" for row in ELSEWHERE]
     return [
-        *("| refused key | beside | why |", "|---|---|---|", *keys, ""),
-        *("| in the model or the script | beside | raised in |", "|---|---|---|", *found),
+        *("| refused key | together with | why |", "|---|---|---|", *keys, ""),
+        *("| in the model or the script | together with | raised in |", "|---|---|---|", *found),
     ]

@@ -37,10 +37,10 @@ _ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _
 
 # Alternatives that save as much with the same numbers.
 _WEIGHTS_TRAVEL = (
-    "weights travel unquantized; hf_dist.memory_budget and mics_shard_size send them less often or less far"
+    "weights are sent unquantized; hf_dist.memory_budget and mics_shard_size save gathers or shorten their way"
 )
 _GRADIENTS_TRAVEL = (
-    "gradients travel unquantized; communication_data_type, hf_dist.reduce_once_per_window and mics_shard_size "
+    "gradients are sent unquantized; communication_data_type, hf_dist.reduce_once_per_window and mics_shard_size "
     "send less"
 )
 
@@ -54,7 +54,9 @@ _TOP = {
     **rows("", "log_level", idle("use log_level of TrainingArguments")),
     **rows("", "strict_config", moved("hf_dist.strict")),
     **rows("", "dump_state", idle("the resolved config is logged at the start", is_off)),
-    **rows("", "seq_parallel_communication_data_type", idle("parts of a sequence travel in the dtype of the weights")),
+    **rows(
+        "", "seq_parallel_communication_data_type", idle("parts of a sequence are sent in the dtype of the weights")
+    ),
     **rows("", "gradient_allreduce_op", later("Remove the key; gradients are averaged.", is_any_of("mean"))),
     **rows("", "sparse_gradients", idle("gradients are reduced dense, with the same result", is_off)),
     **rows("", "disable_allgather vocabulary_size graph_harvesting allgather_size", _PERFORMANCE),
@@ -64,7 +66,7 @@ _TOP = {
     **rows("", "data_parallel_size", idle("follows from the number of processes")),
     **rows("", "use_data_before_expert_parallelism", idle("experts fold into the ranks that ZeRO shards over", is_off)),
     **rows("timers", "throughput.enabled throughput.synchronized", idle("the log always has the throughput")),
-    **rows("", "msamp", refused("is not supported", 'Remove the section; "bf16": {"enabled": true} is what there is.')),
+    **rows("", "msamp", refused("is not supported", 'Remove the section; use "bf16": {"enabled": true} instead.')),
     **rows("", "weight_quantization", refused("is not supported", "Remove the section.", lambda value: not value)),
     **rows("", "inference", idle("read by inference only")),
 }
@@ -118,14 +120,14 @@ _PRECISION = {
         "enabled",
         refused(
             "is not supported (nor does DeepSpeed take it with ZeRO)",
-            'Remove the section; "torch_autocast": {"enabled": true} is what torch has in its place.',
+            'Remove the section; use "torch_autocast": {"enabled": true} instead.',
         ),
     ),
     **rows("amp", "opt_level *", _SECTION_OFF),
     **rows(
         "torch_autocast",
         "lower_precision_safe_modules",
-        idle("weights and gradients travel in fp32, unless communication_data_type says otherwise"),
+        idle("weights and gradients are sent in fp32, unless communication_data_type says otherwise"),
     ),
     **rows("data_types", "buffer_dtype", later("Remove the key; buffers keep their dtype.")),
 }
@@ -146,8 +148,8 @@ _ZERO = {
     **rows(_Z, "cpu_offload", moved("zero_optimization.offload_optimizer.device")),
     **rows(_Z, "cpu_offload_param cpu_offload_params", moved("zero_optimization.offload_param.device")),
     **rows(_Z, "cpu_offload_use_pin_memory", _OFFLOAD_DETAIL),
-    **rows(_Z, "stage3_param_persistence_threshold", idle("small parameters travel with their unit")),
-    **rows(_Z, "stage3_model_persistence_threshold", idle("small parameters travel with their unit")),
+    **rows(_Z, "stage3_param_persistence_threshold", idle("small parameters are gathered with their unit")),
+    **rows(_Z, "stage3_model_persistence_threshold", idle("small parameters are gathered with their unit")),
     **rows(_Z, "stage3_max_live_parameters stage3_max_reuse_distance", idle("a unit is in memory while it runs")),
     **rows(_Z, "stage3_gather_16bit_weights_on_model_save", idle("full weights are always saved")),
     **rows(_Z, "stage3_gather_fp16_weights_on_model_save", moved(f"{_Z}.stage3_gather_16bit_weights_on_model_save")),
@@ -259,7 +261,7 @@ def _instead(advice: str) -> Support:
 _TUNED = idle("read by `hf-dist tune`; training takes the other values of the file", lambda value: False)
 _GENERATES = idle("model.generate() works on a sharded model by itself", is_off)
 _COMPRESSION = _instead("compress the saved model with a library for that")
-_ASYNC = '"checkpoint": {"async_save": true} writes beside training'
+_ASYNC = '"checkpoint": {"async_save": true} writes in the background'
 _ALWAYS = idle("each part has its own switch", lambda value: True)
 _LTD = refused("is not supported: layers would leave out tokens", 'Remove the section or set "enabled" to false.')
 _OUT_OF_SCOPE = {
@@ -277,7 +279,7 @@ _OUT_OF_SCOPE = {
     **rows("autotuning", "num_tuning_micro_batch_sizes model_info_path", _TUNED),
     **rows("curriculum_learning", "curriculum_type", idle("only lengths grow", lambda value: True)),
     **rows("data_efficiency", "enabled", _ALWAYS),
-    **rows("data_efficiency", "seed", idle("nothing is drawn: batches are cut")),
+    **rows("data_efficiency", "seed", idle("nothing is random: batches are cut")),
     **rows(
         "data_efficiency",
         "data_sampling",

@@ -230,7 +230,7 @@ def _check_partition(config: DistConfig, findings: Findings) -> None:
 def _check_intervals(config: DistConfig, findings: Findings) -> None:
     section = config.local_sgd
     if section.enabled and section.overlap >= section.every:
-        expected = f'is not below "every" {section.every}: a fragment would start again before its mean is taken up'
+        expected = f'is not below "every" {section.every}: a fragment would start again before its mean is applied'
         fix = f"Set it to {section.every - 1} or less, or remove the key."
         findings.problem("local_sgd.overlap", expected, fix, found=section.overlap)
     here, there = config.activation_checkpointing.every_n_layers, config.pipeline.activation_checkpoint_interval

@@ -144,8 +144,8 @@ def _check(given: Mapping[str, Any], ids: Any) -> None:
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape != ids.shape[:2]):
         found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ModelError(
-            f"{_KEY}: attention_mask is {found}, not one entry for each of the {tuple(ids.shape[:2])} tokens. Masks of one's "
-            "own cannot be split over ranks; pass packed rows with position_ids instead."
+            f"{_KEY}: attention_mask is {found}, not one entry for each of the {tuple(ids.shape[:2])} tokens. Custom "
+            "masks cannot be split over ranks; pass packed rows with position_ids instead."
         )
     positions = given.get("position_ids")
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != ids.shape[1]):

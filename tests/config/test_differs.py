@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, Any]]] = {
     ),
     "wire": (
         {"communication_data_type": ABSENT},
-        "communication_data_type: not in the file: gradients travel in fp32 (twice the bytes), in bf16 in DeepSpeed",
+        "communication_data_type: not in the file: gradients are sent in fp32 (twice the bytes), in bf16 in DeepSpeed",
         ("communication_data_type", "bf16"),
     ),
     "accumulation": (
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, Any]]] = {
     ),
     "overlap": (
         {"zero_optimization.overlap_comm": ABSENT},
-        "zero_optimization.overlap_comm: not in the file: reductions run beside backward on GPUs",
+        "zero_optimization.overlap_comm: not in the file: reductions overlap backward on GPUs",
         ("zero_optimization.overlap_comm", False),
     ),
 }
@@ -107,7 +107,7 @@ def test_the_clip_of_the_trainer_is_said_with_its_number_and_not_where_there_is_
 def test_half_precision_that_nobody_has_filled_is_not_called_by_name() -> None:
     data = changed({"bf16.enabled": "auto", "communication_data_type": ABSENT})
     (line,) = lines(data)
-    assert "with half precision gradients travel in fp32" in line
+    assert "with half precision gradients are sent in fp32" in line
     assert not differences(resolve(load_config(data), TRAINER))
 
 

@@ -209,7 +209,7 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         ),
         (
             {"local_sgd": {"every": 2, "fragments": 2, "overlap": 2}},
-            'local_sgd.overlap: 2 is not below "every" 2: a fragment would start again before its mean is taken up. '
+            'local_sgd.overlap: 2 is not below "every" 2: a fragment would start again before its mean is applied. '
             "Set it to 1 or less, or remove the key.",
         ),
         (
