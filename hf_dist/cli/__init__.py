@@ -9,7 +9,21 @@ import sys
 
 import typer
 
-from hf_dist.cli import bench, check, checkpoint, config, doctor, env, launch, mesh, plan, schedule, tune, watch
+from hf_dist.cli import (
+    balance,
+    bench,
+    check,
+    checkpoint,
+    config,
+    doctor,
+    env,
+    launch,
+    mesh,
+    plan,
+    schedule,
+    tune,
+    watch,
+)
 from hf_dist.errors import HfDistError
 
 __all__ = ["app", "main"]
@@ -31,6 +45,7 @@ app.command()(checkpoint.inspect)
 app.command()(schedule.schedule)
 app.command()(mesh.mesh)
 app.command()(plan.plan)
+app.command()(balance.balance)
 app.command()(tune.tune)
 app.command()(watch.watch)
 app.add_typer(config.app, name="config")

@@ -52,7 +52,7 @@ class ExpertExchange:
         self.axis = axis
         self.num_local = num_local
         self.load: torch.Tensor | None = None
-        """(num_local): rows that each local expert had since the last `take_load`."""
+        """(num_local): rows of training that each local expert had since the last `take_load`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Copied:
         return _Copied(memo[id(self._experts())])
@@ -86,8 +86,10 @@ class ExpertExchange:
         to, of = torch.stack((sent, received)).tolist()  # the only point where the host waits
         ids = _swapped(chosen.to(torch.int32).index_select(0, token), self.axis, to, of).long()
         row, choice, expert = pairs_of(ids, self.axis.rank, self.num_local)
-        load = torch.bincount(expert, minlength=self.num_local)
-        self.load = load if self.load is None else self.load + load
+        experts = self._experts()
+        if experts is not None and experts.training:
+            load = torch.bincount(expert, minlength=self.num_local)
+            self.load = load if self.load is None else self.load + load
         return RoutingPlan(token, to, of, row, choice, expert)
 
     def take_load(self) -> torch.Tensor | None:

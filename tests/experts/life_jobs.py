@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_dist.experts.load_file import read_load
 from tests.hf.on_ranks import dist_trainer, record_of
 from tests.hf.recipes import VOCAB, make_model, texts
 
@@ -19,6 +20,7 @@ def trained(folder: Path, stage: int, spread: bool = True, **changes: Any) -> di
     """Logs and weights, the loss of sets of odd sizes, and what the log says of the experts."""
     config = {**(SPREAD if spread else {}), **changes.pop("sections", {})}
     trainer = dist_trainer("moe", stage, folder, config, **changes)
+    routed = count_choices(trainer.model)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
@@ -26,7 +28,24 @@ def trained(folder: Path, stage: int, spread: bool = True, **changes: Any) -> di
         "evaluated": evaluated(trainer),
         "loads": [(entry.get("expert_load"), entry.get("expert_rank_load")) for entry in logs],
         "ep": trainer.dist_engine.mesh.axes.size("ep"),
+        "routed": {path: counts.clone() for path, counts in routed.items()},
+        "load_file": read_load(folder) if spread and trainer.is_world_process_zero() else None,
     }
+
+
+def count_choices(model: Any) -> dict[str, torch.Tensor]:
+    """Filled in training: path of a layer's experts -> how often this rank's router chose each."""
+    counts: dict[str, torch.Tensor] = {}
+
+    def count(path: str, router: Any, indices: torch.Tensor) -> None:
+        if router.training:
+            counts[path] = counts.get(path, 0) + torch.bincount(indices.flatten(), minlength=4)
+
+    for path, module in model.named_modules():
+        if path.endswith(".gate"):
+            where = path.removesuffix("gate") + "experts"
+            module.register_forward_hook(lambda router, args, output, where=where: count(where, router, output[2]))
+    return counts
 
 
 def evaluated(trainer: Any) -> list[float]:

@@ -75,12 +75,16 @@ def stock(folder: Path) -> dict[str, Any]:
 def test_the_trainer_gives_the_numbers_of_one_process(
     name: str, outcomes: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found, expected = outcomes(name)[0], stock(tmp_path_factory.getbasetemp())
+    ranks, expected = outcomes(name), stock(tmp_path_factory.getbasetemp())
+    found = ranks[0]
     check_equal(found, expected)
     assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
     assert found["ep"] == 2  # "auto": both ranks are of one machine, and 2 divides 4 experts
     for expert, rank in found["loads"]:
         assert 1 <= rank <= 2 and rank <= expert <= 4
+    load = found["load_file"]
+    assert load.layers == {path: sum(rank["routed"][path] for rank in ranks).tolist() for path in found["routed"]}
+    assert (load.ranks, load.first_step, load.last_step) == (2, 1, len(found["losses"]))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -1,0 +1,25 @@
+"""`hf-dist balance`: how evenly a training has used its experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["balance"]
+
+Folder = Annotated[Path, typer.Argument(help="The output folder of a Trainer, or its expert_load.json.")]
+Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as SVG.", show_default=False)]
+
+
+def balance(folder: Folder, output: Output = None) -> None:
+    """Show which experts of which layers got how many rows, and how unevenly ranks were loaded."""
+    from hf_dist.experts.draw_balance import balance_lines, draw_balance
+    from hf_dist.experts.load_file import read_load
+
+    load = read_load(folder)
+    print("\n".join(balance_lines(load)))
+    if output is not None:
+        output.write_text(draw_balance(load), encoding="utf-8")
+        print(f"wrote {output}")
