@@ -10,7 +10,7 @@ import typer
 __all__ = ["balance"]
 
 Folder = Annotated[Path, typer.Argument(help="The output folder of a Trainer, or its expert_load.json.")]
-Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as SVG.", show_default=False)]
+Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as .svg or .png.", show_default=False)]
 
 
 def balance(folder: Folder, output: Output = None) -> None:
@@ -21,5 +21,5 @@ def balance(folder: Folder, output: Output = None) -> None:
     load = read_load(folder)
     print("\n".join(balance_lines(load)))
     if output is not None:
-        output.write_text(draw_balance(load), encoding="utf-8")
+        draw_balance(load).save(output)
         print(f"wrote {output}")
