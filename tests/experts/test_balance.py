@@ -22,8 +22,8 @@ def test_the_busiest_expert_and_rank_of_each_layer_are_said() -> None:
     assert balance_lines(LOAD) == [
         "steps 3 to 9, experts on 2 ranks; the most rows over the mean (1 is even):",
         "           busiest expert    busiest rank  experts without a row",
-        "layers.0   1.00 (expert 0)    1.00          0 of 4",
-        "layers.11  3.00 (expert 0)    1.50          1 of 4",
+        "layers.0   1.00 (expert 0)   1.00          0 of 4",
+        "layers.11  3.00 (expert 0)   1.50          1 of 4",
     ]
 
 
