@@ -1,4 +1,4 @@
-"""Figures of `hf_dist/local_sgd/README.md`, outside the test run:
+"""Figures of `hf_dist/local_sgd/RESULTS.md`, outside the test run:
 
 python -m tests.local_sgd.bench convergence FOLDER     four replicas: curves.json and curves.svg; goes on where it was stopped
 python -m tests.local_sgd.bench slow-link              two replicas of two ranks, over a link that is simulated

@@ -9,7 +9,7 @@ import pytest
 from tests.scale.engines import LLAMA_3
 from tests.tensor.higher import RANKS, sent, table
 
-README = Path(__file__).resolve().parents[2] / "hf_dist" / "tensor_parallel" / "README.md"
+README = Path(__file__).resolve().parents[2] / "hf_dist" / "tensor_parallel" / "RESULTS.md"
 
 
 def test_the_readme_has_the_table() -> None:
