@@ -140,7 +140,7 @@ def _with_batches(work: Work, asked: Asked) -> Work:
         with torch.device("meta"):
             model = new_model(work.class_name, config)
     except Exception as error:  # whatever a model's own code raises
-        raise ModelError(f"--model {asked.model}: {work.class_name} cannot be made: {error}") from error
+        raise ModelError(f"--model {asked.model}: {work.class_name} cannot be created: {error}") from error
     count = work.total_steps * work.window
     path = None if asked.data == "synthetic" else Path(asked.data)
     if path is None and "ForCausalLM" in type(model).__name__:

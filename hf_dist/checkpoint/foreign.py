@@ -107,7 +107,7 @@ def _load(engine: Stateful, directory: Path, program: str) -> Imported:
     if not any(_matches(directory, *_HF_WEIGHTS)):
         raise CheckpointError(
             f"{directory} is a checkpoint of DeepSpeed in the layout of its ranks; it is not read. Run `python zero_to_fp32.py "
-            f". . --safe_serialization` in {directory} (DeepSpeed put the script there), which writes the weights beside it, "
+            f". . --safe_serialization` in {directory} (DeepSpeed wrote the script there) to write the weights next to it, "
             "and resume again; or convert it with `ds_to_universal.py` to keep the optimizer's state."
         )
     note = "optimizer state of DeepSpeed's ranks: it starts empty (ds_to_universal.py makes it readable)"
@@ -190,7 +190,7 @@ def _load_universal(engine: Stateful, directory: Path) -> Imported:
     if engine.fragments is not None and state:
         _take_optimizer(engine, state, [], directory, imported)
     elif engine.fragments is not None:
-        imported.notes.append("optimizer state: the folder does not say at which step it is (no trainer_state.json)")
+        imported.notes.append("optimizer state: the folder does not tell its step (no trainer_state.json)")
     return imported
 
 
@@ -345,7 +345,7 @@ def _universal_tensor(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
         return values
     if values.dim() != 1 or values.numel() != torch.Size(shape).numel():
         raise CheckpointError(
-            f"{file}: {file.parent.name} has shape {tuple(values.shape)} there, {shape} in the model. It was saved "
+            f"{file}: {file.parent.name} has shape {tuple(values.shape)} there, but {shape} in the model. It was saved "
             "from another model."
         )
     return values.view(shape)

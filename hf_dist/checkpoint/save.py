@@ -41,9 +41,9 @@ from hf_dist.sizes import size_text
 from hf_dist.version import __version__
 
 _LARGE_NBYTES = 1 << 20
+"""From this size on, host memory comes from the system instead of torch's allocator."""
 _SLOW = 1.0
-"""Seconds: twice that is worth a line after the first save."""
-"""From which on memory is asked of the system."""
+"""Seconds. After the first save, one that takes less than twice this is not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class CheckpointWriter:
                 # Resume would find a folder that only this machine has to be empty.
                 if not working.is_dir():
                     raise CheckpointError(
-                        f"{working} was made by rank 0 and is not there: the folder is not shared between machines"
+                        f"{working} was created by rank 0 but does not exist here: the folder is not shared between machines"
                     )
                 request.on_every_rank(working)
         snapshot = self._snapshot(engine, request)
@@ -268,7 +268,9 @@ class CheckpointWriter:
         self._told_seconds = max(self.total_seconds, _SLOW)
         nbytes = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
         stall = f", training stopped for {self.stall_seconds:.2f} s" if self.in_background else ""
-        say(f"{final}: {size_text(nbytes)} written in {self.total_seconds:.1f} s{stall}; later ones are told if slower")
+        say(
+            f"{final}: {size_text(nbytes)} written in {self.total_seconds:.1f} s{stall}; later saves are reported if slower"
+        )
 
 
 class _Words:
@@ -297,7 +299,7 @@ class _Words:
         try:
             store.wait([key], DEFAULT_TIMEOUT)
         except RuntimeError as error:
-            return f"rank 0 has not saved the model, which this rank was told to do ({type(error).__name__}). {REMEDY}"
+            return f"rank 0 has not saved the model, but this rank was asked to ({type(error).__name__}). {REMEDY}"
         return store.get(key).decode()
 
 
@@ -333,7 +335,7 @@ def _all_or_none(axis: MeshAxis, final: Path) -> together:
 
     def failed(text: str) -> CheckpointError:
         return CheckpointError(
-            f"{final} could not be written ({text}). Nothing that was there before has been touched; free space or choose "
+            f"{final} could not be written ({text}). Existing files are unchanged; free space or choose "
             "another output folder, and start again with resume_from_checkpoint."
         )
 

@@ -130,8 +130,8 @@ def check_states(fragments: FragmentedOptimizer) -> None:
         if not others or any(v.shape != first.shape or not torch.equal(v, first) for v in others):
             kind = type(fragments.optimizer).__name__
             raise CheckpointError(
-                f"{kind} keeps a state {key!r} of {first.numel()} values for {name}, neither one for each element nor one "
-                "for all: it belongs to blocks of this rank's part, and could not be restored on another. Take an "
+                f"{kind} keeps a state {key!r} of {first.numel()} values for {name}, neither one per element nor one in "
+                "all: it belongs to blocks of this rank's part and cannot be restored on another rank. Use an "
                 'optimizer with states like the parameters, such as "AdamW", or one that keeps them in 32 bits'
             )
 

@@ -23,8 +23,8 @@ from hf_dist.sizes import size_text
 __all__ = ["KNOWN_BAD", "doctor", "version_problems"]
 
 KNOWN_BAD = (
-    ("transformers", ">=5", "peft", "<0.18", "peft imports names that transformers 5 does not have any more"),
-    ("transformers", ">=5", "accelerate", "<1.1", "the Trainer passes arguments that accelerate does not know"),
+    ("transformers", ">=5", "peft", "<0.18", "peft imports names that transformers 5 no longer has"),
+    ("transformers", ">=5", "accelerate", "<1.1", "the Trainer passes arguments unknown to accelerate"),
 )
 """Pairs of versions that do not work together although their own requirements allow it."""
 _GROUP_SECONDS = 10.0

@@ -37,7 +37,7 @@ def meta_model(model: str) -> Any:
         with torch.device("meta"):
             return new_model(name if hasattr(transformers, name) else "AutoModelForCausalLM", config)
     except Exception as error:  # whatever a model's own code raises
-        raise ModelError(f"--model {model}: {name or 'its class'} cannot be made on meta: {error}") from error
+        raise ModelError(f"--model {model}: {name or 'its class'} cannot be created on meta: {error}") from error
 
 
 def resolved_config(read: DistConfig, world_size: int, micro: int | None, model: Any) -> DistConfig:

@@ -51,7 +51,7 @@ def _decide(engine: Running, args: Any, kwargs: Any) -> None:
     activations = [kept for _, kept, _ in everyone if kept is not None]
     if first is not None or plan is None or len(budgets) < len(everyone):
         reason = f"the model does not run on meta ({first[1]})" if first else "the memory of the machine is not known"
-        say(f"hf_dist.memory_budget: no weights are kept gathered, as no peak is planned: {reason}")
+        say(f"hf_dist.memory_budget: no weights are kept gathered, because no peak can be planned: {reason}")
         return
     names = [field.name for field in fields(Kept)]
     fullest = Kept(*(max(getattr(k, name) for k in activations) for name in names))

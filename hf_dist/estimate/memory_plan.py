@@ -121,11 +121,11 @@ class MemoryPlan:
         rows = [
             ("gradients of earlier microbatches", self.waiting, "estimate"),
             ("activations", self.activations, "measured on meta"),
-            ("one block computed again", self.recomputed, "measured on meta"),
+            ("one recomputed block", self.recomputed, "measured on meta"),
             ("gradients of a block's activations", self.passing, "estimate"),
             ("activations on the host", self.kept.host * self.in_flight if self.kept else 0, "measured on meta"),
             ("logits and loss", self.logits, "estimate"),
-            ("all that comes and goes in backward", self.backward, "at most"),
+            ("temporary memory in backward", self.backward, "at most"),
         ]
         return self.states.rows() + [row for row in rows if row[1]]
 

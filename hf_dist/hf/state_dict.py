@@ -92,7 +92,7 @@ def loading(engine: Engine) -> Iterator[None]:
                 group, index = own[id(param)]
                 slot = group.layout.slots[index]
                 load_full_tensor(group, slot, state[name])
-                if not slot.held.everything and isinstance(state, dict):  # the shape in memory
+                if not slot.held.everything and isinstance(state, dict):  # the slice in memory
                     state[name] = slot.held.take(state[name])
 
     handle = engine.model.register_load_state_dict_pre_hook(keep)

@@ -156,7 +156,7 @@ def _model(asked: Asked) -> tuple[nn.Module, str]:
             return cls.from_pretrained(asked.model, config=config, dtype=torch.float32), name
         model = new_model(name, config)
     except Exception as error:  # whatever a model's own code raises
-        raise ModelError(f"--model {asked.model}: {name} cannot be made: {error}") from error
+        raise ModelError(f"--model {asked.model}: {name} cannot be created: {error}") from error
     with torch.no_grad():
         for p in model.parameters():  # a relative comparison needs nonzero weights
             if not p.any():
