@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Streams", "drops", "stream_digest"]
+__all__ = ["Streams", "drops", "random_state", "set_random_state", "stream_digest"]
 
 
 def drops(model: nn.Module) -> bool:
@@ -45,16 +45,14 @@ class Streams:
         if self._is_own:
             return
         seed = int(torch.randint(2**62, ()))
-        self._alike, self._seed = _state(), (seed + self.rank) % 2**63
+        self._alike, self._seed = random_state(), (seed + self.rank) % 2**63
         torch.manual_seed(self._seed)
 
     def alike(self) -> None:
         """Continue the common stream. Local."""
         state = self._alike
         if self._is_own and state is not None:
-            torch.set_rng_state(state[0])
-            if state[1] is not None:
-                torch.cuda.set_rng_state(state[1])
+            set_random_state(state)
         self._alike = None
 
     @property
@@ -62,10 +60,18 @@ class Streams:
         return self._alike is not None and torch.initial_seed() == self._seed
 
 
-def _state() -> tuple[torch.Tensor, torch.Tensor | None]:
+def random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The generators that dropout draws from: the host's, and the current GPU's once it is in use."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
+def set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    """Go on from a `random_state` of this process."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
 def stream_digest() -> list[torch.Tensor]:
-    """States of the generators that dropout draws from, to compare between ranks. Local."""
-    return [state for state in _state() if state is not None]
+    """`random_state` as a list, to compare between ranks. Local."""
+    return [state for state in random_state() if state is not None]

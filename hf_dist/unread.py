@@ -1,14 +1,15 @@
 """Tensors with a shape, a dtype and a place in the autograd graph, but without memory until they are read.
 
-Subclasses compute the real tensor for every function that is not in `METADATA` (`loss/lazy_logits.py`: deferred logits;
-`sequence/outputs.py`: outputs of which a rank has a part).
+Two kinds: deferred logits (`loss/lazy_logits.py`), and outputs of which a rank has a part (`sequence/outputs.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hf_dist.errors import ModelError
 
@@ -45,5 +46,36 @@ def _metadata() -> frozenset[Any]:
     return frozenset(found | {getattr(tensor, name) for name in methods.split()} | {torch.is_floating_point})
 
 
-METADATA = _metadata()
+_METADATA = _metadata()
 """Functions of a tensor that read no elements."""
+
+
+class UnreadTensor(torch.Tensor):
+    """Answers what needs no element by itself, and everything else with the tensor that it stands for."""
+
+    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
+        """The plain tensor, for a function that needs its elements."""
+        raise NotImplementedError
+
+    @classmethod
+    def unread_result(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function gives without a look at the elements; NotImplemented where it has to look."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        result = cls.unread_result(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+
+        def read(value: Any) -> Any:
+            return value.read_by(func) if isinstance(value, UnreadTensor) else value
+
+        args, kwargs = tree_map(read, (args, kwargs))
+        return func(*args, **kwargs)

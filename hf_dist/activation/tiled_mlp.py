@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
+from hf_dist.random_streams import random_state, set_random_state
 
 _NAMES = ("mlp", "feed_forward", "ffn")
 _TILES = "_hf_dist_mlp_tiles"
@@ -75,7 +76,7 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, run: Callable[..., torch.Tensor], tiles: int, drops: bool, hidden: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
         ctx.run, ctx.tiles, ctx.params = run, tiles, params
-        ctx.random = _random_state(hidden.device) if drops else None
+        ctx.random = random_state() if drops else None
         ctx.save_for_backward(hidden)
         return torch.cat([run(tile) for tile in hidden.tensor_split(tiles, dim=1)], dim=1)
 
@@ -86,9 +87,9 @@ class _Tiles(torch.autograd.Function):
         params = [p for p, needed in zip(ctx.params, ctx.needs_input_grad[4:], strict=True) if needed]
         sums: list[torch.Tensor | None] = [None] * len(params)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
-        before = _random_state(hidden.device) if ctx.random is not None else None
+        before = random_state() if ctx.random is not None else None
         if ctx.random is not None:
-            _set_random_state(ctx.random, hidden.device)
+            set_random_state(ctx.random)
         at = 0
         for tile, g in zip(hidden.tensor_split(ctx.tiles, dim=1), grad.tensor_split(ctx.tiles, dim=1), strict=True):
             with torch.enable_grad():
@@ -103,7 +104,7 @@ class _Tiles(torch.autograd.Function):
                 if part is not None:
                     sums[i] = _added(sums[i], part)
         if before is not None:
-            _set_random_state(before, hidden.device)
+            set_random_state(before)
         totals = iter([None if s is None else s.to(p.dtype) for s, p in zip(sums, params, strict=True)])
         return (None, None, None, d_hidden, *(next(totals) if needed else None for needed in ctx.needs_input_grad[4:]))
 
@@ -111,13 +112,3 @@ class _Tiles(torch.autograd.Function):
 def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
     """The running sum of a gradient, in fp32 or wider."""
     return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from hf_dist.errors import ModelError
 from hf_dist.linear_input import LinearInput
 from hf_dist.loss.chunks import Cast, Computed
 from hf_dist.loss.tiles import Linear, saves_memory, tiled_cross_entropy
 from hf_dist.loss.vocabulary import VocabularySplit
-from hf_dist.unread import METADATA, unread
+from hf_dist.unread import UnreadTensor, unread
 
 _FIX = 'Read them before backward, or set "hf_dist": {"tiled_loss": false}.'
 
@@ -69,7 +68,7 @@ _INTO_A_FUNCTION = (
 )
 
 
-class LazyLogits(torch.Tensor):
+class LazyLogits(UnreadTensor):
     """A tensor with the shape and dtype of logits (..., V); it has their memory only if `is_plain`."""
 
     _head: Linear | Computed
@@ -111,31 +110,21 @@ class LazyLogits(torch.Tensor):
             self._full = self._head.full()
         return self._full
 
+    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
+        """`full`, for code other than the loss."""
+        full = self.full()
+        if self.put_off:
+            self._use.on_read(getattr(function, "__name__", str(function)))
+        return full
+
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def unread_result(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What keeps them lazy, or takes them as the loss does."""
         lazy = args[0] if args else None
         handler = _HANDLERS.get(func)
-        if handler is not None and isinstance(lazy, LazyLogits) and lazy._full is None and not lazy._use.gone:
-            result = handler(func, lazy, *args[1:], **kwargs)
-            if result is not NotImplemented:
-                return result
-        args, kwargs = tree_map(lambda value: _read(value, func), (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _read(value: Any, func: Callable[..., Any]) -> Any:
-    if not isinstance(value, LazyLogits):
-        return value
-    full = value.full()
-    if value.put_off:
-        value._use.on_read(getattr(func, "__name__", str(func)))
-    return full
+        if handler is None or not isinstance(lazy, LazyLogits) or lazy._full is not None or lazy._use.gone:
+            return NotImplemented
+        return handler(func, lazy, *args[1:], **kwargs)
 
 
 # ---- handlers that keep logits lazy; each returns NotImplemented if it cannot

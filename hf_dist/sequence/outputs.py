@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from hf_dist.sequence.exchange import total_loss, whole
 from hf_dist.sequence.inputs import Cut
-from hf_dist.unread import METADATA, unread
+from hf_dist.unread import UnreadTensor, unread
 
 
-class WholeTensor(torch.Tensor):
+class WholeTensor(UnreadTensor):
     """A tensor over all positions of which this rank has a part; the other parts are gathered when it is read.
 
     Either all ranks that share the sequence read it, or none.
@@ -30,23 +29,12 @@ class WholeTensor(torch.Tensor):
         lazy._gather, lazy._full = gather, None
         return lazy
 
-    def full(self) -> torch.Tensor:
+    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
         """The plain tensor. The first call is collective over the ranks that share the sequence."""
         if self._full is None:
             with torch.set_grad_enabled(self.requires_grad):
                 self._full = self._gather()
         return self._full
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        args, kwargs = tree_map(_read, (args, kwargs))
-        return func(*args, **kwargs)
 
 
 _LOSSES = ("loss", "aux_loss")
@@ -55,10 +43,6 @@ _REFUSAL = (
     "sequence_parallel_size: logits went into a custom autograd Function (a fused loss kernel?) before they were whole. Call "
     ".contiguous() on them first."
 )
-
-
-def _read(value: Any) -> Any:
-    return value.full() if isinstance(value, WholeTensor) else value
 
 
 def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool) -> Any:
