@@ -2,6 +2,7 @@
 
     world = pp x dp_replicate x dp_shard x cp x tp        ranks are counted with tp innermost (neighbours), pp outermost
     shard = dp_shard x cp = edp x ep                      experts fold into the ranks that ZeRO shards over
+    cp = cp_replicate x cp_shard, shard = cp_shard        where the ranks of a sequence are more than those of a shard
 
 Pure arithmetic: no process group, no torch. `groups.py` makes the groups. `Axes` answers which ranks read which rows, which
 ranks hold which layers, and how many ranks an axis has.
@@ -18,8 +19,9 @@ from hf_dist.errors import ConfigError, Problem
 AXES: Mapping[str, tuple[str, ...]] = {
     "pp": ("world", "model", "batch", "replica"),  # pipeline stages
     "dp_replicate": ("world", "dp", "data"),  # copies of what is sharded (HSDP)
+    "cp_replicate": ("world", "dp", "cp", "batch", "replica"),  # parts of a sequence, on copies of what is sharded
     "dp_shard": ("world", "dp", "data", "shard", "replica"),  # ZeRO's shards
-    "cp": ("world", "dp", "shard", "batch", "replica"),  # parts of a sequence
+    "cp_shard": ("world", "dp", "cp", "shard", "batch", "replica"),  # parts of a sequence, on shards
     "tp": ("world", "model", "batch", "replica"),  # parts of a matrix
 }
 """Axis -> the views it belongs to; outermost first. The views:
@@ -27,10 +29,13 @@ AXES: Mapping[str, tuple[str, ...]] = {
     world   all ranks
     dp      ranks that hold the same part of the model: losses, gradients and norms are combined over them
     data    ranks that read different rows
+    cp      ranks that compute on parts of the same sequences
     shard   ranks that ZeRO shards dense weights over
     model   ranks that hold one copy of the model between them
     batch   ranks that read the same rows
-    replica ranks that hold one copy of all states between them
+    replica ranks that train together between two meetings of replicas (`local_sgd/`)
+
+Of `cp_replicate` and `dp_shard` one is 1: shards either lie inside of a sequence, or reach over several whole ones.
 """
 EXPERTS: tuple[str, ...] = ("edp", "ep")
 """How the ranks of `shard` divide the experts of a layer: `ep` neighbours hold different experts, `edp` ranks shard each."""
@@ -53,6 +58,9 @@ class Axes:
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Ranks along each of `AXES` and along `ep`; an axis that is not named has 1."""
+
+    def __post_init__(self) -> None:
+        assert all(name in AXES or name == "ep" for name in self.sizes), f"no axis, or a view: {self.sizes}"
 
     @classmethod
     def of(
@@ -83,15 +91,17 @@ class Axes:
                 among = f"{left} that remain of {world} processes for each of the {world // left} parts of the model"
         ranks = left * cp
         shard = ranks if shard is None else shard
-        multiple = f" that is a multiple of {paths['cp']} ({cp})" if cp > 1 else ""
-        if shard < 1 or ranks % shard or shard % cp:
-            expected = f"is not a divisor of the {ranks} ranks that hold the same layers{multiple}"
-            remedy = f"Use a divisor of {ranks}{multiple}, or remove the key to shard over all of them."
+        fits = f" that is a multiple or a divisor of {paths['cp']} ({cp})" if cp > 1 else ""
+        if shard < 1 or ranks % shard or (shard % cp and cp % shard):
+            expected = f"is not a divisor of the {ranks} ranks that hold the same layers{fits}"
+            remedy = f"Use a divisor of {ranks}{fits}, or remove the key to shard over all of them."
             raise ConfigError(Problem(paths["shard"], str(shard), expected, remedy))
         if shard % ep:
             expected = f"does not divide the {shard} ranks among which states are sharded"
             raise ConfigError(Problem(paths["ep"], str(ep), expected, f"Use a divisor of {shard}."))
-        return cls({"pp": pp, "dp_replicate": ranks // shard, "dp_shard": shard // cp, "cp": cp, "tp": tp, "ep": ep})
+        both = math.gcd(shard, cp)
+        parts = {"cp_replicate": cp // both, "dp_shard": shard // both, "cp_shard": both}
+        return cls({"pp": pp, "dp_replicate": ranks // max(shard, cp), **parts, "tp": tp, "ep": ep})
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis or in a view."""
@@ -149,10 +159,12 @@ class Axes:
 
     def describe(self) -> str:
         """Text such as `8 ranks = pp 2 x dp_replicate 1 x dp_shard 4`. Axes of one rank are left out, except the data axes."""
-        shown = [axis for axis, views in AXES.items() if self.size(axis) > 1 or "data" in views]
-        sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
-        experts = f" (edp {self.size('edp')} x ep {self.size('ep')})" if self.size("ep") > 1 else ""
-        return f"{self.world} rank{'s' if self.world > 1 else ''} = {sizes}{experts}"
+        names = ["cp" if axis == "cp_shard" else axis for axis in AXES if axis != "cp_replicate"]
+        sizes = " x ".join(f"{n} {self.size(n)}" for n in names if self.size(n) > 1 or "data" in AXES.get(n, ()))
+        folded = {"cp_replicate": ("cp_replicate", "cp_shard"), "ep": EXPERTS}
+        inside = [pair for axis, pair in folded.items() if self.size(axis) > 1]
+        within = "".join(f" ({a} {self.size(a)} x {b} {self.size(b)})" for a, b in inside)
+        return f"{self.world} rank{'s' if self.world > 1 else ''} = {sizes}{within}"
 
     def _parts(self, name: str) -> list[str]:
         """The axes that an axis or a view consists of."""

@@ -146,10 +146,14 @@ def plan_groups(axes: Axes) -> Iterator[PlannedGroups]:
             seen.add(name)
             if like is None:
                 made.append((lines, name))
-    for name in (*AXES, *EXPERTS):
-        # `dp_shard` needs no group: the package uses `shard`, which contains it.
-        if name not in seen and name != "dp_shard" and axes.size(name) > 1:
+    for name in _others():
+        if name not in seen and axes.size(name) > 1:
             yield PlannedGroups(name, axes.lines(name), None, False)
+
+
+def _others() -> tuple[str, ...]:
+    """Axes with groups of their own. `dp_shard` and `cp_shard` need none: the package uses `shard`, which contains them."""
+    return (*(name for name in AXES if name not in ("dp_shard", "cp_shard")), "cp", *EXPERTS)
 
 
 def num_groups(axes: Axes) -> int:
@@ -170,7 +174,7 @@ class GroupMaker:
 
     def views(self, axes: Axes) -> dict[str, MeshAxis]:
         """Make every axis and view, by name. An axis of one rank needs no group. Collective over world."""
-        found = {name: MeshAxis(name, 1, 0, None) for name in (*AXES, *EXPERTS) if axes.size(name) == 1}
+        found = {name: MeshAxis(name, 1, 0, None) for name in (*AXES, *_others()) if axes.size(name) == 1}
         for planned in plan_groups(axes):
             shared = found[planned.like] if planned.like is not None else None
             if shared is None or shared.group is None:

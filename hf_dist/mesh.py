@@ -146,13 +146,13 @@ class ParallelMesh:
         """
         if self.axes.size("dp_replicate") == 1:
             return self
-        shard = self.views["shard"]
-        data = shard if self.cp.size == 1 else self.groups.connected("dp_shard", self.axes.lines("dp_shard"))
-        near = shard
-        if self.axes.size("dp_replicate") * shard.size != self.world.size:
+        dp = self.views["shard"] if self.axes.size("cp_replicate") == 1 else self.cp
+        data = dp if self.cp.size == 1 else self.groups.connected("dp_shard", self.axes.lines("dp_shard"))
+        near = dp
+        if self.dp.size != self.world.size:
             near = self.groups.connected("replica", self.axes.lines("replica"))
         alone = MeshAxis("dp_replicate", 1, 0, None)
-        views = {**self.views, "dp": shard, "data": data, "dp_replicate": alone}
+        views = {**self.views, "dp": dp, "data": data, "dp_replicate": alone}
         return replace(self, views=views, replicas=self.views["dp_replicate"], near=near)
 
     @property

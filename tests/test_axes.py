@@ -23,7 +23,7 @@ NAMES = [*AXES, *EXPERTS, *VIEWS]
 def jobs(draw: st.DrawFn) -> Axes:
     """Up to a few hundred ranks, ep a divisor of the shard ranks."""
     sizes = {name: draw(st.integers(1, 3), label=name) for name in AXES}
-    shard = sizes["dp_shard"] * sizes["cp"]
+    shard = sizes["dp_shard"] * sizes["cp_shard"]
     sizes["ep"] = draw(st.sampled_from([n for n in range(1, shard + 1) if shard % n == 0]), label="ep")
     return Axes(sizes)
 
@@ -78,6 +78,19 @@ def test_neighbours_under_tp_and_cp_read_the_same_rows() -> None:
     assert axes.size("shard") == axes.size("dp") == 4
 
 
+def test_shards_lie_inside_of_a_sequence_or_reach_over_several() -> None:
+    axes = Axes.of(16, cp=8, shard=2)
+    assert axes.describe() == "16 ranks = dp_replicate 2 x dp_shard 1 x cp 8 (cp_replicate 4 x cp_shard 2)"
+    assert axes.line("cp", 5) == list(range(8)) and axes.line("shard", 5) == [4, 5]
+    assert axes.line("cp_replicate", 5) == [1, 3, 5, 7] and axes.line("dp_replicate", 5) == [5, 13]
+    assert axes.line("data", 5) == [5, 13] and axes.size("dp") == 16
+    assert Axes.of(16, cp=2, shard=8).describe() == "16 ranks = dp_replicate 2 x dp_shard 4 x cp 2"
+    spread = Axes.of(8, cp=8, shard=4, ep=2)
+    assert (
+        spread.line("shard", 5) == [4, 5, 6, 7] and spread.line("edp", 5) == [5, 7] and spread.line("ep", 5) == [4, 5]
+    )
+
+
 @pytest.mark.parametrize(
     ("world", "sizes", "words"),
     [
@@ -89,7 +102,7 @@ def test_neighbours_under_tp_and_cp_read_the_same_rows() -> None:
             {"shard": 3},
             "zero_optimization.mics_shard_size: 3 is not a divisor of the 8 ranks that hold the same layers",
         ),
-        (8, {"cp": 4, "shard": 2}, "is a multiple of sequence_parallel_size (4)"),
+        (12, {"cp": 6, "shard": 4}, "is a multiple or a divisor of sequence_parallel_size (6)"),
         (8, {"ep": 3}, "expert_parallel.autoep_size: 3 does not divide the 8 ranks among which states are sharded"),
         (8, {"pp": 0}, "pipeline.stages: 0 is not at least 1"),
     ],

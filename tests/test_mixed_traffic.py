@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "mics_shard_size": 2},
         "hf_dist": {"sequence_parallel": "ring"},
     },
+    "cp4-copies": {"sequence_parallel_size": 4, "zero_optimization": {"stage": 3, "mics_shard_size": 2}},
     "tp2-ep2-z3": {
         "tensor_parallel": {"autotp_size": 2},
         "expert_parallel": {"enabled": True, "autoep_size": 2},
@@ -49,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 SEQ = LENGTH + 1
-AXES = ("shard", "edp", "dp_replicate", "tp", "cp")
+AXES = ("shard", "edp", "dp_replicate", "cp_replicate", "tp", "cp")
 
 
 def config_of(case: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hf_dist.axes import AXES, Axes
+from hf_dist.axes import Axes
 from hf_dist.estimate.hardware import Link
 from hf_dist.estimate.wire import Traffic
 from hf_dist.picture import Picture
@@ -15,6 +15,7 @@ __all__ = ["draw_mesh", "link_on", "mesh_lines"]
 HOLDS: Mapping[str, str] = {
     "pp": "different layers",
     "dp_replicate": "copies",
+    "cp_replicate": "copies, inside of a sequence",
     "dp_shard": "ZeRO's shards",
     "cp": "parts of a sequence",
     "tp": "parts of a matrix",
@@ -71,7 +72,7 @@ def _bytes(axes: Axes, axis: str, nbytes: int, machines: Sequence[int]) -> str:
 
 def draw_mesh(axes: Axes, machines: Sequence[int], traffic: Traffic | None = None) -> Picture:
     """A row of ranks for each machine, their positions on every axis, and the bytes that a rank sends."""
-    shown = [axis for axis in AXES if axes.size(axis) > 1] + [axis for axis in ("ep",) if axes.size(axis) > 1]
+    shown = [axis for axis in HOLDS if axes.size(axis) > 1 and axis != "edp"]
     left, line = 90, 14
     cell = max(64, 8 + 7 * max((len(f"{axis} {axes.size(axis)}") for axis in shown), default=0))
     height = line * (len(shown) + 1) + 8

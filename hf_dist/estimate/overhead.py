@@ -65,7 +65,7 @@ def groups_after_mesh(config: DistConfig, axes: Axes) -> int:
     count = int(1 < neighbours < shard)
     if alone:  # created by `ParallelMesh.one_replica`
         count += axes.size("cp") > 1 and axes.size("dp_shard") > 1
-        count += axes.size("dp_replicate") * shard != axes.size("world")
+        count += axes.size("dp") != axes.size("world")
     return count
 
 

@@ -314,8 +314,8 @@ class Search:
         return rescaled(measured, self.planner.workload.seq, rows=micro, own=own, whole=self.wanted.seq)
 
     def _axes(self, layout: Layout) -> Axes:
-        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-        return Axes({name: getattr(layout, name) for name in names})
+        names = ("pp", "dp_replicate", "dp_shard", "tp", "ep")
+        return Axes({**{name: getattr(layout, name) for name in names}, "cp_shard": layout.cp})
 
 
 def _text_config(model: nn.Module) -> Any:

@@ -20,6 +20,7 @@ from hf_dist.estimate.activations import Activations
 from hf_dist.estimate.hardware import Hardware, link_of
 from hf_dist.estimate.layouts import Layout
 from hf_dist.estimate.wire import Traffic
+from hf_dist.sharding.group_axes import DENSE
 
 __all__ = ["PARTS", "StepTime", "Sum", "step_time"]
 
@@ -101,7 +102,7 @@ def step_time(
     compute = 3 * work.forward * number
     again = work.again * number
     beside = (compute + again) if layout.pp == 1 else (compute + again) / number
-    weights = seconds.get("shard", 0.0) + seconds.get("edp", 0.0) + seconds.get("dp_replicate", 0.0)
+    weights = sum(seconds.get(name, 0.0) for name in ("shard", "edp", *(axis for axis, _ in DENSE)))
     ends = weights / max(1, number) * _END_SHARE
     parts = {
         "compute": compute,

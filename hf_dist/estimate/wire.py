@@ -22,6 +22,7 @@ from hf_dist.axes import Axes
 from hf_dist.config import settled
 from hf_dist.estimate.sliced import Crossed, add, merged
 from hf_dist.estimate.state_bytes import PlannedUnit, States
+from hf_dist.sharding.group_axes import DENSE
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import MASTER_DTYPE
 
@@ -76,14 +77,15 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
             on_wire = group.layout.numel * precision.reduce.itemsize
             send(axis, "reduce_scatter" if shards_optim else "all_reduce", shards, on_wire, windows)
             held = group.at_rest.gradient
-            between = MASTER_DTYPE if alone else held.dtype
-            send("dp_replicate", "all_reduce", axes.size("dp_replicate"), held.numel * between.itemsize)
+            for axis, _ in DENSE:
+                between = MASTER_DTYPE if alone and axis == "dp_replicate" else held.dtype
+                send(axis, "all_reduce", axes.size(axis), held.numel * between.itemsize)
             if group.copies is not None:
                 kind = (*group.copies, held.dtype)
                 alike[kind] = alike.get(kind, 0) + held.numel * held.dtype.itemsize
     for (_, among, _), nbytes in alike.items():
         send("tp", "all_reduce", among or axes.size("tp"), nbytes)
-    norm = "shard" if alone else "dp"
+    norm = "dp" if not alone else "shard" if axes.size("cp_replicate") == 1 else "cp"
     for axis, numbers in ((norm, 1 + num_trained), ("tp", 1 + num_trained), ("pp", 1)):
         send(axis, "all_reduce", axes.size(axis), 4 * numbers)
     if alone and "dp_replicate" in found:

@@ -1,7 +1,7 @@
 """Over which axis a flat group is sharded and over which its gradient is then combined: one row per kind of weights.
 
     weights                          sharded over    then, once per window
-    dense                            shard           mean over dp_replicate (HSDP)
+    dense                            shard           mean over dp_replicate and cp_replicate (HSDP)
     held by several pipeline stages  shard           the same, then the sum over their holders
     experts, cut along ep            edp             as dense; the sum over tp where tp cuts other weights
     not cut along tp, beside others  shard           the same, then over tp: the mean if each rank has the whole
@@ -22,7 +22,7 @@ from hf_dist.mesh import MeshAxis, ParallelMesh
 
 Operation = Literal["mean", "sum"]
 
-DENSE: tuple[tuple[str, Operation], ...] = (("dp_replicate", "mean"),)
+DENSE: tuple[tuple[str, Operation], ...] = (("dp_replicate", "mean"), ("cp_replicate", "mean"))
 """(axis of the mesh, operation) for weights that are whole on their ranks, after the reduction over `shard`."""
 
 

@@ -172,6 +172,8 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
         relative_attention_max_distance=20,
     ),
     "llama-classifier": lambda t: t.LlamaConfig(**_base(num_labels=3)),
+    "llama-qa": lambda t: t.LlamaConfig(**_base()),
+    "bert-tokens": lambda t: t.BertConfig(**_base(hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=3)),
 }
 """Name -> its config, given the module `transformers`."""
 CLASSES = {
@@ -179,9 +181,21 @@ CLASSES = {
     "roberta": "AutoModelForMaskedLM",
     "modernbert": "AutoModelForMaskedLM",
     "llama-classifier": "AutoModelForSequenceClassification",
+    "llama-qa": "AutoModelForQuestionAnswering",
+    "bert-tokens": "AutoModelForTokenClassification",
     "bart": "AutoModelForSeq2SeqLM",
     "t5": "AutoModelForSeq2SeqLM",
 }
+
+
+_TARGETS: dict[str, Callable[[torch.Generator, int], dict[str, torch.Tensor]]] = {
+    "llama-classifier": lambda draw, length: {"labels": torch.randint(0, 3, (2,), generator=draw)},
+    "llama-qa": lambda draw, length: {
+        f"{end}_positions": torch.randint(0, length - 18, (2,), generator=draw) for end in ("start", "end")
+    },
+    "bert-tokens": lambda draw, length: {"labels": torch.randint(0, 3, (2, length), generator=draw)},
+}
+"""What heads that read the whole row learn; not of the padding."""
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -205,8 +219,8 @@ def make_batch(family: str, kind: str, seed: int, length: int | None = None) -> 
     draw = torch.Generator().manual_seed(seed)
     length = length or (61 if kind == "ragged" else 48)
     ids = torch.randint(3, VOCABULARY, (2, length), generator=draw)
-    if family == "llama-classifier":
-        batch = {"input_ids": ids, "labels": torch.randint(0, 3, (2,), generator=draw)}
+    if family in _TARGETS:
+        batch = {"input_ids": ids, **_TARGETS[family](draw, length)}
         if kind == "ragged":
             batch["attention_mask"] = torch.ones_like(ids)
             ids[1, -17:] = 0

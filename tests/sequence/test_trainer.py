@@ -31,6 +31,8 @@ def evaluated_job(recipe: str, stage: int) -> Job:
     return (LIFE + "evaluated", {"recipe": recipe, "stage": stage, "config": split_over(2)})
 
 
+COPIES = split_over(2, zero_optimization={"stage": 3, "mics_shard_size": 1})
+"""Both ranks of a sequence hold all states."""
 JOBS: dict[int, list[Job]] = {
     2: [
         *(train_job(name, 3) for name in NAMES),
@@ -38,7 +40,7 @@ JOBS: dict[int, list[Job]] = {
         *(evaluated_job(name, 3) for name in ("metrics", "plain")),
         *((OWN + "generate", {"stage": stage}) for stage in (0, 3)),
         (OWN + "dropout", {}),
-        (OWN + "saved", {"stage": 1, "config": split_over(2), "accumulation": 3}),
+        *((OWN + "saved", {"stage": 1, "config": config, "accumulation": 3}) for config in (split_over(2), COPIES)),
     ],
     4: [*(train_job(name, 3) for name in ("plain", "override_own", "classifier")), evaluated_job("metrics", 3)],
 }  # fmt: skip
@@ -102,19 +104,20 @@ def test_dropout_leaves_the_random_numbers_alike_on_ranks_that_share_rows(outcom
     assert len(set(first["losses"])) == 4
 
 
-RESUMED = [(1, 1, 0, 3), (3, 1, 3, 1), (3, 3, 2, 3)]  # ranks, of which share rows, ZeRO stage, accumulation
+RESUMED = [  # of which job, by how many ranks, of which share rows, ZeRO stage, accumulation
+    (0, 1, split_over(1), 0, 3),
+    (0, 3, split_over(1), 3, 1),
+    (0, 3, split_over(3), 2, 3),
+    (0, 2, COPIES, 3, 3),
+    (1, 1, split_over(1), 0, 3),
+]
 
 
 def test_resumes_with_any_number_of_ranks_that_share_rows(outcomes: Any, tmp_path: Path) -> None:
-    job = next(j for j in JOBS[2] if j[0].endswith(":saved"))
-    whole = found(outcomes, 2, job)[0]
-    for number, (world, cp, stage, accumulation) in enumerate(RESUMED):
-        options = {
-            "saved_by": whole["checkpoint"],
-            "stage": stage,
-            "config": split_over(cp),
-            "accumulation": accumulation,
-        }
+    jobs_saved = [j for j in JOBS[2] if j[0].endswith(":saved")]
+    for number, (saved, world, config, stage, accumulation) in enumerate(RESUMED):
+        whole = found(outcomes, 2, jobs_saved[saved])[0]
+        options = {"saved_by": whole["checkpoint"], "stage": stage, "config": config, "accumulation": accumulation}
         jobs = [(OWN + "resumed", options)]
         outcome = run_ranks(run_jobs, world, (jobs, str(tmp_path / str(number))), timeout=400)[0][0]
         assert not isinstance(outcome, str), outcome
