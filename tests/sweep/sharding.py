@@ -40,6 +40,8 @@ SECONDS = 90
 JOBS_PER_POOL = 40
 Outcome = tuple[str, str]
 Record = dict[str, Any]
+InDouble = Callable[[Callable[[], nn.Module], list[Any], Any], Outcome]
+"""(how the model is made, batches, mesh) -> the outcome in fp64; every rank calls it."""
 
 
 # ---- in the ranks
@@ -126,7 +128,7 @@ def sharded(model: Any, batches: list[Any], rank: int, mesh: Any, config: Any) -
         return record | {"weights": {n: p.detach().clone() for n, p in model.named_parameters()}}
 
 
-def compare(got: Record, expected: Record) -> Outcome:
+def compare(got: Record, expected: Record, tolerance: float = TOLERANCE) -> Outcome:
     """`equal` with the worst relative difference, or `WRONG` with where it is."""
     if got["weights"].keys() != expected["weights"].keys():
         return "WRONG", "names of parameters changed"
@@ -134,16 +136,21 @@ def compare(got: Record, expected: Record) -> Outcome:
             for i, (a, b) in enumerate(zip(got[key], expected[key], strict=True))}  # fmt: skip
     offs |= {name: difference(got["weights"][name], w) for name, w in expected["weights"].items() if w.numel()}
     where = max(offs, key=lambda name: offs[name] if offs[name] == offs[name] else float("inf"))
-    if not offs[where] <= TOLERANCE:
+    if not offs[where] <= tolerance:
         return (
             "WRONG",
-            f"{where} off by {offs[where]:.1e}, relative; {sum(not v <= TOLERANCE for v in offs.values())} values",
+            f"{where} off by {offs[where]:.1e}, relative; {sum(not v <= tolerance for v in offs.values())} values",
         )
     return "equal", f"{offs[where]:.0e}"
 
 
-def examine(task: str, name: str, rank: int, mesh: Any, config: Any) -> tuple[Outcome, bool]:
-    """Outcome of one class on this (data) rank, and whether the pool is still fit for the next."""
+def examine(
+    task: str, name: str, rank: int, mesh: Any, config: Any, in_double: InDouble | None = None
+) -> tuple[Outcome, bool]:
+    """Outcome of one class on this (data) rank, and whether the pool is still fit for the next.
+
+    `in_double`: the comparison once more in fp64, for what is wrong in fp32: rounding is gone there, and nothing else is.
+    """
     import transformers
 
     from hf_dist.errors import HfDistError
@@ -166,7 +173,11 @@ def examine(task: str, name: str, rank: int, mesh: Any, config: Any) -> tuple[Ou
     except Exception as error:
         return ("not trained by DDP", short(error)), False
     try:
-        return compare(sharded(fresh(build), batches, rank, mesh, config), expected), True
+        found = compare(sharded(fresh(build), batches, rank, mesh, config), expected)
+        if found[0] == "WRONG" and in_double is not None:
+            outcome, worst = in_double(build, batches, mesh)
+            found = "rounding" if outcome == "equal" else "WRONG", f"{found[1]}; in fp64 {worst}"
+        return found, True
     except HfDistError as error:
         return ("refused", short(error)), False
     except Exception as error:
@@ -175,7 +186,7 @@ def examine(task: str, name: str, rank: int, mesh: Any, config: Any) -> tuple[Ou
         return ("failed", short(error)), False
 
 
-def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any]) -> None:
+def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any], in_double: InDouble | None) -> None:
     """Answer (task, name) until the pipe closes. `layout`: more keys of the JSON."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -196,7 +207,7 @@ def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any]) -> Non
             task, name = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(examine(task, name, mesh.data.rank, mesh, config))
+        pipe.send(examine(task, name, mesh.data.rank, mesh, config, in_double))
         gc.collect()
 
 
@@ -206,7 +217,7 @@ def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any]) -> Non
 class Pool:
     """Two ranks that examine one class after the other."""
 
-    def __init__(self, layout: dict[str, Any]) -> None:
+    def __init__(self, layout: dict[str, Any], in_double: InDouble | None = None) -> None:
         context = mp.get_context("fork")
         port = free_port()
         self.left = JOBS_PER_POOL
@@ -214,7 +225,7 @@ class Pool:
         self.children: list[Any] = []
         for rank in range(WORLD):
             here, there = context.Pipe()
-            child = context.Process(target=serve, args=(rank, port, there, layout), daemon=True)
+            child = context.Process(target=serve, args=(rank, port, there, layout, in_double), daemon=True)
             child.start()
             there.close()
             self.pipes.append(here)
@@ -252,7 +263,7 @@ class Pool:
             child.join()
 
 
-ORDER = ("equal", "not built", "not trained by DDP", "refused", "failed", "WRONG")
+ORDER = ("equal", "rounding", "not built", "not trained by DDP", "refused", "failed", "WRONG")
 
 
 def sweep(
@@ -262,6 +273,7 @@ def sweep(
     save: Callable[[], None],
     layout: dict[str, Any],
     tasks: tuple[str, ...] = (),
+    in_double: InDouble | None = None,
 ) -> None:
     """Add the rows that are missing, until the time is over. `tasks`: mappings to take, all if empty."""
     start = time.monotonic()
@@ -272,7 +284,7 @@ def sweep(
         if time.monotonic() - start > seconds:
             print("time is over: call again with the same --results")
             break
-        pool = pool or Pool(layout)
+        pool = pool or Pool(layout, in_double)
         begun = time.monotonic()
         rows[name] = [task, *pool.examine(task, name)]
         save()
@@ -291,17 +303,21 @@ def table(rows: list[tuple[str, str, str, str]], title: str, command: str, setti
     counts = Counter(outcome for _, _, outcome, _ in rows)
     built = len(rows) - counts["not built"] - counts["not trained by DDP"]
     share = counts["equal"] / max(built, 1)
+    rounding = f"{counts['rounding']} equal in fp64 but not in fp32, " if counts["rounding"] else ""
     lines = [
         f"# {title}",
         "",
         f"`{command}`, torch {torch.__version__}, transformers {transformers.__version__}, CPU, fp32, {setting}",
         "",
         f"{len(rows)} classes, {built} trained tiny by DDP: **{counts['equal']} equal ({share:.1%})**, "
-        f"{counts['refused']} refused, {counts['failed']} failed, **{counts['WRONG']} wrong**.",
+        f"{rounding}{counts['refused']} refused, {counts['failed']} failed, **{counts['WRONG']} wrong**.",
         "",
     ]
     return "\n".join(
-        [*lines, *sections(rows, ("WRONG", "failed", "refused", "not trained by DDP", "equal", "not built"))]
+        [
+            *lines,
+            *sections(rows, ("WRONG", "failed", "rounding", "refused", "not trained by DDP", "equal", "not built")),
+        ]
     )
 
 
@@ -318,7 +334,13 @@ def main(arguments: list[str]) -> None:
 
 
 def run(
-    arguments: list[str], name: str, page: Path, setting: str, layout: dict[str, Any], tasks: tuple[str, ...] = ()
+    arguments: list[str],
+    name: str,
+    page: Path,
+    setting: str,
+    layout: dict[str, Any],
+    tasks: tuple[str, ...] = (),
+    in_double: InDouble | None = None,
 ) -> None:
     """The sweep of one layout, with its arguments of the command line."""
     command = f"python -m tests.sweep {name}"
@@ -347,7 +369,7 @@ def run(
         if options.results:
             options.results.write_text(json.dumps(rows, indent=0), encoding="utf-8")
 
-    sweep(options.only, options.seconds, rows, save, layout, tasks)
+    sweep(options.only, options.seconds, rows, save, layout, tasks, in_double)
     done = [(rows[known][0], known, rows[known][1], rows[known][2]) for _, known in classes() if known in rows]
     text = table(done, f"{name.capitalize()} sweep", f"{command} --write", setting)
     print(text.splitlines()[4])
