@@ -25,25 +25,30 @@ class Layout:
     clip: bool = True
     pp: int = 1
     """Pipeline stages of a replica, each on `shard` ranks."""
+    cp: int = 1
+    """Ranks of a replica that share rows."""
+    copies: int = 1
+    """Of the states, inside of a sequence of `shard` ranks."""
 
     def __str__(self) -> str:
         flags = [self.offload] if self.offload != "none" else []
-        flags += [f"pp{self.pp}"] if self.pp > 1 else []
+        flags += [f"{name}{getattr(self, name)}" for name in ("pp", "cp", "copies") if getattr(self, name) > 1]
         return "-".join([f"z{self.stage}", f"s{self.shard}", *flags])
 
 
 def config_for(work: Work, layout: Layout, data: int) -> dict[str, Any]:
     """The JSON."""
-    zero: dict[str, Any] = {"stage": layout.stage, "mics_shard_size": layout.shard}
+    zero: dict[str, Any] = {"stage": layout.stage, "mics_shard_size": layout.shard // layout.copies}
     if layout.offload != "none":
         zero["offload_optimizer"] = {"device": layout.offload}
     return {
         "train_batch_size": ROWS,
-        "train_micro_batch_size_per_gpu": ROWS // data,
+        "train_micro_batch_size_per_gpu": ROWS * layout.cp // data,
         "gradient_clipping": CLIP if layout.clip else 0.0,
         "zero_optimization": zero,
         "local_sgd": work.section,
         "pipeline": {"stages": layout.pp},
+        "sequence_parallel_size": layout.cp,
     }
 
 
@@ -72,6 +77,7 @@ def train(
         engine.load_checkpoint(load)
     data = world // layout.pp
     replica, at = divmod(rank % data, layout.shard)
+    readers = layout.shard // layout.cp
     first, last = steps[0], steps[1] or work.steps
     losses, norms, sent, foreign = [], [], [], []
     for step, batch in enumerate(make_batches(work.family, last), 1):
@@ -83,10 +89,10 @@ def train(
 
         def one(model: Any, rows: Any, items: int = items) -> Any:
             total, _ = summed_loss(model, rows)
-            return engine.backward(total * (layout.shard / items), scale_wrt_gas=False)
+            return engine.backward(total * (readers / items), scale_wrt_gas=False)
 
         with collectives.record() as log:
-            loss = engine.run_window([rows_of(of_replica, at, layout.shard)], one)
+            loss = engine.run_window([rows_of(of_replica, at // layout.cp, readers)], one)
             engine.step()
         if step == work.steps:
             engine.meet()

@@ -32,6 +32,7 @@ CASES: dict[int, list[tuple[Work, Layout]]] = {
         (Work(every=3), Layout(3, 2)),
         (Work(every=3, outer_lr=0.7, momentum=0.9, frozen=True), Layout(3, 2, "cpu")),
         (Work(every=3, outer_lr=0.7, momentum=0.9, nesterov=True, tied=True), Layout(1, 1, pp=2)),
+        *((Work(every=3, outer_lr=0.7, momentum=0.9), Layout(3, 2, cp=2, copies=copies)) for copies in (1, 2)),
         (Work(replicas=4, every=2, outer_lr=0.9), Layout(1)),
         *((Work(every=3, fragments=3, overlap=1, mix=0.25, **DILOCO), Layout(stage, 2)) for stage in (2, 3)),
         (Work(every=3, fragments=2, overlap=2, frozen=True, **DILOCO), Layout(3, 2, "cpu")),
