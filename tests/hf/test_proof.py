@@ -211,6 +211,14 @@ def test_parts_of_a_layout_have_the_batches_of_the_whole() -> None:
     assert not alone_parts(job(layout={"zero_optimization": {"stage": 3}}))
 
 
+@pytest.mark.parametrize("shard", [2, 8])
+def test_parts_without_the_ranks_of_a_sequence_have_no_shards_over_them(shard: int) -> None:
+    zero = {"stage": 3, "mics_shard_size": shard}
+    whole = job(layout={"sequence_parallel_size": 4, "zero_optimization": zero}, data_ranks=2, accumulation=1)
+    for part in [*alone_parts(whole), *parts_without_one(whole)]:
+        assert axes_of(load_config(part.job.layout), part.world).size("data") == part.job.data_ranks
+
+
 @pytest.mark.parametrize(
     ("outcomes", "blamed"),
     [

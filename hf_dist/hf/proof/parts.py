@@ -71,7 +71,8 @@ def _part(job: Job, used: Mapping[str, int], kept: tuple[str, ...], named: str) 
     elif "ep" in kept:  # experts are spread over data ranks, or over the ranks of a sequence
         spread = used["ep"] // math.gcd(used["ep"], used.get("cp", 1) if "cp" in kept else 1)
         data = spread if job.window % spread == 0 else job.data_ranks
-    if data != job.data_ranks and "zero_optimization" in layout:
+    has_fewer = data != job.data_ranks or ("cp" in used and "cp" not in kept)
+    if has_fewer and "zero_optimization" in layout:
         for key in _OF_SHARDS:
             layout["zero_optimization"].pop(key, None)
     steps = job.window // data
