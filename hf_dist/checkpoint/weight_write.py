@@ -97,7 +97,7 @@ def write_weights(
 
     Collective over `axis`: every rank calls it with the same plan and its own `parts`, which over all ranks hold each element
     of the plan once (parts of other parameters are skipped). May run in a background thread if `axis` has its own group.
-    `mode`: an earlier result of `probe` for this file system; None probes again. Host memory: 8 MB, and for scattered tensors
+    `mode`: an earlier result of `probe` for this file system; None probes again. Host memory: 16 MB, and for scattered tensors
     one parameter and one stored tensor. Raises `CheckpointError` on every rank, naming path and reason. Existing files
     of the same names are lost, so write into a fresh folder.
     """
@@ -217,16 +217,33 @@ class _Writer:
             if segment[0].file != file:  # often enough to stop soon after a failure, without one message per segment
                 agree(self.axis, self.problem, CheckpointError, names_rank=True)
                 file = segment[0].file
-            owner, nbytes = segment[0].owner, sum(w.nbytes for w in segment)
-            if self.axis.rank == owner:
-                data = self._fill(segment)
-            elif self.axis.rank == 0:
-                data = self.staging[:nbytes]
-            else:
-                continue
-            collectives.transfer(self.axis, data, owner, 0)
+            owners = list(dict.fromkeys(write.owner for write in segment))
+            data = self._bring(segment, owners[0]) if len(owners) == 1 else self._bring_in_turns(segment, owners)
             if self.axis.rank == 0:
                 self._put(files, segment, data)
+
+    def _bring(self, writes: list[_Write], owner: int) -> torch.Tensor:
+        """The bytes of writes of one owner, one behind the other, on rank 0; valid until the next call."""
+        if self.axis.rank not in (0, owner):
+            return self.staging[:0]
+        data = self._fill(writes) if self.axis.rank == owner else self.staging[: sum(w.nbytes for w in writes)]
+        collectives.transfer(self.axis, data, owner, 0)
+        return data
+
+    def _bring_in_turns(self, segment: list[_Write], owners: list[int]) -> torch.Tensor:
+        """The bytes of a segment of several owners, on rank 0: one message from each of them, not one for each write.
+
+        Rows of which each rank has some columns would be as many messages as rows.
+        """
+        base = segment[0].offset
+        whole = torch.empty(sum(w.nbytes for w in segment) if self.axis.rank == 0 else 0, dtype=torch.uint8)
+        for owner in owners:
+            writes = sorted((w for w in segment if w.owner == owner), key=lambda w: -w.dtype.itemsize)
+            data = self._bring(writes, owner)
+            if self.axis.rank == 0:
+                for write, part in zip(writes, data.split([w.nbytes for w in writes]), strict=True):
+                    whole[write.offset - base :][: write.nbytes] = part
+        return whole
 
     def _fill(self, segment: list[_Write]) -> torch.Tensor:
         """The bytes of a segment, 1-D uint8 on the CPU; valid until the next call."""
@@ -239,7 +256,8 @@ class _Writer:
             and not first.dtype.is_complex
         ):
             return values[first.start : first.start + first.numel].view(torch.uint8)
-        lead = first.offset % 8  # aligns the following bytes for their dtype, as in the file
+        # Aligns the following bytes for their dtype, as in the file; or the widest come first.
+        lead = first.offset % 8
         end = lead
         for write in segment:
             into = self.staging[end : end + write.nbytes].view(write.dtype)
@@ -318,12 +336,12 @@ def _put_back(values: torch.Tensor, start: int, held: TensorSlice, full: torch.T
 
 
 def _segments(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
-    """Contiguous writes of one owner, joined up to CHUNK bytes; longer ones are cut."""
+    """Contiguous writes, joined up to CHUNK bytes; longer ones are cut."""
     current: list[_Write] = []
     end = size = 0
     for long in writes:
         for write in _cut(long):
-            joins = current and (write.file, write.offset, write.owner) == (current[0].file, end, current[0].owner)
+            joins = current and (write.file, write.offset) == (current[0].file, end)
             if current and not (joins and size + write.nbytes <= CHUNK):
                 yield current
                 current, size = [], 0
