@@ -65,8 +65,8 @@ class PlannedUnit:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the gathered weights."""
-        return sum(g.nbytes for g in self.groups)
+        """Bytes of the weights that are gathered for use."""
+        return sum(g.nbytes for g in self.groups if not g.at_rest.whole)
 
     @cached_property
     def learning(self) -> int:
@@ -199,6 +199,7 @@ class States:
                     placements=placements,
                     storage=storage,
                     precision=precision,
+                    spread=apart > 1,
                 )
                 groups.append(PlannedGroup(layout, dtype, first.requires_grad, at_rest, (copies or {}).get(name)))
             if named or not path:
@@ -217,8 +218,8 @@ class States:
         """Bytes at rest, and the reduced gradients."""
         found = StateBytes()
         for group in self.groups:
-            at_rest, whole = group.at_rest, self.placements.params is not Placement.SHARD
-            if whole:
+            at_rest = group.at_rest
+            if at_rest.whole:
                 found.weights[Tier.DEVICE] += group.nbytes
             if at_rest.second is not None:
                 found.weights[at_rest.second.tier] += at_rest.second.nbytes
@@ -343,8 +344,6 @@ class States:
 
     def _gathered(self, units: Sequence[PlannedUnit]) -> int:
         """Bytes of those units that are sharded and kept only for their use."""
-        if self.placements.params is not Placement.SHARD:
-            return 0
         return sum(u.nbytes for u in units if self.stay(u) is Stay.USE)
 
     def _prefetched(self, following: Sequence[PlannedUnit]) -> list[PlannedUnit]:
@@ -414,7 +413,6 @@ class States:
             return (flying + numel) * wire + passes + unit.newest
         waiting = numel * self.precision.compute.itemsize
         freed = unit.nbytes if unit.needed_in_backward and self.stay(unit) is not Stay.WINDOW else 0
-        freed *= self.placements.params is Placement.SHARD
         return max(flying * wire + max(passes, waiting) + unit.newest, waiting + max(flying, numel) * wire - freed)
 
     def _in_flight(self, sent: Sequence[int]) -> int:

@@ -37,6 +37,8 @@ class GroupAtRest:
 
     interval: tuple[int, int]
     """Part of the flat buffer covered by this rank's master weights (by the weights themselves, if frozen)."""
+    whole: bool
+    """Whether the full buffer rests: `placements` says so, or this rank's shard is everything and needs no cast."""
     separate: bool
     """Whether the all-gather's input is its own tensor, copied into the full buffer first, and not a part of that buffer."""
     shard: TensorAtRest | None
@@ -58,22 +60,29 @@ def plan_at_rest(
     placements: StatePlacements,
     storage: Storage,
     precision: Precision,
+    spread: bool = False,
 ) -> GroupAtRest:
     """Plan one group on `rank` of its shard axis. Call it for the groups in the order of the units. Local.
 
-    `dtype`: compute dtype of the weights. The order matters because `storage` counts what it has handed out
-    (`ratio`, `max_in_cpu`).
+    `dtype`: compute dtype of the weights. `spread`: whether other ranks hold other slices of them (experts). Where none has
+    the same ones, there is nothing to gather, and what rests in the dtype of use is read where it rests; not in a job of one
+    process, which behaves as one of many. The order matters because `storage` counts what it has handed out (`ratio`,
+    `max_in_cpu`).
     """
     rests = placements.optim if trainable else placements.params
     interval = layout.shard(rank) if rests is Placement.SHARD else (0, layout.numel)
     numel = interval[1] - interval[0]
     rests_sharded = placements.params is Placement.SHARD
+    second = None
+    if rests_sharded and 1 < placements.second < layout.num_shards:
+        second = TensorAtRest(Tier.DEVICE, layout.numel // placements.second, dtype)
     tier = storage.optim_tier(numel) if trainable else Tier.DEVICE
     params_tier = storage.params_tier(numel) if rests_sharded else Tier.DEVICE
     stepped = precision.master_dtype(dtype)
-    separate = rests_sharded or (trainable and tier is Tier.DEVICE and dtype != stepped)
     wide = stepped if trainable else dtype
     here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
+    whole = not rests_sharded or (spread and layout.num_shards == 1 and here and dtype == wide)
+    separate = not whole or (trainable and tier is Tier.DEVICE and dtype != stepped)
     shard = master = None
     if not separate:
         master = None if here else TensorAtRest(tier, numel, wide)
@@ -84,7 +93,4 @@ def plan_at_rest(
         same = tier is params_tier is Tier.HOST and dtype == wide
         shard = None if same else TensorAtRest(params_tier, numel, dtype)
     gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, precision.grads)
-    second = None
-    if rests_sharded and 1 < placements.second < layout.num_shards:
-        second = TensorAtRest(Tier.DEVICE, layout.numel // placements.second, dtype)
-    return GroupAtRest(interval, separate, shard, master, gradient, second)
+    return GroupAtRest(interval, whole, separate, shard, master, gradient, second)

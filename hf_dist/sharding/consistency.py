@@ -21,7 +21,6 @@ from hf_dist.sharding.guard import LAZY
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_sources
-from hf_dist.sharding.placement import Placement
 from hf_dist.sizes import size_text
 
 _Part = tuple[str, TensorSlice | None, int]
@@ -225,7 +224,7 @@ def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dic
     }
     for group, slot in rows:
         name = f"parameter {slot.name}"
-        if group.placements.params is not Placement.SHARD:
+        if group.is_replicated:
             sums[name, slot.held, -1] = int(checksum(group.full[slot.offset : slot.stop]))
         elif group.axes.then:  # others hold the same shard
             start, stop = group.fragment(slot)

@@ -16,7 +16,6 @@ from hf_dist.offload.resting import opened
 from hf_dist.sharding.group import FlatGroup, _copy_overlap
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
-from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.prepared import OWNER
 from hf_dist.sharding.slices import enter_whole, joined, leave_whole
 
@@ -88,7 +87,7 @@ def unsharded(
                 leave_whole(group, None if writer is None else group.mesh.axes.coordinate("tp", writer))
             moved = group.take_back()
             settle(group, moved or before != [p._version for p in group.params])
-            if group.placements.params is Placement.SHARD and group.trainable:
+            if group.trainable and not group.is_replicated:
                 group.ignore_writes()
             if id(group) not in was_full:
                 group.reshard()

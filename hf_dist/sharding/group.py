@@ -107,11 +107,11 @@ class FlatGroup:
             placements=self.placements,
             storage=self.storage,
             precision=self.precision,
+            spread=self.axes.shard.size < self.mesh.shard.size,
         )
         self.resting = self.at_rest.interval
-        rests_sharded = self.placements.params is Placement.SHARD
         # 1D, compute dtype. Not zeroed if weights rest sharded: the storage is then freed without being touched.
-        new = torch.empty if rests_sharded else torch.zeros
+        new = torch.zeros if self.is_replicated else torch.empty
         self.full = new(layout.numel, dtype=self.dtype, device=device)
         self._make_states()
         with opened(self.master, changed=True) as masters:
@@ -119,7 +119,7 @@ class FlatGroup:
             self.masters_changed()
             self.deliver(masters)
         self.storage.link.wait_device()
-        if streamed and not rests_sharded:
+        if streamed and self.is_replicated:
             self._gather_streamed()
         self.reshard()
 
@@ -161,7 +161,7 @@ class FlatGroup:
             elif streamed or self.separate or self.master is not self.shard:
                 _copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
             view = self.full[slot.offset : slot.stop].view(slot.shape)
-            if not streamed and self.placements.params is not Placement.SHARD:
+            if not streamed and self.is_replicated:
                 view.copy_(p.detach())
             p.data = view
 
@@ -260,7 +260,7 @@ class FlatGroup:
 
     def reshard(self) -> None:
         """Free the full weights if they rest sharded and are not pinned. Local."""
-        if self.placements.params is not Placement.SHARD or self.pins:
+        if self.is_replicated or self.pins:
             return
         if self._gather is not None:  # never free what a collective still writes into
             self._gather.wait()
@@ -372,7 +372,7 @@ class FlatGroup:
             return
         if self.pins:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
-        if self.placements.params is Placement.SHARD:
+        if not self.is_replicated:
             self._version = None  # user code's writes were taken before the step
             self._forget_second()  # on all ranks alike, even on a rank that stepped no element
             self.reshard()
@@ -386,14 +386,14 @@ class FlatGroup:
     @property
     def is_replicated(self) -> bool:
         """Whether the full weights rest on this rank between uses."""
-        return self.placements.params is not Placement.SHARD
+        return self.at_rest.whole
 
     def make_readable(self, name: str) -> None:
         """Called by the guard. Waits for replicated weights in flight; raises for freed weights.
 
         It also raises for weights that were prefetched for hooks which never ran: no hook would wait for them in backward.
         """
-        if self.fresh and (self._gather is None or self.placements.params is not Placement.SHARD):
+        if self.fresh and (self._gather is None or self.is_replicated):
             self.wait_unshard()
             return
         raise FreedParameterError(

@@ -264,6 +264,9 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
 
         exchange._plan = noted  # type: ignore[method-assign]
     part = mine(batches(setting)[0], rank, world, setting)[0]
+    groups = engine.sharded.groups
+    spread = [g for g in groups if g.axes.parts is not None]
+    places = [g.full.data_ptr() for g in spread]  # 0: freed
     with collectives.record() as log:
         total, _ = summed_loss(engine.model, part)
         engine.backward(total / 100)
@@ -276,11 +279,10 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
         forward = 8 * (world - 1) + out * (4 * k + 4 * k + 4 * width) + back * 4 * width
         backward = out * 4 * width + back * (4 * width + 4 * k)
         by_hand += forward + backward
-    groups = engine.sharded.groups
     states = States.of_model(build(setting), engine.config, num_shards=world, rank=rank, ep=world)
     planned = step_traffic(states)
-    spread = [g for g in groups if g.axes.parts is not None]
     return {
+        "stays": all(places) and places == [g.full.data_ptr() for g in spread],
         "counted": log.nbytes("all_to_all"),
         "by_hand": by_hand,
         "weights_of_experts_sent": sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_dist.experts.router_loss import _is_usual
 from tests.covering import FULL_GRID
 from tests.experts import router_jobs
 from tests.harness import run_ranks
@@ -57,6 +59,7 @@ def families() -> list[str]:
         "GptOssForCausalLM",
         "OlmoeForCausalLM",
         "GraniteMoeForCausalLM",
+        "Qwen3VLMoeForConditionalGeneration",
     }
     return [name for name in every if FULL_GRID or name in few]
 
@@ -76,11 +79,19 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("family", families())
 def test_value_and_gradient_are_those_of_the_joined_batch(family: str, outcomes: Any) -> None:
     found = outcomes(2)["families"][families().index(family)]
-    if isinstance(found, str) and family not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
+    if family in router_jobs.NOT_TINY:
         pytest.skip(f"no tiny model: {found}")
+    assert not isinstance(found, str), found
     value, joined, gradient = found
     assert value == pytest.approx(joined, rel=1e-5)
     assert gradient < 1e-5
+
+
+def test_the_function_of_every_family_is_the_usual_one() -> None:
+    import transformers as tf
+
+    for family in router_jobs.families():
+        assert _is_usual(getattr(sys.modules[getattr(tf, family).__module__], router_jobs.NAME)), family
 
 
 @functools.cache
