@@ -21,10 +21,15 @@ NUM_PACKAGES = 4
 def small_causal_lm(folder: Path) -> str:
     """The folder, after one process has written model and tokenizer into it. Every process calls it."""
     with PartialState().main_process_first():
-        if not (folder / "config.json").exists():
-            sources = read_texts(ExampleArguments(max_characters=200_000), seed=0)
-            make_tokenizer(sources, 1024, folder)
-            small_llama(AutoTokenizer.from_pretrained(folder), block_size=128).save_pretrained(folder)
+        return write_small_causal_lm(folder)
+
+
+def write_small_causal_lm(folder: Path) -> str:
+    """The folder, with model and tokenizer; of several processes that start together one calls it first."""
+    if not (folder / "config.json").exists():
+        sources = read_texts(ExampleArguments(max_characters=200_000), seed=0)
+        make_tokenizer(sources, 1024, folder)
+        small_llama(AutoTokenizer.from_pretrained(folder), block_size=128).save_pretrained(folder)
     return str(folder)
 
 

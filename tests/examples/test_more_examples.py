@@ -57,6 +57,14 @@ def test_a_loop_without_a_trainer_runs_under_accelerate_launch_and_goes_on(tmp_p
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
+def test_lightning_trains_and_saves_a_folder(tmp_path: Path) -> None:
+    options = ["--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "3", "--max_per_package", "12"]
+    said = run("examples/lightning_train.py", "--dist_config", "configs/zero3_fp32.json", *options)
+    assert "held-out loss" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path / "last.ckpt")
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_stopped_run_goes_on_with_other_processes_and_another_stage(tmp_path: Path) -> None:
     stopped = start("resume_elsewhere.py", "zero3_fp32.json", tmp_path, "--stop_after", "5")
     assert stopped.returncode != 0
