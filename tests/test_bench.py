@@ -13,6 +13,7 @@ import pytest
 
 from hf_dist.bench.rounds import Run, summarize
 from hf_dist.bench.work import WARMUP, Contender, Work
+from hf_dist.cli.bench import _files
 from tests import forked
 from tests.harness import ROOT, run_ranks
 
@@ -82,6 +83,12 @@ def test_engines_do_the_same_work_and_are_shown_side_by_side(tmp_path: Path) -> 
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == (["bench.json", "bench.png", "bench.svg"] if HAS_MATPLOTLIB else ["bench.json"])
     assert HAS_MATPLOTLIB or 'pip install "hf-dist[bench]"' in result.stdout
+
+
+def test_a_picture_can_be_named_alone(tmp_path: Path) -> None:
+    assert _files(tmp_path / "mine.svg") == (tmp_path / "mine.json", [tmp_path / "mine.svg"])
+    folder = tmp_path / "out"
+    assert _files(folder) == (folder / "bench.json", [folder / "bench.png", folder / "bench.svg"])
 
 
 def test_an_engine_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ _COLORS = {
 }
 
 
-def draw(rows: Sequence[Row], work: Work, title: str, folder: Path) -> list[Path]:
-    """Write `bench.png` and `bench.svg` and return their paths. Raises `NoMatplotlibError`."""
+def draw(rows: Sequence[Row], work: Work, title: str, files: Sequence[Path]) -> None:
+    """Write each of `files`, .png or .svg. Raises `NoMatplotlibError`."""
     pyplot = headless_pyplot()
     good = [row for row in rows if not row.error][::-1]  # drawn from below
     names = [row.name if row.agrees else f"{row.name} (losses differ)" for row in good]
@@ -39,11 +39,9 @@ def draw(rows: Sequence[Row], work: Work, title: str, folder: Path) -> list[Path
     _bars(sent, names, counted, "sent per rank and step, MB")
     _split(split, names, good)
     figure.suptitle(title)
-    files = [folder / "bench.png", folder / "bench.svg"]
     for file in files:
         figure.savefig(file, dpi=120)
     pyplot.close(figure)
-    return files
 
 
 def _bars(panel: Any, names: Sequence[str], values: Sequence[float | None], title: str) -> None:

@@ -34,7 +34,7 @@ _OPTIONS: dict[str, Any] = {
     ),
     "dtype": typer.Option(help="bf16 (with fp32 master weights) or fp32, whatever the configs say."),
     "data": typer.Option(help="synthetic, JSON lines (input_ids or text, labels), or a text file."),
-    "output": typer.Option(help="Folder for bench.json, bench.png, bench.svg."),
+    "output": typer.Option(help="Folder for bench.json, bench.png, bench.svg; or a .svg or .png file."),
     "deepspeed_python": typer.Option(
         "--deepspeed-python", help="A Python interpreter that has deepspeed, if this one does not.", show_default=False
     ),
@@ -72,18 +72,26 @@ def bench(**options: Any) -> None:
     if hasattr(os, "getloadavg"):
         loads = [run.load for run in runs]
         print(f"load of the machine when runs began: {min(loads):.1f} to {max(loads):.1f}, {os.cpu_count()} cores")
-    asked.output.mkdir(parents=True, exist_ok=True)
-    file = asked.output / "bench.json"
+    file, pictures = _files(asked.output)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(as_json(prepared, rows, runs), indent=1) + "\n", encoding="utf-8")
     files = [file]
     if any(not row.error for row in rows):
         try:
-            files += draw(rows, work, title, asked.output)
+            draw(rows, work, title, pictures)
+            files += pictures
         except NoMatplotlibError as error:
             print(error)
     print(f"wrote {', '.join(str(each) for each in files)}")
     if all(row.error for row in rows):
         sys.exit(1)
+
+
+def _files(output: Path) -> tuple[Path, list[Path]]:
+    """(figures, pictures): in the folder `output`, or beside the picture `output`."""
+    if output.suffix in (".svg", ".png"):
+        return output.with_suffix(".json"), [output]
+    return output / "bench.json", [output / "bench.png", output / "bench.svg"]
 
 
 bench.__signature__ = signature_of(Asked, _OPTIONS, {"more": list[Path] | None})  # type: ignore[attr-defined]
