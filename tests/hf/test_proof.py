@@ -97,6 +97,23 @@ def test_a_mixture_is_found_equal_and_in_another_the_axis_that_differs_is_named(
     assert proof.blamed[0].first == proof.differs[0]
 
 
+HALF: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("llama", {"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}),
+    "fp16": ("qwen3_moe", {"expert_parallel": {"enabled": True, "autoep_size": 2}, "sequence_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_mixture_in_half_precision_is_as_near_as_one_process_is(dtype: str, tmp_path: Path) -> None:
+    run_ranks(_nothing, 1)
+    family, axes = HALF[dtype]
+    config = {**axes, dtype: {"enabled": True}, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    asked = asked_for(tmp_path, family, config, world=4)
+    proof = prove(prepare(asked, tmp_path), 4)
+    assert proof.equal, proof
+    assert proof.precision == dtype and max(row.allowed for row in proof.rows) < 0.05
+
+
 def test_a_layout_that_differs_is_found_and_the_command_fails(tmp_path: Path) -> None:
     asked = asked_for(tmp_path, "llama", {"zero_optimization": {"stage": 3}})
     result = command(asked, "--class", "tests.workers.skewed:Skewed", "--num-layers", "2", "--json")

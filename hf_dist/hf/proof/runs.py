@@ -18,6 +18,7 @@ from hf_dist.build import initialize
 from hf_dist.hf.model_class import model_class
 from hf_dist.hf.proof.job import Job
 from hf_dist.sharding.full_params import gathered
+from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.precision import DTYPES
 
 __all__ = ["in_one_process", "on_ranks", "quiet"]
@@ -119,7 +120,7 @@ def _engine_steps(
         if step == job.steps:
             break
         with gathered(model):
-            if engine.mesh.dp.rank == 0:  # rank 0 of each pipeline stage
+            if engine.mesh.dp.rank < engine.mesh.axes.size("ep"):  # rank 0 of each stage; ep neighbours hold other experts
                 differences.append(_differences(_named(model), _weights_file(job, reference, step + 1)))
             if keep:
                 weights = {name: p.detach().float().contiguous() for name, p in _named(model)}
@@ -147,7 +148,9 @@ def _differences(weights: list[tuple[str, torch.Tensor]], file: str) -> Differen
     with safe_open(file, framework="pt") as expected:
         for name, weight in weights:
             theirs = expected.get_tensor(name).double()
-            own = weight.detach().cpu().double()
+            own, held = weight.detach().cpu().double(), held_slice(weight)
+            if tuple(own.shape) == held.shape and tuple(theirs.shape) == held.whole:
+                theirs = held.take(theirs)  # own experts
             if own.shape != theirs.shape:
                 found[name] = float("inf")
                 continue
