@@ -1,6 +1,6 @@
 """Layouts that others have published with their throughput, among those that `hf-dist plan --gpus` finds for the same job.
 
-    python -m tests.published [--only NAME ...]
+    python -m tests.published [--only NAME ...] [--between 25]
 
 One line per job: the first of the search, the place of the published sizes among the different ones that were found, and how
 much longer their step is taken to be than the first's.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,15 +79,16 @@ def model_of(name: str) -> Any:
         return mixed.model_of(name)
 
 
-def search_of(job: Published) -> Search:
-    """As the command makes it."""
+def search_of(job: Published, between: float | None = None) -> Search:
+    """As the command makes it; `between`: GB/s of a rank to other machines, if others are tried."""
+    hardware = job.hardware if between is None else replace(job.hardware, between=1e9 * between)
     model = model_of(job.model)
     data = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "hf_dist": {"tiled_loss": True}}
     width = model.config.hidden_size
     config = resolve_without_trainer(load_config(data), data_ranks=1, hidden_size=width, on_gpu=True)
-    wanted = Wanted(job.ranks, job.rows, job.seq, job.hardware.ranks_per_machine)
+    wanted = Wanted(job.ranks, job.rows, job.seq, hardware.ranks_per_machine)
     limits = Limits(round(job.memory * 1e9), None, 8)
-    return Search(model, config, wanted, limits, job.hardware, estimated)
+    return Search(model, config, wanted, limits, hardware, estimated)
 
 
 def sizes_of(found: Found) -> tuple[int, ...]:
@@ -95,10 +96,10 @@ def sizes_of(found: Found) -> tuple[int, ...]:
     return tuple(getattr(found.layout, name) for name in AXES)
 
 
-def line(name: str, job: Published) -> str:
+def line(name: str, job: Published, between: float | None = None) -> str:
     """A row of the table."""
     start = time.time()
-    search = search_of(job)
+    search = search_of(job, between)
     found = search.best(12)
     wanted = {axis: job.sizes.get(axis, 1) for axis in AXES}
     theirs = search.best_with(**wanted)
@@ -117,9 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(JOBS), choices=JOBS)
     head = "job | GPUs | rows | published | tokens/s | first of the search | modelled | place | step | search s"
+    parser.add_argument("--between", type=float, help="GB/s of a rank to other machines")
+    given = parser.parse_args()
     print(f"| {head} |\n|---|--:|---|---|--:|---|--:|--:|--:|--:|")
-    for name in parser.parse_args().only:
-        print(line(name, JOBS[name]), flush=True)
+    for name in given.only:
+        print(line(name, JOBS[name], given.between), flush=True)
 
 
 if __name__ == "__main__":

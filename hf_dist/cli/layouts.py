@@ -64,7 +64,7 @@ class AskedLayouts:
 
 def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, output: Path | None, as_json: bool) -> None:
     """Search, and print the layouts found."""
-    from hf_dist.estimate.describe_layouts import draw_layouts, layout_dict, layout_table
+    from hf_dist.estimate.describe_layouts import draw_layouts, layout_dict, layout_table, other_lines
     from hf_dist.estimate.hardware import Hardware
     from hf_dist.estimate.layouts import Wanted
     from hf_dist.estimate.overhead import estimated, measured_base
@@ -92,7 +92,8 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
     if not found:
         print("nothing fits: use more GPUs, shorter rows, a smaller batch, or offload in --config")
         return
-    print("\n".join(layout_table(found)))
+    print("\n".join([*layout_table(found), *other_lines(search.of_other_axes(found), found[0])]))
+    print("microbatches: rows x number of a step. Run again: selective is all but matrix products and attention.")
     links = f"{hardware.inside / 1e9:.0f} GB/s inside, {hardware.between / 1e9:.0f} between"
     speeds = f"{hardware.flops / 1e12:.0f} TFLOP/s, {links}"
     print(f"bytes are per rank and step; times come from a model ({speeds}): only ratios are meaningful.")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_dist.axes import AXES
 from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.load import examine
 from hf_dist.config.unknown import at
@@ -30,6 +29,8 @@ _STAGE = "zero_optimization.stage"
 _MICRO = "train_micro_batch_size_per_gpu"
 _BATCH = ("train_batch_size", _MICRO, "gradient_accumulation_steps")
 _TUNING = "autotuning"
+_NAMED = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Axes and views by which a layout is named."""
 MAX_MICRO_BATCHES = 3
 """Number of sizes to try if neither the command nor the file gives any."""
 
@@ -132,7 +133,7 @@ def _layout_text(file: Path, config: DistConfig, asked: int | None) -> str:
     from hf_dist.bench.prepare import device_and_ranks
 
     axes = axes_of(config, device_and_ranks(asked)[1])
-    sizes = [f"{axis} {axes.size(axis)}" for axis in (*AXES, "ep") if axes.size(axis) > 1]
+    sizes = [f"{axis} {axes.size(axis)}" for axis in _NAMED if axes.size(axis) > 1]
     return f"{file.stem} ({', '.join([*sizes, f'ZeRO {config.zero_optimization.stage}'])})"
 
 

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
 
 from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
 from hf_dist.activation.host_copies import NUM_KEPT
@@ -37,6 +38,7 @@ from hf_dist.sharding.precision import precision_for
 
 _PLAIN_LOSS_NBYTES = 12
 """Bytes per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits are freed by then."""
+_NO_KERNEL = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten._unsafe_view}
 _ALL = -2
 """Marks the return values of `all`."""
 
@@ -61,6 +63,8 @@ class Work:
 
     flops: int = 0
     """Operations of matrix products and attention."""
+    moved: int = 0
+    """Bytes read and written by all other kernels, each unfused; parameters excluded."""
     attention: list[AttentionCall] = field(default_factory=list)
     crossed: Crossed = field(default_factory=dict)
     """Collectives over `tp`."""
@@ -242,6 +246,7 @@ class _Recorder(TorchDispatchMode):
         self.found = Activations()
         self._trace, self._peers = trace, peers
         self._before = 0  # flops at the start of the block
+        self._work = self.found.rest
         self._send_from(self.found.rest)
         self._block: Block | None = None
         self._input: int | None = None
@@ -300,7 +305,8 @@ class _Recorder(TorchDispatchMode):
         self._send_from(self.found.rest)
 
     def _send_from(self, work: Work) -> None:
-        """Count the following collectives for this part of the model."""
+        """Count the following collectives and moved bytes for this part of the model."""
+        self._work = work
         if self._peers is not None:
             self._peers.crossed = work.crossed
 
@@ -356,7 +362,17 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._block is not None and keep_costly(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
             self.add_costly(*(t for t in tree_leaves(out) if isinstance(t, torch.Tensor)))
+        self._work.moved += _moved(func, (args, kwargs), out)
         return out
+
+
+def _moved(func: Any, given: Any, out: Any) -> int:
+    """Bytes that the kernel of an operation reads and writes; 0 for products, views and what only allocates."""
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    if is_view or func._overloadpacket in _NO_KERNEL or func._overloadpacket in flop_registry:
+        return 0
+    tensors = {id(t): t for t in tree_leaves((given, out)) if isinstance(t, torch.Tensor)}
+    return sum(t.numel() * t.element_size() for t in tensors.values() if not isinstance(t, nn.Parameter))
 
 
 class _FusedAttention(torch.autograd.Function):

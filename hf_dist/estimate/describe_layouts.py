@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hf_dist.estimate.search import Found
+from hf_dist.estimate.search import MOST_TRIED_OF_AXIS, Found
 from hf_dist.estimate.step_time import PARTS
 from hf_dist.picture import Picture
 from hf_dist.sizes import size_text
 
-__all__ = ["draw_layouts", "layout_dict", "layout_table"]
+__all__ = ["draw_layouts", "layout_dict", "layout_table", "other_lines"]
 
 _COLOURS = {
     "compute": "#4c78a8",
@@ -21,7 +21,7 @@ _COLOURS = {
     "bubble": "#bab0ac",
     "optimizer": "#54a24b",
 }
-_MOST_REASONS = 2
+_MOST_REASONS = 3
 
 
 def layout_table(found: Sequence[Found]) -> list[str]:
@@ -55,13 +55,35 @@ def _row(number: int, found: Found, first: Found) -> tuple[str, ...]:
     )
 
 
+def other_lines(others: Mapping[str, Found | None], first: Found) -> list[str]:
+    """A line for each axis that none of the best has."""
+    lines = []
+    for axis, found in others.items():
+        if found is None:
+            lines.append(f"with {axis}: none of the {MOST_TRIED_OF_AXIS} fastest fits")
+        else:
+            step = f"{found.time.seconds:.2f} s, {size_text(found.plan.device_need)}"
+            lines.append(f"with {axis}: {found.layout.text}, {step}; loses by {reason(found, first)}")
+    return lines
+
+
 def reason(found: Found, first: Found) -> str:
-    """For example `bubble 0.41 s, weights 0.12 s`."""
-    named = {"tp": "sends of tp", "cp": "sends of cp", "ep": "sends of ep", "weights": "gathers and reductions"}
+    """For example `bubble 0.41 s, sends of tp 0.12 s; saves sends of cp 0.2 s`."""
+    named = {
+        "tp": "sends of tp",
+        "cp": "sends of cp",
+        "ep": "sends of ep",
+        "weights": "gathers and reductions that show",
+    }
     more = found.loses(first)[:_MOST_REASONS]
     if not more:
         return "nothing: as fast"
-    return ", ".join(f"{named.get(name, name)} {seconds:.2f} s" for name, seconds in more)
+
+    def text(parts: Sequence[tuple[str, float]]) -> str:
+        return ", ".join(f"{named.get(name, name)} {seconds:.2f} s" for name, seconds in parts)
+
+    saved = first.loses(found)[:1]
+    return text(more) + (f"; saves {text(saved)}" if saved else "")
 
 
 def layout_dict(found: Found, first: Found) -> dict[str, object]:

@@ -22,7 +22,7 @@ def rescaled(found: Activations, measured: int, *, rows: int, own: int, whole: i
         inside = sum(call.flops for call in of.attention)
         calls = [replace(call, rows=rows, length=own, flops=round(attention * call.flops)) for call in of.attention]
         flops = round(factor * (of.flops - inside) + attention * inside)
-        return Work(flops, calls, crossed(of.crossed), crossed(of.again))
+        return Work(flops, round(factor * of.moved), calls, crossed(of.crossed), crossed(of.again))
 
     def block(of: Block) -> Block:
         names = ("input", "saved", "saved_input", "largest", "costly", "mlp")

@@ -8,7 +8,8 @@ scaled by tokens, and pipeline stages have equal numbers of blocks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ from hf_dist.pipeline import make_schedule, simulate
 from hf_dist.sequence.split import heads_of
 from hf_dist.sharding.units import find_unit_modules
 
-__all__ = ["Found", "Search"]
+__all__ = ["MOST_TRIED_OF_AXIS", "Found", "Search"]
 
 _TOKENS = 2048
 """Tokens of the row for which activations are measured."""
@@ -44,8 +45,10 @@ _DISTINCT = 8
 """Number of different layouts that fit and are compared exactly."""
 _SHOWS = 1e-3
 """Share of a step below which a difference is ignored."""
-_MOST_TRIED = 400
-"""Most plans to try."""
+_MOST_TRIED, MOST_TRIED_OF_AXIS = 400, 200
+"""Most plans to try; most plans to try for one axis."""
+_CHOSEN = ("pp", "cp", "tp", "ep")
+"""Axes that a layout may leave out."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,14 @@ class Search:
         numels = {name: p.numel() for name, p in model.named_parameters()}
         self._experts = sum(numels[name] for name in slices)
         self._dense = sum(numels.values()) - self._experts
+        self._ends = self._share_of_ends()
         self._states: dict[Any, States] = {}
         self.tried = 0
 
     def best(self, count: int = 5) -> list[Found]:
         """The fastest layouts, one for each placement of the model; fewer if fewer fit. Takes seconds to minutes on a CPU."""
         found: dict[tuple[int, ...], Found] = {}
-        for layout in self._by_rough_time():
+        for layout in self._by_rough_time:
             if layout.place in found:
                 continue
             if len(found) == max(count, _DISTINCT) or self.tried == _MOST_TRIED:
@@ -114,9 +118,23 @@ class Search:
 
     def best_with(self, **sizes: int) -> Found | None:
         """The fastest layout that fits among those with these sizes, such as `tp=8, pp=8`; None if none fits."""
-        for layout in self._by_rough_time():
-            asked = all(getattr(layout, name) == size for name, size in sizes.items())
-            if asked and (found := self.plan(layout)) is not None:
+        return self._first(lambda layout: all(getattr(layout, name) == size for name, size in sizes.items()))
+
+    def of_other_axes(self, found: Sequence[Found]) -> dict[str, Found | None]:
+        """For each possible axis that none of `found` uses: the fastest layout with it that fits; None if none was found."""
+        found_with: dict[str, Found | None] = {}
+        for axis in _CHOSEN:
+            if any(getattr(each.layout, axis) > 1 for each in found):
+                continue
+            asked = functools.partial(_has, axis)
+            if any(map(asked, self._by_rough_time)):
+                found_with[axis] = self._first(asked, MOST_TRIED_OF_AXIS)
+        return found_with
+
+    def _first(self, asked: Callable[[Layout], bool], most: int | None = None) -> Found | None:
+        """The first layout that fits among the first `most` that are asked for."""
+        for layout in itertools.islice(filter(asked, self._by_rough_time), most):
+            if (found := self.plan(layout)) is not None:
                 return found
         return None
 
@@ -138,7 +156,8 @@ class Search:
 
     # ------------------------------------------------------------------- time
 
-    def _by_rough_time(self) -> Iterator[Layout]:
+    @functools.cached_property
+    def _by_rough_time(self) -> list[Layout]:
         timed: list[tuple[float, int, Layout]] = []
         for layout in layouts(self.shape, self.wanted):
             if self._least_nbytes(layout) > (self.limits.device or 1 << 62):
@@ -147,8 +166,7 @@ class Search:
                 timed.append((self._time(layout).seconds, len(timed), layout))
             except HfDistError:
                 continue
-        for _, _, layout in sorted(timed):
-            yield layout
+        return [layout for _, _, layout in sorted(timed)]
 
     def _least_nbytes(self, layout: Layout) -> int:
         """Rough bytes of states, plus activations kept for one microbatch."""
@@ -160,6 +178,13 @@ class Search:
         except HfDistError:
             return 0
         return sharded + whole + min(layout.microbatches, layout.pp) * kept // layout.pp
+
+    def _share_of_ends(self) -> float:
+        """Share of all weights that are in the first block or before it."""
+        blocks = [m for m in find_unit_modules(self.model).values() if not isinstance(m, nn.Embedding)]
+        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        numel = self._dense + self._experts
+        return (sizes[0] + (numel - sum(sizes)) / 2) / numel
 
     def _numel(self, layout: Layout) -> int:
         """A rank's parameters before ZeRO shards them."""
@@ -175,7 +200,6 @@ class Search:
         traffic = {**weights}
         for axis, own in self._layer_traffic(layout, microbatch).items():
             traffic[axis] = merged(traffic.get(axis, {}), own)
-        shards = layout.dp_shard * layout.cp if layout.stage else 1
         return step_time(
             microbatch.work.shared(layout.pp),
             traffic,
@@ -183,7 +207,8 @@ class Search:
             layout,
             self.hardware,
             bubble=_bubble(layout.pp, layout.microbatches, layout.virtual),
-            states=16 * self._numel(layout) // shards,
+            numel=self._numel(layout),
+            ends=min(1.0, self._ends * layout.pp),
         )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a search lives as long as the command
@@ -342,6 +367,11 @@ class _Microbatch:
     hidden: int
     """Bytes of the hidden states between two blocks."""
     blocks: int
+
+
+def _has(axis: str, layout: Layout) -> bool:
+    """Whether the axis has several ranks."""
+    return bool(getattr(layout, axis) > 1)
 
 
 def _alike(layout: Layout) -> Layout:

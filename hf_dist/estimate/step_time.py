@@ -1,9 +1,10 @@
 """The duration of a step under a layout, part by part, from counted operations and bytes and rough speeds.
 
-    compute        matrix products and attention of forward and backward; memory that kernels read and write
+    compute        matrix products and attention of forward and backward; memory that all other kernels read and write
     recomputation  the same for recomputed blocks
     tp, cp, ep     activations sent while nothing else runs
-    weights        gathers and reductions that computation does not hide; the ends of a step
+    weights        gathers that forward does not hide, reductions (stage 3: and gathers) that backward does not hide; the ends
+                   of a step: the first gathers and the last reductions, which nothing hides
     bubble         a pipeline's idle time
     optimizer      reads and writes of states
 
@@ -25,11 +26,13 @@ from hf_dist.sharding.group_axes import DENSE
 __all__ = ["PARTS", "StepTime", "Sum", "step_time"]
 
 PARTS = ("compute", "recomputation", "tp", "cp", "ep", "weights", "bubble", "optimizer")
-_PASSES_FORWARD, _PASSES_BACKWARD = 2, 4
-"""How often the saved tensors of a block are written or read."""
+_LOSS_NBYTES = 40
+"""Bytes the loss reads and writes per logit, forward and backward: casts, log-softmax, label selection."""
+_GRADIENT_NBYTES = 6
+"""Bytes per gradient element and microbatch: read in half precision, written in fp32."""
+_STATES_NBYTES = 32
+"""Bytes per element that a rank steps: masters, gradients and two states, read and written."""
 _PAIRWISE = ("ep", "cp")
-_END_SHARE = 0.1
-"""Share of the weight traffic per microbatch that nothing hides: the first gather and the last reduction."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,13 @@ class Sum:
     @classmethod
     def of(cls, found: Activations, recomputed: str, hardware: Hardware) -> Sum:
         """`found`: the whole model, on one rank of `tp` and `cp`; `recomputed`: one of `layouts.RECOMPUTED`."""
-        flops = found.rest.flops + sum(block.work.flops for block in found.blocks)
-        saved = found.outside + sum(block.saved for block in found.blocks)
-        forward = flops / hardware.flops + _PASSES_FORWARD * saved / hardware.memory
-        again = 0.0
-        if recomputed != "nothing":
-            again = _PASSES_FORWARD * sum(block.saved - block.input for block in found.blocks) / hardware.memory
+        products, moved = (sum(getattr(block.work, name) for block in found.blocks) for name in ("flops", "moved"))
+        loss = _LOSS_NBYTES * found.rows * found.vocabulary / 3
+        forward = (products + found.rest.flops) / hardware.flops + (moved + found.rest.moved + loss) / hardware.memory
+        again = 0.0 if recomputed == "nothing" else moved / hardware.memory
         if recomputed == "blocks":
-            again += sum(block.work.flops for block in found.blocks) / hardware.flops
-        backward = 2 * flops / hardware.flops + _PASSES_BACKWARD * saved / hardware.memory
-        return cls((forward + backward) / 3, again)
+            again += products / hardware.flops
+        return cls(forward, again)
 
     def shared(self, stages: int) -> Sum:
         """The computation of one of `stages` equal stages."""
@@ -85,9 +85,18 @@ class StepTime:
 
 
 def step_time(
-    work: Sum, traffic: Traffic, axes: Axes, layout: Layout, hardware: Hardware, *, bubble: float, states: int
+    work: Sum,
+    traffic: Traffic,
+    axes: Axes,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    bubble: float,
+    numel: int,
+    ends: float,
 ) -> StepTime:
-    """`traffic`: of a rank in a step; `bubble`: the schedule's share; `states`: bytes that a step reads and writes."""
+    """`traffic`: of a rank in a step; `bubble`: the schedule's share; `numel`: a rank's parameters before ZeRO; `ends`: the
+    share of them that is gathered before anything runs, and whose gradients come last."""
     seconds: dict[str, float] = {}
     inside = between = 0
     sent: dict[str, int] = {}
@@ -99,21 +108,38 @@ def step_time(
         sent[axis] = nbytes
         seconds[axis] = max(here / hardware.inside, away / hardware.between) + count * hardware.latency
     number = layout.microbatches
-    compute = 3 * work.forward * number
+    compute = (3 * work.forward + _GRADIENT_NBYTES * numel / hardware.memory) * number
     again = work.again * number
-    beside = (compute + again) if layout.pp == 1 else (compute + again) / number
-    weights = sum(seconds.get(name, 0.0) for name in ("shard", "edp", *(axis for axis, _ in DENSE)))
-    ends = weights / max(1, number) * _END_SHARE
+    stepped = numel // (layout.dp_shard * layout.cp if layout.stage else 1)
     parts = {
         "compute": compute,
         "recomputation": again,
         "tp": seconds.get("tp", 0.0),
         "cp": seconds.get("cp", 0.0),
         "ep": seconds.get("ep", 0.0),
-        "weights": max(0.0, weights - beside) + ends + seconds.get("dp", 0.0),
+        "weights": _exposed(layout, seconds, work, ends) + seconds.get("dp", 0.0),
         "bubble": 0.0,
-        "optimizer": 2 * states / hardware.memory,
+        "optimizer": _STATES_NBYTES * stepped / hardware.memory,
     }
     busy = sum(parts[name] for name in ("compute", "recomputation", "tp", "cp", "ep"))
     parts["bubble"] = busy * bubble / (1 - bubble)
     return StepTime(parts, bubble, inside, between, sent)
+
+
+def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: float) -> float:
+    """Seconds of gathers and reductions that computation does not hide. A reduction (fp32) takes twice as long as a gather.
+
+    Pipelines gather and reduce once, overlapped with one microbatch; copies are reduced once, after their shards.
+    """
+    number = layout.microbatches if layout.pp == 1 else 1
+    again = number if layout.stage == 3 else 0  # gathers in backward
+    gathers = 0 if layout.stage == 0 else again or 1
+    if layout.pp > 1:
+        again = 0
+    reductions = number if layout.stage > 1 else 1
+    shards = seconds.get("shard", 0.0) + seconds.get("edp", 0.0)
+    copies = sum(seconds.get(axis, 0.0) for axis, _ in DENSE)
+    one = shards / (gathers + again + 2 * reductions)
+    before = max(0.0, gathers * one - gathers * work.forward)
+    after = max(0.0, (again + 2 * reductions) * one + copies - reductions * (2 * work.forward + work.again))
+    return before + after + ends * (min(gathers, 1) * one + 2 * one + copies)

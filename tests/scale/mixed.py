@@ -255,10 +255,10 @@ def line(name: str) -> str:
 
 
 def _fully_sharded(job: Job) -> int:
-    """Bytes that FSDP2 sends on as many ranks: bf16 gathered twice for a microbatch, fp32 reduced once."""
+    """Bytes that a rank of FSDP2 sends for one microbatch on as many ranks: bf16 gathered twice, fp32 reduced once."""
     with torch.device("meta"):
         numel = sum(p.numel() for p in model_of(job.model).parameters())
-    return 8 * numel * job.microbatches * (job.ranks - 1) // job.ranks
+    return 8 * numel * (job.ranks - 1) // job.ranks
 
 
 def main() -> None:

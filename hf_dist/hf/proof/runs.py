@@ -120,7 +120,9 @@ def _engine_steps(
         if step == job.steps:
             break
         with gathered(model):
-            if engine.mesh.dp.rank < engine.mesh.axes.size("ep"):  # rank 0 of each stage; ep neighbours hold other experts
+            if engine.mesh.dp.rank < engine.mesh.axes.size(
+                "ep"
+            ):  # rank 0 of each stage; ep neighbours hold other experts
                 differences.append(_differences(_named(model), _weights_file(job, reference, step + 1)))
             if keep:
                 weights = {name: p.detach().float().contiguous() for name, p in _named(model)}
