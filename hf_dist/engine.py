@@ -325,7 +325,9 @@ class Engine:
             self.window.unscale()
             used = summary.used
             self._look_at_unused(used)
-            self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip))
+            unit = self.sharded.read_first() if self.outer is None else None  # a meeting may change the weights
+            first = None if unit is None else (unit, self.sharded.gather_ahead)
+            self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip), first)
         moved = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
         if moved or not overflow:
             self.sharded.weights_changed()

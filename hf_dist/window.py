@@ -25,6 +25,7 @@ from hf_dist.errors import ModelError
 from hf_dist.failure import lost_peer, timed_out
 from hf_dist.log import warn_once
 from hf_dist.optim.clip import (
+    EarlyNorms,
     GradientSummary,
     chosen_gradients,
     clip_coefficient,
@@ -147,9 +148,10 @@ class Window:
             self.abandon()
         versions = sharded.gradient_versions()
         if self._summary is None or versions != self._versions:
+            norms = EarlyNorms.of(sharded)
             sharded.reduce_rest()
             stepped = self.early.norms if self.early else {}
-            self._summary = summarize_gradients(sharded, 1.0 / (self._loss_scale or 1.0), stepped)
+            self._summary = summarize_gradients(sharded, 1.0 / (self._loss_scale or 1.0), stepped, norms)
             self.norm = self._summary.norm
             self._versions = sharded.gradient_versions()
         return self._summary

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from hf_dist.optim.muon_step import MuonStep
 from hf_dist.optim.raw_calls import StepHook
 from hf_dist.optim.rounded import RoundedBatch, Rounding
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused, restored
-from hf_dist.optim.step_scaling import StepScaling
+from hf_dist.optim.step_scaling import StepScaling, takes_scaling
 from hf_dist.optim.stepping import Stepping
 from hf_dist.optim.whole_step import WholeStep, carry_rules
 from hf_dist.sharding.consistency import check_same_params
@@ -39,6 +39,9 @@ from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen
 from hf_dist.sharding.precision import MASTER_DTYPE
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.unit import ShardUnit
+
+First = tuple[ShardUnit, Callable[[ShardUnit], None]]
 
 
 class FragmentedOptimizer:
@@ -200,8 +203,11 @@ class FragmentedOptimizer:
         """Whether all stepped tensors and states are on the device."""
         return all(batch.on_device for batch in self.batches)
 
-    def step(self, used: Used, scaling: StepScaling | None = None) -> None:
+    def step(self, used: Used, scaling: StepScaling | None = None, first: First | None = None) -> None:
         """Lend every used fragment its gradient, step as `scaling` says, take the gradients back.
+
+        `first`: a unit to step before the others, and a function to call with it then. Used for torch's own fused Adam without
+        hooks, where two calls of `step` cannot be told from one.
 
         Local; collective over the shard axes for an optimizer that sees whole tensors. Calls the optimizer's `step` once if all
         states stay on the device, else once per batch, while other states are read from and written to disk: see
@@ -218,7 +224,7 @@ class FragmentedOptimizer:
             self._step_fragments(lambda f: not muon.takes(f) and any_used(f), scaling)
             self._deliver()  # for groups with only matrices, and ranks that step nothing else
             return
-        self._step_fragments(used, scaling)
+        self._step_fragments(used, scaling, first)
 
     def _deliver(self) -> None:
         for group in self.sharded.trainable_groups:
@@ -231,8 +237,16 @@ class FragmentedOptimizer:
         with self._narrowed.to(tensors), self._stepping():
             self.optimizer.step()
 
-    def _step_fragments(self, used: Used, scaling: StepScaling | None) -> None:
+    def _step_fragments(self, used: Used, scaling: StepScaling | None, first: First | None = None) -> None:
         if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
+            if first is not None and takes_scaling(self.optimizer):
+                narrowed = Narrowed(self.optimizer)
+                for part in self.batches[0].parted(first[0].trainable):
+                    with narrowed.to(part.fragments), handed_on(part, self.optimizer, used), self._stepping(scaling):
+                        self.optimizer.step()
+                    if part.groups == first[0].trainable:
+                        first[1](first[0])
+                return
             with handed_on(self.batches[0], self.optimizer, used), self._stepping(scaling):
                 self.optimizer.step()
             return

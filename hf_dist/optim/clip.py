@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -28,8 +28,34 @@ class GradientSummary:
     """(id of group, index) of a parameter without a gradient on this rank -> whether another rank had one."""
 
 
+@dataclass
+class EarlyNorms:
+    """Norms of complete gradients, computed while the last reductions are in flight and the device has nothing else to do."""
+
+    found: dict[int, tuple[torch.Tensor, int, torch.Tensor]]
+    """id of a group -> (its gradient, the version that was read, `owned_norm`)."""
+
+    @classmethod
+    def of(cls, sharded: ShardedModel) -> EarlyNorms:
+        """Norms of the gradients that are complete now. Local."""
+        device = sharded.mesh.device
+        groups = [g for g in sharded.reducer.complete_beside() if g.axes.owns and _made_on_the_way(g) is None]
+        grads = {id(g): g.grad for g in groups if g.grad is not None and g.grad.device == device}
+        norms = _norms_of(sharded, {id(g): _owned_part(g) for g in groups if id(g) in grads})
+        return cls({key: (grads[key], grads[key]._version, norm) for key, norm in norms.items()})
+
+    def valid(self, groups: Sequence[FlatGroup]) -> dict[int, torch.Tensor]:
+        """id of a group -> its norm, unless the gradient was written since. Local."""
+        known = {id(g): self.found[id(g)] for g in groups if id(g) in self.found}
+        same = (g for g in groups if id(g) in known and g.grad is known[id(g)][0])
+        return {id(g): known[id(g)][2] for g in same if known[id(g)][0]._version == known[id(g)][1]}
+
+
 def summarize_gradients(
-    sharded: ShardedModel, scale: float = 1.0, stepped: Mapping[int, torch.Tensor] | None = None
+    sharded: ShardedModel,
+    scale: float = 1.0,
+    stepped: Mapping[int, torch.Tensor] | None = None,
+    early: EarlyNorms | None = None,
 ) -> GradientSummary:
     """Norm of `scale` times the reduced gradients, and which parameters had a gradient on any rank.
 
@@ -37,14 +63,15 @@ def summarize_gradients(
     Every rank counts the interval it owns, so shared and replicated elements count once. If one rank along `tp` has used a
     parameter, all of them step it: copies stay equal, and slices are stepped as the whole would be. Only a rank with a
     parameter without a gradient reads the flags on the host; on other ranks the host does not wait. `stepped`: id of a group
-    whose gradient was already stepped and freed -> its `owned_norm`.
+    whose gradient was already stepped and freed -> its `owned_norm`; `early`: norms that are known already.
     """
     sharded.finish_gradients()
     mesh = sharded.mesh
     groups = sharded.trainable_groups
+    known = {**(early.valid(groups) if early else {}), **(stepped or {})}
     flags = [used for g in groups for used in g.window.used]
     vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
-    norms = [norm.to(mesh.device) for norm in owned_norms(sharded, stepped or {})]
+    norms = [norm.to(mesh.device) for norm in owned_norms(sharded, known)]
     if norms:
         vector[0] = torch.stack(norms).square().sum()
     if flags:
@@ -74,19 +101,24 @@ def _on_device(sharded: ShardedModel, flags: list[bool]) -> torch.Tensor:
     return before[1]
 
 
-def owned_norms(sharded: ShardedModel, stepped: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """`owned_norm`, or the value in `stepped`, of every group with a gradient whose elements this rank counts. Local.
+def owned_norms(sharded: ShardedModel, known: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """`owned_norm`, or the value in `known`, of every group with a gradient whose elements this rank counts. Local.
 
     Gradients on a GPU need two kernels in all. Norms of offloaded gradients were computed on their way to the host.
     """
     groups = [g for g in sharded.trainable_groups if g.axes.owns]
-    found = {id(g): stepped[id(g)] for g in groups if id(g) in stepped}
+    found = {id(g): known[id(g)] for g in groups if id(g) in known}
     left = [g for g in groups if id(g) not in found and g.grad is not None]
     on_way = {id(g): norm for g in left if (norm := _made_on_the_way(g)) is not None}
     found |= on_way
     if any(norm.is_cuda for norm in found.values()):
         sharded.storage.link.wait_device()
-    parts = {id(g): _owned_part(g) for g in left if id(g) not in on_way}
+    found |= _norms_of(sharded, {id(g): _owned_part(g) for g in left if id(g) not in on_way})
+    return [found[id(g)] for g in groups if id(g) in found]
+
+
+def _norms_of(sharded: ShardedModel, parts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
     on_gpu = {key: part for key, part in parts.items() if part.is_cuda and part.numel()}
     if on_gpu:
         norms = torch._foreach_norm(list(on_gpu.values()), 2, dtype=torch.float32)
@@ -95,7 +127,7 @@ def owned_norms(sharded: ShardedModel, stepped: Mapping[int, torch.Tensor]) -> l
     if on_host:
         with _host_threads(sharded):
             found |= {key: norm_of(part) for key, part in on_host.items()}
-    return [found[id(g)] for g in groups if id(g) in found]
+    return found
 
 
 def _host_threads(sharded: ShardedModel) -> AbstractContextManager[None]:

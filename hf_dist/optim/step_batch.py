@@ -38,6 +38,15 @@ class StepBatch:
         self.options: list[list[int]] = []
         """The tensors of each param group when the runs were found (`runs.groups_of`)."""
 
+    def parted(self, first: Sequence[FlatGroup]) -> list[StepBatch]:
+        """The fragments of `first` as one batch, the others as a second one; without empty batches."""
+        ids = {id(g) for g in first}
+        ahead = StepBatch(first, [f for f in self.fragments if id(f.group) in ids])
+        rest = StepBatch(
+            [g for g in self.groups if id(g) not in ids], [f for f in self.fragments if id(f.group) not in ids]
+        )
+        return [part for part in (ahead, rest) if part.groups]
+
     def fetch(self) -> None:
         """Start to bring the states into memory."""
 

@@ -8,7 +8,7 @@ as `weight.t()`, and gradients would be silently wrong.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hf_dist.sharding.group_axes import Combination, GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
-from hf_dist.sharding.lazy import WeightSource, lazy_source
+from hf_dist.sharding.lazy import WeightSource, lazy_source, read_overlap
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare, raw_data
@@ -73,6 +73,8 @@ class FlatGroup:
         """State that all groups of a model cut along `tp` share (`slices.py`); None for an uncut model."""
         self.slices: list[list[TensorSlice]] | None = None
         """Slices that each rank along `tp` keeps of every parameter; None until the first request."""
+        self.reach: Callable[[], bool | None] = lambda: False
+        """Of the root's groups: gathers the weights for the current forward, returns whether one runs (`passes.py`)."""
         self.access: GradientAccess | None = None
         """Implements `p.grad` of the parameters; None for frozen groups."""
         self.num_changes = 0  # how often `master` was written
@@ -156,7 +158,7 @@ class FlatGroup:
         mine = masters[first - self.resting[0] : last - self.resting[0]]
         for slot, p, source in zip(self.layout.slots, self.params, sources, strict=True):
             if source is not None:
-                _read_overlap(mine, first, source, slot)
+                read_overlap(mine, first, source, slot)
                 release(p)
             elif streamed or self.separate or self.master is not self.shard:
                 _copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
@@ -393,6 +395,8 @@ class FlatGroup:
 
         It also raises for weights that were prefetched for hooks which never ran: no hook would wait for them in backward.
         """
+        if self.reach():
+            return
         if self.fresh and (self._gather is None or self.is_replicated):
             self.wait_unshard()
             return
@@ -482,14 +486,6 @@ def combine_together(groups: Sequence[FlatGroup], row: Combination) -> collectiv
             group.gradient.replace(part)
 
     return collectives.Handle([collectives.all_reduce(row.axis, joined, row.operation)], finish)
-
-
-def _read_overlap(target: torch.Tensor, target_start: int, source: WeightSource, slot: ParamSlot) -> None:
-    """Read only the part of the lazy parameter in `slot` that falls into `target`'s interval."""
-    first = max(target_start, slot.offset)
-    last = min(target_start + target.numel(), slot.stop)
-    if first < last:
-        source.read(first - slot.offset, last - slot.offset, target[first - target_start : last - target_start])
 
 
 def _copy_overlap(target: torch.Tensor, target_start: int, source: torch.Tensor, source_start: int) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from hf_dist.boxes import TensorSlice
 from hf_dist.sharding.guard import LAZY, guard, release
 from hf_dist.sharding.held import HELD
+from hf_dist.sharding.layout import ParamSlot
 
 CHUNK_NUMEL = 1 << 20
 """Elements read from a file at a time when their dtype is converted."""
@@ -128,3 +129,11 @@ def materialize(model: nn.Module) -> None:
         lazy: LazyWeight | None = getattr(p, LAZY, None)
         if lazy is not None:
             lazy.materialize(p)
+
+
+def read_overlap(target: torch.Tensor, target_start: int, source: WeightSource, slot: ParamSlot) -> None:
+    """Read only the part of the lazy parameter in `slot` that falls into `target`'s interval."""
+    first = max(target_start, slot.offset)
+    last = min(target_start + target.numel(), slot.stop)
+    if first < last:
+        source.read(first - slot.offset, last - slot.offset, target[first - target_start : last - target_start])

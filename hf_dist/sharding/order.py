@@ -20,8 +20,8 @@ class IssueOrder:
     def replace(self, order: Iterable[int], unseen: Iterable[int] = ()) -> None:
         """Use another order from the next pass on; `unseen`: units that no rank has used yet, placed last."""
         used = list(order)
-        self.last = used[-1] if used else None
-        """The last unit of a pass."""
+        self.last = next((unit for unit in reversed(used) if unit), used[-1] if used else None)
+        """The last unit of a pass, apart from the root (0), which stays gathered with it."""
         self._order = [*used, *(unit for unit in unseen if unit not in used)]
         self._position = {unit: i for i, unit in enumerate(self._order)}
         self._cursor = 0
@@ -47,9 +47,9 @@ class IssueOrder:
         self._cursor = position + 1
         return todo
 
-    def ahead_of(self, unit: int) -> list[int]:
+    def ahead_of(self, unit: int | None) -> list[int]:
         """Units after `unit` that were already issued."""
-        position = self._position.get(unit)
+        position = None if unit is None else self._position.get(unit)
         return [] if position is None else self._order[position + 1 : self._cursor]
 
     def peek(self) -> int | None:

@@ -135,6 +135,8 @@ class Passes:
             module.register_forward_hook(bind(cls._leave), always_call=True)
         for module in self.root.modules:
             module.register_forward_pre_hook(bind(cls._touch_root), prepend=True)
+        for group in self.root.groups:  # code may read a parameter without calling its module
+            group.reach = bind(cls._reach_root)
         for unit in self.units[1:]:
             for module in unit.modules:
                 hook = bind(cls._pre_forward, unit.index)
@@ -165,9 +167,7 @@ class Passes:
             self.buffers.watch()
             self.begin_training(args, kwargs)
         self.orders.forward.restart()
-        self._issue(self.orders.forward.reach(0))
-        self.root.wait_unshard()
-        self._gather_ahead(self.orders.forward, 0)
+        self._gather_ahead(self.orders.forward, None)
         keeps = self.params_rest is not Placement.SHARD
         inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs, keeps_casts=keeps)
         if self._mixed is not None:
@@ -206,6 +206,7 @@ class Passes:
             if unit.index not in keep:
                 unit.reshard()
         if keep:
+            self.root.wait_unshard()  # a loss outside of the model may read it
             self._watch_outputs(self.root, tensors, Call(has_inputs=False))
         return None if self.precision.autocast is None else output
 
@@ -215,10 +216,22 @@ class Passes:
             self._mixed = None
 
     def _touch_root(self, module: nn.Module, args: Any) -> None:
-        """Gather the root for a module that was called on its own (an encoder in `generate`, say)."""
-        if self._depth == 0 and not _recomputing():
+        """Gather the root for a module that has its parameters: at its turn in a forward, or at once outside of one."""
+        if not self._reach_root() and not _recomputing():
             self.root.unshard()
             self.root.wait_unshard()
+
+    def _reach_root(self) -> bool:
+        """Gather the root at its turn and wait for it, if a forward is running; returns whether one is.
+
+        A head has its turn after the blocks. Gathered first, it would delay the first block.
+        """
+        if self._depth == 0 or self.paused or _recomputing():
+            return False
+        self._issue(self.orders.forward.reach(0))
+        self.root.wait_unshard()
+        self._gather_ahead(self.orders.forward, 0)
+        return True
 
     def _pre_forward(self, unit: ShardUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if _recomputing():
@@ -418,8 +431,11 @@ class Passes:
         for index in indices:
             self.units[index].unshard()
 
-    def _gather_ahead(self, order: IssueOrder, current: int) -> None:
-        """Prefetch while `current` computes: the next unit, and more while the limit on weights in flight allows."""
+    def _gather_ahead(self, order: IssueOrder, current: int | None) -> None:
+        """Prefetch while `current` computes: the next unit, and more while the limit on weights in flight allows.
+
+        `current` is None at the start of a pass.
+        """
         ahead = sum(self.units[i].numel for i in order.ahead_of(current)) if order.peek() is not None else 0
         while self.prefetch and (index := order.peek()) is not None:
             unit = self.units[index]

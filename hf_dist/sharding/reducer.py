@@ -44,7 +44,7 @@ class Reducer:
         """Called when a group's gradient for the window is fully reduced over all its axes."""
         self._unfinished: set[int] = set()  # units whose latest backward was not announced as their last
         self._dropping = False
-        self._in_flight: deque[tuple[int, Handle]] = deque()  # (elements, handle)
+        self._in_flight: deque[tuple[FlatGroup, int, Handle]] = deque()  # (whose gradient, elements, handle)
         self._combining: deque[Handle] = deque()
         self._at_end: list[tuple[FlatGroup, Combination]] = []
 
@@ -84,7 +84,7 @@ class Reducer:
 
     def has_room(self, unit: ShardUnit) -> bool:
         """Whether the reduction of `unit` fits beside the reductions in flight."""
-        return not self._in_flight or self._numel(unit) + sum(n for n, _ in self._in_flight) <= self.max_numel
+        return not self._in_flight or self._numel(unit) + sum(n for _, n, _ in self._in_flight) <= self.max_numel
 
     @staticmethod
     def _numel(unit: ShardUnit) -> int:
@@ -92,12 +92,12 @@ class Reducer:
 
     def _reduce(self, unit: ShardUnit) -> None:
         while not self.has_room(unit) or len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._in_flight.popleft()[1].wait()
+            self._in_flight.popleft()[-1].wait()
         for group in unit.trainable:
             handle = group.reduce()
             if unit.index in self.finishing:
                 handle = self._finished(group, handle)
-            self._in_flight.append((group.layout.numel, handle))
+            self._in_flight.append((group, group.layout.numel, handle))
         if not self.max_numel:
             self.settle()
 
@@ -134,7 +134,7 @@ class Reducer:
                 self._reduce(unit)
                 continue
             for group in unit.trainable:  # already reduced in each backward
-                self._in_flight.append((0, self._finished(group, Handle([]))))
+                self._in_flight.append((group, 0, self._finished(group, Handle([]))))
         self.wait()
         for unit in self.units:
             for group in unit.trainable:
@@ -145,10 +145,18 @@ class Reducer:
         """The combinations that the gradient of `group` still awaits at the end of the window. Local."""
         return [row for waiting, row in self._at_end if waiting is group]
 
+    def complete_beside(self) -> list[FlatGroup]:
+        """Groups with a complete gradient while other reductions are in flight; empty if none is in flight. Local."""
+        if not self._in_flight:
+            return []
+        flying = {id(group) for group, _, _ in self._in_flight}
+        done = (unit for unit in self.units if unit.index not in self._unfinished)
+        return [g for unit in done for g in unit.trainable if id(g) not in flying and not g.axes.then]
+
     def settle(self) -> None:
         """Wait for the reductions in flight. Local."""
         while self._in_flight:
-            self._in_flight.popleft()[1].wait()
+            self._in_flight.popleft()[-1].wait()
 
     def land(self) -> None:
         """Wait until no reduction, combination or transfer to the host is in flight. Local."""

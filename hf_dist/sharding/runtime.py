@@ -83,6 +83,7 @@ class ShardedModel:
             prefetch=self.limits.prefetch,
             pipeline=pipeline,
         )
+        self._ahead: ShardUnit | None = None  # its gather was started before `weights_changed`
         refuse_moves(model)
         passes = weakref.ref(self.passes)
 
@@ -198,9 +199,10 @@ class ShardedModel:
         # allocated, and waiting for it would delay the next forward.
         most = math.inf if self.mesh.device.type == "cuda" else self.limits.gather
         in_flight: deque[ShardUnit] = deque()
-        seen = [index for orders in self.passes.kinds for index in orders.forward.units]
-        order = dict.fromkeys([*seen, *range(len(self.units))])
-        for unit in (self.units[i] for i in order):
+        ahead, self._ahead = self._ahead, None
+        for unit in self._in_order_of_use():
+            if unit is ahead:
+                continue
             for group in unit.groups:
                 group.weights_changed()
             if self.placements.params is Placement.SHARD or not unit.trainable:
@@ -209,3 +211,26 @@ class ShardedModel:
                 in_flight.popleft().wait_unshard()
             unit.unshard()
             in_flight.append(unit)
+
+    def _in_order_of_use(self) -> list[ShardUnit]:
+        """All units, in the order in which the next forward reads them."""
+        seen = [index for orders in self.passes.kinds for index in orders.forward.units]
+        return [self.units[i] for i in dict.fromkeys([*seen, *range(len(self.units))])]
+
+    def read_first(self) -> ShardUnit | None:
+        """The unit that the next forward reads first, if the optimizer should step it before the others; else None. Local.
+
+        On GPUs at stages 1 and 2: its gather can overlap only with the step of the other units.
+        """
+        gathers = self.placements.params is not Placement.SHARD and self.placements.optim is Placement.SHARD
+        if self.mesh.device.type != "cuda" or not gathers:
+            return None
+        return next((unit for unit in self._in_order_of_use() if unit.trainable), None)
+
+    def gather_ahead(self, unit: ShardUnit) -> None:
+        """Do what `weights_changed` does for `unit`, before the optimizer steps the others. Collective over the shard axis."""
+        for group in unit.groups:
+            group.write_back()
+            group.weights_changed()
+        unit.unshard()
+        self._ahead = unit

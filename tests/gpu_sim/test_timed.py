@@ -16,7 +16,7 @@ from tests.gpu_sim.timed import LAYERS
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
 
 CASE = replace(LAYERS, layers=4, vocabulary=32000)
-LIMITS = {"zero0": 1.06, "zero3": 1.06}
+LIMITS = {"zero0": 1.06, "zero1": 1.04, "zero3": 1.05}
 """Of step / compute alone with the shipped configs: the ends, which nothing hides, are a larger part of few layers."""
 
 
