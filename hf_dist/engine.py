@@ -410,7 +410,7 @@ class Engine:
         in_background = self.config.checkpoint.async_save
         if in_background and self.sharded.storage.uses_disk:
             warn_once(
-                "checkpoint.async_save has no effect: states on disk are streamed into the checkpoint, as training stops"
+                "checkpoint.async_save has no effect: states on disk are streamed into the checkpoint while training waits"
             )
             in_background = False
         return CheckpointWriter(self.mesh, in_background=in_background)

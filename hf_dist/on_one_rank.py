@@ -19,8 +19,8 @@ from hf_dist.mesh import MeshAxis, ParallelMesh
 __all__ = ["REMEDY", "every_rank", "line_of_user", "tell"]
 
 REMEDY = (
-    "Every rank has to call it, as each holds a part of the weights: take it out of `if rank == 0:` "
-    "(is_main_process, is_world_process_zero). One rank writes, or prints, what comes of it"
+    "Every rank has to call it, because each holds a part of the weights: take it out of `if rank == 0:` "
+    "(is_main_process, is_world_process_zero). One rank can then write or print the result"
 )
 _NBYTES = 512
 _PAUSE = 0.01

@@ -118,7 +118,7 @@ def example_of(model: nn.Module) -> dict[str, Any]:
     inputs = dict(getattr(model, "dummy_inputs", None) or {})
     if not inputs:
         raise ModelError(
-            f"{type(model).__name__} is to be cut into pipeline stages, and nothing tells what it is called with: pass "
+            f"{type(model).__name__} cannot be cut into pipeline stages without an example of its arguments: pass "
             "example_batch={...} (keyword arguments, one or two rows) to hf_dist.initialize"
         )
     main = getattr(model, "main_input_name", "input_ids")
@@ -137,7 +137,7 @@ def refuse_state_dict(model: nn.Module) -> None:
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not prefix and not keep_vars:  # our own code passes `keep_vars`
             raise ModelError(
-                f"{type(module).__name__}.state_dict() on a pipeline rank has the parameters of its stages only. Use "
+                f"{type(module).__name__}.state_dict() on a pipeline rank has only the parameters of its stages. Use "
                 "trainer.save_model(), engine.save_checkpoint() or accelerator.get_state_dict(model), which every rank calls."
             )
 
@@ -203,8 +203,9 @@ class Pipeline:
                 plain = make_schedule(self.config.schedule, size, num_microbatches, virtual)
                 if num_microbatches < size:
                     warn_once(
-                        f"{num_microbatches} microbatches per step on {size} pipeline stages: {simulate(plain).bubble:.0%} of "
-                        "the time the ranks wait. Raise gradient_accumulation_steps to four times the stages or more."
+                        f"{num_microbatches} microbatches per step on {size} pipeline stages: the ranks wait "
+                        f"{simulate(plain).bubble:.0%} of the time. Raise gradient_accumulation_steps to at least four times "
+                        "the stages."
                     )
             else:
                 plain = forward_only(size, num_microbatches, virtual)
@@ -283,7 +284,7 @@ class Pipeline:
         collectives.broadcast(self.mesh.pp, message, self.last)
         if checks and not torch.equal(own, message[1]):
             raise ModelError(
-                f"the rank of pipeline stage {self.mesh.pp.rank} reads other data than that of the last stage: every rank of a "
+                f"the rank of pipeline stage {self.mesh.pp.rank} reads other data than the last stage's rank: every rank of a "
                 "pipeline needs the same batches in the same order. Use the same seed on all ranks, and a sampler or collator "
                 "that draws from torch, numpy or Python generators only."
             )

@@ -84,7 +84,7 @@ def _network(sharded: ShardedModel) -> list[str]:
     beside = measured(mesh.device)
     if beside is not None:
         lines.append(
-            f"{size_text(beside)} of the GPU are in use beside tensors (context, communicators, other programs)"
+            f"{size_text(beside)} of the GPU are used outside of tensors (context, communicators, other programs)"
         )
     return lines
 
@@ -96,7 +96,7 @@ def _second_copy(sharded: ShardedModel) -> list[str]:
         return []
     size = sharded.placements.second
     return [
-        f"second copy of the weights among {size} neighbours: {size_text(nbytes)} per rank; gathers but the first use it"
+        f"second copy of the weights among {size} neighbours: {size_text(nbytes)} per rank; all gathers except the first use it"
     ]
 
 

@@ -69,6 +69,6 @@ def _compare_along(axis: str, digests: torch.Tensor, mesh: ParallelMesh) -> None
     line = mesh.axes.line(axis, mesh.world.rank)
     does, need = _DIFFERENCES[which]
     raise ModelError(
-        f"rank {line[other]} {does} than rank {line[0]}, with which it computes one model ({PATHS[axis]} {len(line)}): "
+        f"rank {line[other]} {does} than rank {line[0]}, although they compute one model together ({PATHS[axis]} {len(line)}): "
         f"ranks {line[0]} to {line[-1]} need {need}"
     )

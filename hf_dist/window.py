@@ -232,7 +232,7 @@ class Window:
         """Raise `ModelError` if gradients are stepped and freed before all have arrived. Local."""
         if self.early is not None:
             raise ModelError(
-                f"{name}={value:g}: gradients cannot be clipped when {IN_BACKWARD} steps them before all are there. Do not "
+                f"{name}={value:g}: gradients cannot be clipped when {IN_BACKWARD} steps them before all have arrived. Do not "
                 "clip (max_grad_norm=0 in the Trainer), or remove the key."
             )
 
@@ -266,8 +266,8 @@ class Window:
         """Discard the gradients so far; no step uses them. Local, except that it waits for transfers in flight."""
         if self.early is not None and self.early.norms:
             warn_once(
-                f"a window was abandoned after {IN_BACKWARD} had stepped some of its parameters: these keep the step. Without "
-                "the key a window that fails leaves the weights as they were."
+                f"a window was abandoned after {IN_BACKWARD} had stepped some of its parameters, which stay stepped. Without "
+                "the key, a window that fails does not change the weights."
             )
         self._sharded.passes.abandon()
         self.close()

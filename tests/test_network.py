@@ -94,7 +94,7 @@ def test_memory_beside_tensors_is_measured_where_there_is_a_gpu(on_gpu: Any, mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000_000_000, 10_000_000_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500_000_000)
     sharded: Any = SimpleNamespace(mesh=on_gpu, precision=Precision())
-    assert "1.5 GB of the GPU are in use beside tensors" in "\n".join(report._network(sharded))
+    assert "1.5 GB of the GPU are used outside of tensors" in "\n".join(report._network(sharded))
 
 
 def test_ranks_know_the_machine_of_each() -> None:

@@ -63,7 +63,7 @@ def test_a_rank_that_saves_is_named_with_what_it_does() -> None:
     saving = Location("callbacks > saving", stack=("save.py:3 in write",))
     text = stall(Status(0, still=90, location=WAITS), Status(1, pid=5, host="a", still=0.4, location=saving), world=2)
     assert text is not None
-    assert "callbacks > saving, and moves (callbacks may rightly take this long)" in text
+    assert "callbacks > saving, and moves (callbacks may legitimately take this long)" in text
 
 
 @pytest.mark.parametrize(

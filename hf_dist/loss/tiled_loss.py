@@ -79,8 +79,8 @@ class TiledLoss:
             return _with_full_logits(output, lambda v: v.is_plain) if lazy else None
         if torch.is_grad_enabled() and any(v.put_off for v in lazy):
             say_once(
-                f"hf_dist.tiled_loss has no effect where the loss is not computed in the forward of {self._name} (no labels "
-                "given, label smoothing, a loss function of one's own): there the logits are computed in full"
+                f"hf_dist.tiled_loss has no effect if the loss is not computed in the forward of {self._name} (no labels "
+                "given, label smoothing, a custom loss function): the logits are then computed in full"
             )
         return _with_full_logits(output, lambda v: True) if lazy else None
 

@@ -49,7 +49,7 @@ def _register(buffer: torch.Tensor) -> None:
         _forget_error(runtime)
         warn_once(
             f"the system refused to page-lock {size_text(buffer.numel())} of host memory (see `ulimit -l`): copies to and "
-            'from the device wait for it. "pin_memory": false asks for none.'
+            'from the device cannot overlap computation. Set "pin_memory": false to use ordinary memory.'
         )
         return
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)

@@ -141,7 +141,7 @@ class FragmentedOptimizer:
                     continue
                 raise ModelError(
                     f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
-                    "optimizer from the parameters of the model that is prepared with it."
+                    "optimizer from the parameters of the model that you prepare with it."
                 )
             flat, index = self._positions[id(p)]
             names.append(flat.layout.slots[index].name)

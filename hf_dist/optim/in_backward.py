@@ -40,9 +40,9 @@ class StepInBackward:
         """
         if id(group) in self.norms:
             raise ModelError(
-                f"{group.layout.slots[0].name} and its unit got another gradient after they were stepped: with {KEY} the last "
-                "microbatch of a window may have one backward only, and activation checkpointing must not be reentrant "
-                "(use_reentrant=False). Add up the losses before backward, or remove the key."
+                f"{group.layout.slots[0].name} and its unit got another gradient after they were stepped: with {KEY}, the last "
+                "microbatch of a window may have only one backward, and activation checkpointing must not be reentrant "
+                "(use_reentrant=False). Sum the losses before backward, or remove the key."
             )
         if not all(group.window.used):
             return

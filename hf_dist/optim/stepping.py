@@ -137,7 +137,7 @@ def _probed(optimizer: torch.optim.Optimizer) -> Stepping:
         if not _is_elementwise(type(optimizer), optimizer.defaults, options):
             found = Stepping.WHOLE
             if not _is_by_itself(type(optimizer), optimizer.defaults, options):
-                raise _refused(optimizer, "updates a parameter by the values of others")
+                raise _refused(optimizer, "updates a parameter from the values of others")
     return found
 
 

@@ -61,8 +61,8 @@ def _sources(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | No
         if others:
             raise CheckpointError(
                 f"{where}: param group {group} holds parameters of the checkpoint's group(s) {', '.join(map(str, numbers))}, "
-                "which this run divides otherwise, so it is not clear whose learning rate holds. Resume with the same param "
-                "groups (in any order), or load the weights alone (weights_only=True)."
+                "which this run divides differently, so the learning rate is ambiguous. Resume with the same param "
+                "groups (in any order), or load only the weights (weights_only=True)."
             )
     return [numbers[0] if numbers else None for numbers in found]
 

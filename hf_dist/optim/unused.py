@@ -36,8 +36,8 @@ def describe_unused(sharded: ShardedModel, unused: Mapping[str, int]) -> str:
     more = f" and {len(whole) - _MAX_NAMES} more modules" if len(whole) > _MAX_NAMES else ""
     return (
         f"{len(missing)} trainable parameters ({sum(missing.values()):,} elements) got no gradient in the first step: "
-        f"{', '.join(listed)}{more}. Where the data never reaches them, freeze them before the model is prepared: that saves "
-        "their gradients and optimizer state. Experts and towers that later data reaches are trained from then on."
+        f"{', '.join(listed)}{more}. If the data never reaches them, freeze them before the model is prepared: that saves "
+        "their gradients and optimizer state. Experts and towers are trained as soon as data reaches them."
     )
 
 

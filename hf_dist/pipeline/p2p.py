@@ -98,8 +98,8 @@ class P2PTransport:
             torch.cuda.synchronize(self.device)
         if self.waits_on_device and os.environ.get(CONNECTIONS) == "1":
             warn_once(
-                f"{CONNECTIONS}=1: all streams of a process share one queue of the GPU, so that a receive from another stage, "
-                "which waits there, holds up what comes after it. Unset it, or set it to 32, before the job starts."
+                f"{CONNECTIONS}=1: all streams of a process share one GPU queue, so a receive that waits for another stage "
+                "blocks all later work. Unset it, or set it to 32, before the job starts."
             )
 
     def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -112,9 +112,9 @@ class P2PTransport:
                 self._send_specs(ends, specs)
             elif known != specs:
                 raise ModelError(
-                    f"what stage {key[0]} sends changed from {known} to {specs} for microbatches of the same shapes; the "
-                    "shapes between stages must follow from those of the batch, and parameters must not be frozen or "
-                    "unfrozen during training"
+                    f"the tensors sent by stage {key[0]} changed from {known} to {specs} for microbatches of equal shapes; "
+                    "the shapes between stages must depend on those of the batch alone, and parameters must not be frozen "
+                    "or unfrozen during training"
                 )
         self._leave(ends, [_as_bytes(t) for t in tensors])
 

@@ -76,7 +76,7 @@ def validate(schedule: Schedule) -> None:
                     raise _error(schedule, f"rank {rank} runs {' '.join(map(str, wanted))} in another order")
         strangers = [a for a, n in counts.items() if n != 1 or a.kind.computes]
         if strangers:
-            raise _error(schedule, f"rank {rank} has no use for {strangers[0]}, or has it twice")
+            raise _error(schedule, f"rank {rank} has an unknown or repeated action {strangers[0]}")
     complete = schedule if _communicates(schedule) else add_communication(schedule)
     _check_channels(complete)
     simulate(complete)

@@ -143,8 +143,8 @@ class StagedModel:
         if stage_pass.next_block != len(self.plan.calls) or stage + 1 < self.plan.num_stages:
             raise ModelError(
                 f"{type(self.model).__name__}: stage {stage} ended after {stage_pass.next_block} block calls instead of "
-                f"{min(stage_pass.stop + 1, len(self.plan.calls))}; the batch makes the model run otherwise than the example "
-                f"it was split with"
+                f"{min(stage_pass.stop + 1, len(self.plan.calls))}; with this batch, the model runs differently "
+                f"than with the example that it was split with"
             )
         return StageOutput(None, stage_pass.finish(result))
 
@@ -355,7 +355,7 @@ class StagePass:
         if layout != boundary.collected:
             raise ModelError(
                 f"{self.model_name}: at block call {cut} the model had collected {dict(layout)}, in the example batch "
-                f"{dict(boundary.collected)}: options such as output_hidden_states must be those the model was split with"
+                f"{dict(boundary.collected)}: options such as output_hidden_states must be the same as when the model was split"
             )
         missing = [p for v, p in zip(boundary.values, boundary.paths, strict=True) if v not in self.held]
         if missing:

@@ -98,8 +98,8 @@ class Visits:
             return
         self._check()
         say_once(
-            "a forward outside the pipeline's schedule (generate, for example): every rank runs all blocks, and weights travel "
-            "between the stages in every call; correct, but slow"
+            "a forward outside the pipeline's schedule (generate, for example): every rank runs all blocks, and every call "
+            "sends weights between the stages; correct, but slow"
         )
         self._inside = True
         # Parameters that every stage holds need no fetch, unless the model is cut along tp: then all must be whole.

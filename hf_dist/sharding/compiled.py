@@ -28,7 +28,7 @@ def compile_blocks(units: list[ShardUnit], backend: str) -> int:
             if isinstance(module, nn.Embedding):
                 continue  # a lookup
             if "forward" in vars(module):
-                warn_once(f"{unit.name}: its forward was replaced on this one module, so it is not compiled")
+                warn_once(f"{unit.name}: not compiled, because the forward of this module object was replaced")
                 continue
             cls = type(module)
             if cls not in compiled:

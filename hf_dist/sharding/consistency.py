@@ -54,8 +54,8 @@ def check_same_params(names: Sequence[Sequence[str]], mesh: ParallelMesh) -> Non
     (first, rank), (mine, theirs), _ = found
     raise ModelError(
         f"the optimizer does not hold the same parameters on every rank: the first difference is {mine} on rank {first} "
-        f"against {theirs} on rank {rank}. Make it over the same parameters, in the same order, on every rank. For a model "
-        "that was trained in pipeline stages before, call hf_dist.unprepare(model) before the optimizer is made."
+        f"against {theirs} on rank {rank}. Create it with the same parameters, in the same order, on every rank. If the model "
+        "was trained in pipeline stages before, call hf_dist.unprepare(model) before creating the optimizer."
     )
 
 
@@ -145,8 +145,8 @@ def synchronize_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     if not different:
         return
     warn_once(
-        f"{len(different)} of {len(named)} tensors differ between ranks (first: {named[different[0]][0]}), as after a random "
-        "initialisation with different seeds: the values of rank 0 are used everywhere"
+        f"{len(different)} of {len(named)} tensors differ between ranks (first: {named[different[0]][0]}), perhaps after a "
+        "random initialisation with different seeds: all ranks use the values of rank 0"
     )
     for k in different:
         tensor = named[k][1].detach()

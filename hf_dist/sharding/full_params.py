@@ -42,7 +42,7 @@ def gathered(
         elif changed:
             warn_once(
                 f"weights ({group.layout.slots[0].name} or a neighbour) were changed inside `gathered` without "
-                "modifier_rank: name the rank whose changes everyone shall have, or they are lost or differ between ranks"
+                "modifier_rank: name the rank whose changes all ranks take, or changes are lost or differ between ranks"
             )
 
     what = what if isinstance(what, (nn.Module, nn.Parameter)) else list(what)

@@ -79,7 +79,7 @@ class GroupAccess:
             return
         if tuple(value.shape) != tuple(slot.shape):
             raise ModelError(
-                f"p.grad of {slot.name} was given shape {tuple(value.shape)}, the parameter has {slot.shape}"
+                f"p.grad of {slot.name} was set to a tensor of shape {tuple(value.shape)}, but the parameter has {slot.shape}"
             )
         now = self.gradient_of(param)
         if now is None:

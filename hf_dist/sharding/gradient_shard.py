@@ -69,9 +69,9 @@ class GradientShard(torch.Tensor):
                     return answer
                 if first._axis is None:
                     raise ModelError(
-                        f"p.grad of {first._name}: a rank has gradients of its own part of the model (stages, slices of "
-                        "matrices). Clip with accelerator.clip_grad_norm_ or gradient_clipping. hf_dist.full_gradient(p) is "
-                        "one of them."
+                        f"p.grad of {first._name}: each rank has only the gradients of its own part of the model (stages, "
+                        "slices of matrices). Clip with accelerator.clip_grad_norm_ or gradient_clipping. "
+                        "hf_dist.full_gradient(p) gives one whole gradient."
                     )
                 if func in _PLAIN:  # detaching it has no effect: a gradient has no autograd history
                     return first
@@ -89,8 +89,8 @@ class GradientShard(torch.Tensor):
         name = shard._name if shard is not None else "a parameter"
         raise ModelError(
             f"{getattr(func, '__name__', func)} of the gradient of {name}: this rank holds a shard of it (ZeRO stage 1 to 3). "
-            "On p.grad there are norms, products with a number, clamp_ and zero_; torch.nn.utils.clip_grad_norm_ and "
-            "clip_grad_value_ work. Every rank can have the whole of it with hf_dist.full_gradient(p)."
+            "p.grad supports norms, products with a number, clamp_ and zero_; torch.nn.utils.clip_grad_norm_ and "
+            "clip_grad_value_ work. Call hf_dist.full_gradient(p) on every rank for the whole gradient."
         )
 
     def _shape_answer(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:

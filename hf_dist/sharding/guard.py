@@ -213,9 +213,9 @@ def _refuse_change(model: nn.Module, fn: Callable[..., Any], *args: Any, **kwarg
         probe = fn(torch.empty(0, dtype=dtype, device=device))
         if (probe.dtype, probe.device) != (dtype, device):
             raise ModelError(
-                f"{type(model).__name__} is sharded by hf_dist and cannot go from {dtype} on {device} to {probe.dtype} on "
-                f"{probe.device}. The compute dtype is chosen in the config (bf16.enabled, fp16.enabled), the device when "
-                "it is prepared; for evaluation alone nothing needs to be cast."
+                f"{type(model).__name__} is sharded by hf_dist and cannot move from {dtype} on {device} to {probe.dtype} on "
+                f"{probe.device}. Set the compute dtype in the config (bf16.enabled, fp16.enabled), and the device when the "
+                "model is prepared; an evaluation needs no cast."
             )
     return model
 

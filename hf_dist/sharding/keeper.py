@@ -65,5 +65,5 @@ def check_owner(model: nn.Module, sharded: ShardedModel) -> None:
     if shards_of(model) is not sharded:
         raise ModelError(
             f"{type(model).__name__} was taken over by another Trainer, accelerator or hf_dist.unprepare: this one can no "
-            "longer train it. Make a new one for it."
+            "longer train it. Create a new one for the model."
         )

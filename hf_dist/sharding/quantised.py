@@ -55,7 +55,7 @@ def _problem(param: nn.Parameter) -> str:
     if is_traceable_wrapper_subclass(param):
         return f"is a {type(param).__name__} (a tensor made of several), which has no flat shard"
     if param.is_floating_point() and param.dtype not in (*_HALVES, torch.float64):
-        return f"is a quantised weight in {param.dtype}, which no cast to the compute dtype leaves right"
+        return f"is a quantised weight in {param.dtype}, which a cast to the compute dtype would corrupt"
     return ""
 
 

@@ -168,7 +168,7 @@ def _check_materialized(model: nn.Module) -> None:
         )
     if any(hasattr(p, "_hf_dist_owner") for p in model.parameters()):
         raise ModelError(
-            "the model has parameters of one that is already prepared. Call hf_dist.unprepare(that_model) first, on every rank."
+            "the model shares parameters with a prepared model. Call hf_dist.unprepare(that_model) first, on every rank."
         )
 
 

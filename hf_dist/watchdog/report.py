@@ -74,12 +74,12 @@ def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, 
     else:
         # All ranks wait, so they took different paths. The smallest group probably took the wrong one.
         few = min(_grouped(others).values(), key=len)
-        lines = ["every rank waits, and not all for the same: they took different paths, or a message was lost"]
+        lines = ["every rank waits, but not all for the same thing: they took different paths, or a message was lost"]
         lines += _stack(few[0])
     lines += [f"{numbers(s.rank for s in group)}: {words}" for words, group in _grouped(others).items()]
     if late and not absent:
         lines.append(f"Nothing is known to be wrong with the network: the others wait for {_ranks(late)}.")
-    lines.append("The job is not ended by this report; it ends when a process group's timeout (ddp_timeout) is over.")
+    lines.append("This report does not end the job; a process group's timeout (ddp_timeout) does.")
     return "\n  ".join([head, *lines])
 
 
@@ -120,7 +120,7 @@ def late_words(status: Status, absent: bool | None = None) -> str:
     if absent or (absent is None and status.silent > 1 and not status.waits):
         return f"{status.who} does not answer: {_why_silent(status)}{before}"
     often = sorted(set(status.location.activity.split(" > ")) & MAY_TAKE_LONG)
-    rightly = f" ({often[0]} may rightly take this long)" if often else ""
+    rightly = f" ({often[0]} may legitimately take this long)" if often else ""
     still = f", at the same line for {status.still:.0f} s" if status.still >= 1 else ", and moves"
     return f"{status.who} is late, in: {status.location}{still}{rightly}"
 

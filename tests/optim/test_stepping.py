@@ -147,7 +147,7 @@ def test_muon_is_known_by_its_class() -> None:
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (SumOverParameters, "updates a parameter by the values of others"),
+        (SumOverParameters, "updates a parameter from the values of others"),
         (torch.optim.LBFGS, "searches along a direction of all parameters at once"),
         (torch.optim.SparseAdam, "takes sparse gradients"),
     ],
