@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from hf_dist.sharding.full_params import all_tensors
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import unguard
 from hf_dist.sharding.held import forget_slice
-from hf_dist.sharding.keeper import keep_traces, shards_of, traces_of
+from hf_dist.sharding.keeper import keep_traces, prepared_in, shards_of, traces_of
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.prepared import OWNER, forget_gradients, set_raw_data
 from hf_dist.sharding.prepared import unprepare as own_class
@@ -29,13 +29,19 @@ R = TypeVar("R")
 def unprepare(model: nn.Module) -> None:
     """Restore the whole weights of `model`, in the dtype it was loaded in, and remove all our hooks.
 
-    Collective: every rank of the job calls it with the prepared object. Each rank then holds all weights, as under DDP. Its
-    former engines and Trainers can no longer train it. A no-op for a model that is not prepared. Raises `ModelError` for a
-    quantised model.
+    Collective: every rank of the job calls it with the prepared object, or with a model that contains it (adapters or a new head
+    around it). Each rank then holds all weights, as under DDP. Its former engines and Trainers can no longer train it. A no-op
+    for a model that is not prepared. Raises `ModelError` for a quantised model.
     """
-    sharded = shards_of(model)
-    if sharded is None:
-        return
+    for part in prepared_in(model):
+        _unprepare(part)
+
+
+def _unprepare(part: nn.Module) -> None:
+    """`part`: the model that was prepared, or what is left of it."""
+    sharded = shards_of(part)
+    assert sharded is not None
+    model = sharded.model
     if getattr(model, "is_quantized", False):
         raise ModelError(
             f"{type(model).__name__} was prepared with quantised weights, and cannot be prepared a second time in this "
@@ -47,8 +53,8 @@ def unprepare(model: nn.Module) -> None:
     for group in sharded.groups:
         _give_back(group, values)
     if sharded.pipeline is not None:
-        _bring_back(sharded.model, sharded.pipeline, values)
-    traces = traces_of(model)
+        _bring_back(model, sharded.pipeline, values)
+    traces = traces_of(part)
     if traces is not None:
         traces.undo(model)
 
@@ -97,7 +103,7 @@ def taking_over(build: Callable[Concatenate[nn.Module, P], R]) -> Callable[Conca
     @functools.wraps(build)
     def wrapped(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:
         unprepare(model)
-        before: dict[str, dict[str, Any]] = look(model)
+        before = look(model)
         result = build(model, *args, **kwargs)
         keep_traces(model, Traces.between(before, model))
         return result

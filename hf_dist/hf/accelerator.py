@@ -31,7 +31,7 @@ from hf_dist.config import (
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
-from hf_dist.hf.data import make_seekable
+from hf_dist.hf.data import make_seekable, note_dropping
 from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_scheduler
 from hf_dist.hf.evaluation import ShorterBatch
 from hf_dist.hf.gathers import GathersMixin
@@ -304,6 +304,7 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         if self._shares_rows or self.dist_config.local_sgd.enabled:
             self._share_data(given)
         loader = super().prepare_data_loader(*args, **kwargs)
+        note_dropping(loader)
         sought = make_seekable(loader)
         if sought is not loader:
             self._dataloaders[:] = [sought if known is loader else known for known in self._dataloaders]

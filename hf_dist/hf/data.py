@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -104,6 +105,30 @@ def _restore(state: Mapping[str, torch.Tensor], prefix: str) -> None:
         random_state.restore(chosen)
 
 
+def note_dropping(loader: Any) -> None:
+    """Have a prepared loader know that its sampler of batches leaves the last short ones out. Local.
+
+    accelerate asks the DataLoader, which says no wherever it was given such a sampler (sentence-transformers gives one).
+    It then takes the last whole batch for one that was filled up, and drops rows of it.
+    """
+    if getattr(getattr(loader, "batch_sampler", None), "drop_last", False) and hasattr(loader, "_drop_last"):
+        loader._drop_last = True
+
+
+@contextmanager
+def loaders_left(state: Any) -> Iterator[None]:
+    """After it, no loader that was begun inside counts as under way. `state`: accelerate's GradientState, one per process.
+
+    The Trainer stops without asking its loader for the batch after the last, which would end it. As long as that loader
+    lives, every microbatch of a loop of one's own in the same process would be the last of its window.
+    """
+    before = state.dataloader_references
+    try:
+        yield
+    finally:
+        state.dataloader_references = before
+
+
 def make_seekable(loader: Any) -> Any:
     """The loader with `SeekableBatches` if it reads a map-style dataset by batches of indices, otherwise `loader` unchanged."""
     sampler = getattr(loader, "batch_sampler", None)
@@ -172,4 +197,4 @@ def _cycle(items: list[int]) -> Iterator[int]:
         yield from items
 
 
-__all__ = ["SeekableBatches", "as_tensors", "make_seekable", "seekable_of"]
+__all__ = ["SeekableBatches", "as_tensors", "loaders_left", "make_seekable", "note_dropping", "seekable_of"]

@@ -173,6 +173,6 @@ def _refuse(method: str, model: Any, *args: Any, **kwargs: Any) -> Any:
     raise ModelError(
         f"{type(model).__name__}.{method}: the model is sharded by hf_dist, and its adapters {names} are spread over the ranks "
         "and known to the optimizer, so none can be added or removed. Add every adapter before the model is prepared (before "
-        "the Trainer is created): `set_adapter` switches between them at any step. To change the set of adapters later, "
-        "save the model and load it again."
+        "the Trainer is created): `set_adapter` switches between them at any step. To change the set of adapters of a trained "
+        "model, call hf_dist.unprepare(model) on every rank first; the next Trainer prepares it again."
     )

@@ -12,7 +12,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.state_dict import full_state_dict
+from hf_dist.log import warn_once
 from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import all_tensors, full_tensors
+from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel
@@ -161,19 +163,35 @@ def lent(sharded: ShardedModel, part: nn.Module | None = None, *, keep: bool = T
 
 
 @contextmanager
-def lent_here(sharded: ShardedModel) -> Iterator[None]:
-    """`lent` without the other ranks, for weights that this rank holds whole. Local."""
+def lent_here(sharded: ShardedModel, *, rounded_only: bool = False) -> Iterator[None]:
+    """`lent` without the other ranks, for weights that this rank holds whole, in the dtype they were loaded in. Local.
+
+    Where fp32 masters are spread over the ranks, the values are the rounded ones that the model computes with; a log line says
+    so. `rounded_only`: lend only weights that the model computes with in another dtype, and leave the others in place.
+    """
     full = {}
-    for group in sharded.groups:
+    groups = [g for g in sharded.groups if not rounded_only or _is_rounded(g)]
+    for group in groups:
         tensors = (
             full_tensors(group)
             if group.resting == (0, group.layout.numel)
             else zip(group.layout.slots, group.params, strict=True)
         )
-        for param, (_, tensor) in zip(group.params, tensors, strict=True):
-            full[id(param)] = nn.Parameter(tensor.detach().to("cpu", copy=True), requires_grad=False)
+        for param, dtype, (_, tensor) in zip(group.params, group.loaded_dtypes, tensors, strict=True):
+            full[id(param)] = nn.Parameter(tensor.detach().to("cpu", dtype, copy=True), requires_grad=False)
+    rounded = next((g for g in groups if _is_rounded(g) and g.resting != (0, g.layout.numel)), None)
+    if rounded is not None:
+        warn_once(
+            f"model.save_pretrained() writes weights rounded to {rounded.dtype}, as this rank has them: their fp32 masters "
+            "are spread over the ranks. trainer.save_model(), called by every rank, writes those"
+        )
     with _put(sharded, None, full):
         yield
+
+
+def _is_rounded(group: FlatGroup) -> bool:
+    """Whether the model computes with less than it was loaded with."""
+    return any(dtype != group.dtype for dtype in group.loaded_dtypes)
 
 
 @contextmanager
@@ -225,7 +243,7 @@ def _save_pretrained(
     if sharded.model in _LENT or kwargs.get("state_dict") is not None:
         return stock() if writes or not is_spread(sharded) else None
     if not is_spread(sharded):
-        with lent_here(sharded) if own_save_pretrained(model) else nullcontext():
+        with lent_here(sharded, rounded_only=not own_save_pretrained(model)):
             return stock()
     adapters = _kept_adapters(sharded) if _is_peft(model) else None
     if adapters is not None:

@@ -21,6 +21,7 @@ from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.curriculum import cut_batches
+from hf_dist.hf.data import loaders_left
 from hf_dist.hf.evaluation import each_batch_by_itself, gathers_by_itself, on_rows_of_the_set
 from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
 from hf_dist.hf.pipeline import PipelineMixin
@@ -64,7 +65,8 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         config = resolve(self.dist, self._auto_sources())
         accelerator = DistAccelerator.adopt(self.accelerator, config)
         accelerator.own_model = self.model
-        accelerator.calls_model = self._loss_of_example
+        # Weakly: a Trainer that is dropped takes its optimizer states with it, without the cyclic collector.
+        accelerator.calls_model = functools.partial(_loss_of_example, weakref.ref(self))
         accelerator.modules_beside = functools.partial(_modules_beside, weakref.ref(self))
         accelerator.timeout = self.args.ddp_timeout_delta
         self._gather_predictions()
@@ -137,7 +139,8 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """HF's, but running out of memory is reported with the plan (after HF's own `auto_find_batch_size` has given up)."""
         self._draw_alike()
-        with explained(lambda: self.dist_engine, lambda: self._last_shape):
+        left = contextlib.nullcontext() if self.dist is None else loaders_left(self.accelerator.gradient_state)
+        with explained(lambda: self.dist_engine, lambda: self._last_shape), left:
             return super().train(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,6 +225,12 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             self.args.bf16_full_eval, self.args.fp16_full_eval = saved
             # HF subtracts it from the time of every later evaluation, too, so their speed would be negative.
             self.__dict__.pop("model_preparation_time", None)
+
+
+def _loss_of_example(reference: weakref.ref[Any], model: nn.Module, batch: dict[str, Any]) -> Any:
+    trainer = reference()
+    assert trainer is not None
+    return trainer._loss_of_example(model, batch)
 
 
 def _modules_beside(reference: weakref.ref[Any]) -> list[nn.Module]:

@@ -99,16 +99,6 @@ class ScheduleRun:
         self.hooks = hooks or Hooks()
         self.results: list[Any] = [None] * schedule.num_microbatches
         """On the rank of the last stage: results of `function`, by microbatch (training losses are detached)."""
-        self._perform: dict[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECV_FORWARD: self._receive_forward,
-            Kind.RECV_BACKWARD: self._receive_backward,
-        }
         self._train = any(a.kind is not Kind.FORWARD and a.kind.computes for a in self.actions)
         # Activation checkpointing would recompute for each part of a split backward, so `I` then does the whole backward.
         self._splits = not (any(a.kind is Kind.BACKWARD_INPUT for a in self.actions) and staged.recomputes)
@@ -153,7 +143,7 @@ class ScheduleRun:
         self._post_ahead()
         self.hooks.action(action)
         try:
-            self._perform[action.kind](action)
+            _PERFORM[action.kind](self, action)
         except Exception as error:
             if not lost_peer(error):  # the rank that failed first logs its position
                 logger.error(self._where(action))
@@ -308,3 +298,16 @@ class ScheduleRun:
             ]
             lines.append(f"rank {rank}: {' '.join(marked)}")
         return f"{self.schedule.name}: rank {self.rank} failed at {action}\n" + "\n".join(lines)
+
+
+_PERFORM: dict[Kind, Callable[[ScheduleRun, Action], None]] = {
+    Kind.FORWARD: ScheduleRun._forward,
+    Kind.BACKWARD: ScheduleRun._backward,
+    Kind.BACKWARD_INPUT: ScheduleRun._backward_input,
+    Kind.BACKWARD_WEIGHT: ScheduleRun._backward_weight,
+    Kind.SEND_FORWARD: ScheduleRun._send_forward,
+    Kind.SEND_BACKWARD: ScheduleRun._send_backward,
+    Kind.RECV_FORWARD: ScheduleRun._receive_forward,
+    Kind.RECV_BACKWARD: ScheduleRun._receive_backward,
+}
+"""Not bound to a run, which would then hold itself, its batches and whoever trains until the cyclic collector comes."""

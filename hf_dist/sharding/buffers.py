@@ -8,25 +8,24 @@ A model without such buffers (rotary tables are constants) sends nothing.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hf_dist import collectives
 from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.sharding.remains import Remains
 
 
 class ChangingBuffers:
     """Finds the buffers of one model that differ between data ranks after a forward, and makes them equal."""
 
-    def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
-        self._model, self.mesh = weakref.ref(model), mesh
+    def __init__(self, model: Remains, mesh: ParallelMesh) -> None:
+        self._of_model, self.mesh = model.buffers, mesh
         self._statistics = sorted(
             f"{name}.{buffer}" if name else buffer
-            for name, module in model.named_modules()
+            for name, module in model.model.named_modules()
             if isinstance(module, _NormBase) and module.track_running_stats
             for buffer, _ in module.named_buffers(recurse=False)
         )
@@ -35,19 +34,12 @@ class ChangingBuffers:
         self._at_first: dict[str, torch.Tensor] = {}
         self._owners: list[int] | None = None  # which stage runs the module of each of `_statistics`
 
-    @property
-    def model(self) -> nn.Module:
-        """The model; the caller must hold a reference to it."""
-        model = self._model()
-        assert model is not None
-        return model
-
     def watch(self) -> None:
         """Record the buffers before a training forward. Local; calls after the first do nothing."""
         if self._before is None:
             self._before = self._versions()
             if self.mesh.pp.size > 1:  # kernels write statistics without increasing `_version`
-                buffers = dict(self.model.named_buffers())
+                buffers = self._of_model()
                 self._at_first = {name: buffers[name].clone() for name in self._statistics}
 
     def changed(self) -> set[str]:
@@ -63,8 +55,8 @@ class ChangingBuffers:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Broadcast rank 0's values to all data ranks, and each stage's values to all stages. Collective over dp and pp."""
-        names = sorted({*self._statistics, *self._observed})
-        buffers = dict(self.model.named_buffers())
+        buffers = self._of_model()
+        names = sorted({*self._statistics, *self._observed} & buffers.keys())
         _broadcast(self.mesh.dp, [buffers[n] for n in names], 0)
         if self.mesh.pp.size > 1 and self._statistics:  # every stage has all modules but runs only some
             if self._owners is None and self._before is None:
@@ -81,11 +73,11 @@ class ChangingBuffers:
     @torch.no_grad()
     def share(self, axis: MeshAxis) -> None:
         """Broadcast the values of the first rank of `axis` to the others. Collective over `axis`."""
-        buffers = dict(self.model.named_buffers())
+        buffers = self._of_model()
         _broadcast(axis, [buffers[n] for n in sorted({*self._statistics, *self._observed})], 0)
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(buffer), buffer._version) for name, buffer in self.model.named_buffers()}
+        return {name: (id(buffer), buffer._version) for name, buffer in self._of_model().items()}
 
 
 def _broadcast(axis: MeshAxis, buffers: list[torch.Tensor], source: int) -> None:

@@ -203,8 +203,8 @@ def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: Any, **
     raise ModelError(
         f"{type(model).__name__}.{_RESIZE}({new_num_tokens}): the model is sharded by hf_dist, and its "
         f"{embedding.weight.shape[0]} rows are spread over the ranks and known to the optimizer. Resize before the model is "
-        "prepared (before the Trainer is made, or before hf_dist.initialize); to resize a trained model, save it, load it, "
-        "resize it, prepare it."
+        "prepared (before the Trainer is made, or before hf_dist.initialize). A trained model: call hf_dist.unprepare(model) "
+        "on every rank first; the next Trainer prepares it again."
     )
 
 

@@ -14,7 +14,7 @@ from hf_dist.errors import ModelError
 from hf_dist.sharding.traces import Traces
 from hf_dist.sharding.units import containers
 
-__all__ = ["check_owner", "keep_shards", "keep_traces", "shards_of", "traces_of"]
+__all__ = ["check_owner", "keep_shards", "keep_traces", "prepared_in", "shards_of", "traces_of"]
 
 ShardedModel = Any
 """The class in `runtime.py`; importing it here would be circular."""
@@ -47,11 +47,22 @@ def shards_of(model: nn.Module) -> ShardedModel | None:
     return keeper.sharded if isinstance(keeper, _Keeper) else None
 
 
+def prepared_in(model: nn.Module) -> list[nn.Module]:
+    """The outermost prepared modules of `model`: itself, one that adapters or a head were put around, or several. Local."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if (sharded := shards_of(module)) is not None:
+            found.setdefault(id(sharded), module)
+    return list(found.values())
+
+
 def keep_traces(model: nn.Module, traces: Traces) -> None:
-    """Store the record of what preparing `model` changed on it. Local."""
-    keeper = model.__dict__[_NAME]
-    assert isinstance(keeper, _Keeper)
-    keeper.traces = traces
+    """Remember what preparing `model` has left on it, also where only a part of it is kept. Local."""
+    sharded = shards_of(model)
+    for module in model.modules():
+        keeper = module.__dict__.get(_NAME)
+        if isinstance(keeper, _Keeper) and keeper.sharded is sharded:
+            keeper.traces = traces
 
 
 def traces_of(model: nn.Module) -> Traces | None:

@@ -29,6 +29,7 @@ from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
+from hf_dist.sharding.remains import Remains
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.units import containers
 
@@ -51,7 +52,7 @@ class Passes:
 
     def __init__(
         self,
-        model: nn.Module,
+        remains: Remains,
         reducer: Reducer,
         *,
         precision: Precision,
@@ -59,7 +60,7 @@ class Passes:
         prefetch: int,
         pipeline: PipelineShare | None = None,
     ) -> None:
-        """Install the hooks on `model`, whose units are `reducer.units`. `prefetch`: elements gathered ahead of their use."""
+        """Install the hooks on the model, whose units are `reducer.units`. `prefetch`: elements gathered ahead of their use."""
         self.reducer = reducer
         self.units = reducer.units
         self.root = reducer.units[0]
@@ -70,7 +71,7 @@ class Passes:
         self.params_rest = reducer.placements.params
         self.scheduled = pipeline is not None
         """Whether a pipeline's schedule, not autograd, announces the begin and end of each backward."""
-        self.buffers = ChangingBuffers(model, self.mesh)
+        self.buffers = ChangingBuffers(remains, self.mesh)
         self.kinds = self._build_orders([None] if pipeline is None else pipeline.names)
         """The orders of the whole model, or of each pipeline stage of this rank."""
         self.select(0)
@@ -87,7 +88,7 @@ class Passes:
         self._calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
         self._in_backward = False
         self._num_backwards = 0
-        self._install_hooks(model)
+        self._install_hooks(remains.model)
 
     def _build_orders(self, stages: Iterable[Container[str] | None]) -> list[PassOrders]:
         in_backward = {u.index for u in self.units if u.needed_in_backward}

@@ -25,9 +25,10 @@ from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.reducer import Reducer
+from hf_dist.sharding.remains import Remains
 from hf_dist.sharding.slices import SlicedShare
 from hf_dist.sharding.unit import ShardUnit
-from hf_dist.sharding.units import LeafModules, build_units
+from hf_dist.sharding.units import LeafModules, build_units, containers
 
 
 class ShardedModel:
@@ -52,7 +53,6 @@ class ShardedModel:
         the pipeline stages that this rank runs (`model` then has only their parameters); `sliced`: the share of a model that
         is cut along `tp`; `storage`: where states rest (default: all on the device).
         """
-        self._model = weakref.ref(model)
         self.mesh = mesh
         self.placements = placements
         self.precision = precision
@@ -68,6 +68,7 @@ class ShardedModel:
             more.setdefault(name, []).append(held_between_stages(axis))
         axes = axes_by_name(mesh, more, cuts, second)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes)
+        self._remains = Remains(containers(model, self.units))
         self.root = self.units[0]
         if sliced is not None:
             for group in self.groups:
@@ -76,7 +77,7 @@ class ShardedModel:
                     sliced.groups.add(id(group))
         self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.limits.reduce)
         self.passes = Passes(
-            model,
+            self._remains,
             self.reducer,
             precision=precision,
             storage=self.storage,
@@ -103,10 +104,8 @@ class ShardedModel:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model. It holds these shards (`keeper.py`); the caller must hold a reference to the model."""
-        model = self._model()
-        assert model is not None, "shards of a model that is gone"
-        return model
+        """The user's model, or what is left of it. It holds these shards (`keeper.py`); the caller must hold a reference to it."""
+        return self._remains.model
 
     @property
     def whole(self) -> nn.Module:

@@ -7,6 +7,7 @@ an HF flag, a compiled call) are found by comparing the model before and after i
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,48 +23,50 @@ _PARTS = {"_parameters", "_buffers", "_modules", "training"}
 
 @dataclass
 class Traces:
-    """The changes on one model, keyed by module and parameter names; holds no reference to either."""
+    """Of the modules and parameters of one model, which it holds weakly: they may be parts of another one by now."""
 
-    _attributes: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
-    _classes: dict[str, tuple[type, type]] = field(default_factory=dict)
-    _frozen: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    _attributes: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Any]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _classes: weakref.WeakKeyDictionary[nn.Module, tuple[type, type]] = field(default_factory=weakref.WeakKeyDictionary)
+    _frozen: list[tuple[weakref.ref[nn.Parameter], bool, bool]] = field(default_factory=list)
 
     @classmethod
     def between(cls, before: Mapping[str, Any], model: nn.Module) -> Traces:
         """The changes on `model` since `before`, an earlier result of `look`. Local."""
         after, traces = look(model), cls()
-        for name in before["classes"].keys() & after["classes"].keys():
-            if (pair := (before["classes"][name], after["classes"][name]))[0] is not pair[1]:
-                traces._classes[name] = pair
-            old, new = before["attributes"][name], after["attributes"][name]
+        for module in before["classes"].keys() & after["classes"].keys():
+            if (pair := (before["classes"][module], after["classes"][module]))[0] is not pair[1]:
+                traces._classes[module] = pair
+            old, new = before["attributes"][module], after["attributes"][module]
             for key in old.keys() | new.keys():
                 one, other = old.get(key, _ABSENT), new.get(key, _ABSENT)
                 new_and_ours = one is _ABSENT and (_is_ours(other) or _is_ours(type(other)))
-                if one is not other and not new_and_ours:  # new ones of ours are recognised without a record
-                    traces._attributes[name, key] = one, other
-        for name in before["trains"].keys() & after["trains"].keys():
-            if before["trains"][name] != after["trains"][name]:
-                traces._frozen[name] = before["trains"][name], after["trains"][name]
+                if one is not other and not new_and_ours:  # those are known without it; the keeper of this is one
+                    traces._attributes.setdefault(module, {})[key] = one, other
+        for number, (param, trained) in before["trains"].items():
+            if number in after["trains"] and after["trains"][number][1] != trained:
+                traces._frozen.append((weakref.ref(param), trained, not trained))
         return traces
 
     def undo(self, model: nn.Module) -> None:
-        """Undo the changes, except on attributes that somebody else has changed since. Local."""
-        modules = dict(model.named_modules())
-        for name, (cls, ours) in self._classes.items():
-            if name in modules and type(modules[name]) is ours:
-                modules[name].__class__ = cls
-        for (name, key), (value, ours) in self._attributes.items():
-            own = modules[name].__dict__ if name in modules else {}
-            if own.get(key, _ABSENT) is ours and value is not ours:
-                if value is _ABSENT:
-                    del own[key]
-                else:
-                    own[key] = value
-        for name, param in model.named_parameters():
-            trained, ours_trains = self._frozen.get(name, (None, None))
-            if trained is not None and param.requires_grad == ours_trains:
+        """Put back what nobody has changed since, on `model` and on what has left it. Local."""
+        for module, (cls, ours) in self._classes.items():
+            if type(module) is ours:
+                module.__class__ = cls
+        for module, changes in self._attributes.items():
+            own = module.__dict__
+            for key, (value, ours) in changes.items():
+                if own.get(key, _ABSENT) is ours and value is not ours:
+                    if value is _ABSENT:
+                        del own[key]
+                    else:
+                        own[key] = value
+        for reference, trained, ours_trains in self._frozen:
+            param = reference()
+            if param is not None and param.requires_grad == ours_trains:
                 param.requires_grad_(trained)
-        for module in modules.values():
+        for module in model.modules():
             remove_hooks(module)
             if _is_ours(type(module.__dict__.get("generate"))):
                 module.__dict__.pop("_is_fsdp_managed_module", None)  # set together with it, after the comparison
@@ -71,13 +74,13 @@ class Traces:
                 del module.__dict__[key]
 
 
-def look(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """A snapshot for `Traces.between` to compare. Local; reads no tensor elements."""
-    modules = dict(model.named_modules())
+def look(model: nn.Module) -> dict[str, dict[Any, Any]]:
+    """What `Traces.between` compares: by module, and by the number of a parameter. Local, without a look at an element."""
+    modules = list(model.modules())
     return {
-        "classes": {name: type(module) for name, module in modules.items()},
-        "attributes": {name: _own(module) for name, module in modules.items()},
-        "trains": {name: param.requires_grad for name, param in model.named_parameters()},
+        "classes": {module: type(module) for module in modules},
+        "attributes": {module: _own(module) for module in modules},
+        "trains": {id(param): (param, param.requires_grad) for param in model.parameters()},
     }
 
 

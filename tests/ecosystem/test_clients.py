@@ -42,6 +42,21 @@ FACTORY = [
     *("--model_name_or_path", "lm", "--dataset_dir", ".", "--template", "empty", "--cutoff_len", "32"),
     *("--finetuning_type", "full", "--do_train", "true", "--max_grad_norm", "0.5", "--overwrite_cache", "true"),
 ]
+REWARD = [
+    *(
+        "--stage",
+        "rm",
+        "--dataset",
+        "choices",
+        "--eval_dataset",
+        "choices",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "2",
+    ),
+    *("--per_device_eval_batch_size", "3"),  # 16 rows do not divide
+]
 SETFIT = """
 import sys
 from datasets import Dataset
@@ -86,6 +101,10 @@ CLIENTS: dict[str, Client] = {
     ),
     "factory, dpo": Client(
         "llamafactory", ["factory.py", *RANKS_ALIKE, *FACTORY, "--stage", "dpo", "--dataset", "choices"]
+    ),
+    "factory, rm": Client("llamafactory", ["factory.py", *RANKS_ALIKE, *FACTORY, *REWARD]),
+    "factory, rm, lora": Client(
+        "llamafactory", ["factory.py", *RANKS_ALIKE, *FACTORY, *REWARD, "--finetuning_type", "lora", "--lora_rank", "4"]
     ),
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils.data import SequentialSampler
 
 STEPS, ROWS, WORDS = 2, 4, 64
@@ -200,19 +202,50 @@ def evaluated_first(stage: int | None, ranks: int, folder: str) -> dict[str, Any
     return {"loss": loss, "weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
 
 
-def many(stage: int, ranks: int, folder: str) -> list[tuple[int, int, int, int]]:
-    """What is left after each of six Trainers in a row, half of them on one model."""
+def many(stage: int, ranks: int, folder: str) -> list[tuple[int, ...]]:
+    """What is left after each of ten Trainers in a row, half of them on one model.
+
+    Sharded models, their groups of weights, bytes of tensors, process groups, threads, open files.
+    """
     from hf_dist.sharding.group import FlatGroup
     from hf_dist.sharding.runtime import ShardedModel
 
     left, model = [], small_model()
-    for number in range(6):
-        finetune(model if number < 3 else small_model(), folder, stage, ranks)
+    for number in range(10):
+        finetune(model if number < 5 else small_model(), folder, stage, ranks)
         gc.collect()
-        kinds = [type(thing) for thing in gc.get_objects()]
-        open_files = len(list(Path("/proc/self/fd").iterdir()))
-        left.append((kinds.count(ShardedModel), kinds.count(FlatGroup), threading.active_count(), open_files))
+        things = gc.get_objects()
+        kinds = [type(thing) for thing in things]
+        with torch._C.DisableTorchFunctionSubclass():  # freed parameters are asked, too
+            storages = [t.untyped_storage() for t in things if issubclass(type(t), torch.Tensor) and not t.is_meta]
+            nbytes = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        del things, storages
+        counts = kinds.count(ShardedModel), kinds.count(FlatGroup), nbytes, len(distributed_c10d._world.pg_map)
+        left.append((*counts, threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))))
     return left
+
+
+def dropped(stage: int | None, ranks: int, folder: str, cut: str, lora: bool) -> list[str]:
+    """What of a Trainer is there after it was dropped, without the cyclic collector: optimizer states would wait with it."""
+    gc.collect()
+    gc.disable()
+    try:
+        kept = trainer(
+            small_model(lora), folder, stage, ranks, config=CUTS.get(cut), save_strategy="steps", save_steps=1
+        )
+        kept.train()
+        kept.evaluate()
+        parts = {
+            "trainer": kept,
+            "accelerator": kept.accelerator,
+            "optimizer": kept.optimizer,
+            "engine": kept.dist_engine,
+        }
+        found = {name: weakref.ref(part) for name, part in parts.items()}
+        del kept, parts
+        return [name for name, reference in found.items() if reference() is not None]
+    finally:
+        gc.enable()
 
 
 def stories(rank: int, world: int, told: list[tuple[str, tuple[Any, ...]]], folder: str) -> list[Any]:
@@ -222,7 +255,7 @@ def stories(rank: int, world: int, told: list[tuple[str, tuple[Any, ...]]], fold
         own = f"{folder}/{number}"
         try:
             outcome = globals()[name](arguments[0], world, own, *arguments[1:])
-            found.append(outcome if rank == 0 or name in ("many", "half_an_optimizer") else None)
+            found.append(outcome if rank == 0 or name in ("many", "half_an_optimizer", "dropped") else None)
         except Exception:
             found.append(traceback.format_exc())
     return found

@@ -25,6 +25,12 @@ LAYOUTS: list[tuple[int, str, tuple[str, ...]]] = [
     (3, "experts", ("pp", "ep", "ep")),
 ]
 """Stage, model, and along what it is cut, one training after the other."""
+DROPPED: list[tuple[int, str, bool]] = [
+    *((stage, "", False) for stage in STAGES),
+    (3, "", True),
+    *((1, cut, False) for cut in ("pp", "tp", "cp")),
+]
+"""Stage, along what the model is cut, whether adapters are trained."""
 STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("outlives", (stage, lora)) for stage in STAGES for lora in (False, True)),
     *(("alive", (stage,)) for stage in STAGES),
@@ -32,6 +38,7 @@ STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("many", (stage,)) for stage in (1, 3)),
     ("half_an_optimizer", (1,)),
     *(("layouts", story) for story in LAYOUTS),
+    *(("dropped", story) for story in DROPPED),
 ]
 
 
@@ -113,12 +120,22 @@ def test_an_optimizer_of_one_stage_is_refused_for_the_whole(told: Any) -> None:
         assert "model.embed_tokens.weight" in rank[number] and "hf_dist.unprepare(model)" in rank[number]
 
 
+@pytest.mark.parametrize("story", DROPPED, ids=str)
+def test_a_dropped_trainer_is_freed_at_once(story: tuple[int, str, bool], told: Any) -> None:
+    for rank in told[0]:
+        assert rank[STORIES.index(("dropped", story))] == []
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_is_left_of_trainers_before(stage: int, told: Any) -> None:
     number = STORIES.index(("many", (stage,)))
     for rank in told[0]:
         left = rank[number]
         assert not isinstance(left, str), left
+        print(left)
         assert {(shards, groups) for shards, groups, *_ in left} == {(1, 3)}, "of the model that is there"
-        # Four Trainers later: one thread or file of each would be four. Collectives of gloo end in their own time.
-        assert left[5][2] - left[1][2] < 4 and left[5][3] - left[1][3] < 4, "threads, open files"
+        before, after = left[1], left[9]
+        assert len({nbytes for _, _, nbytes, *_ in left[5:]}) == 1, "bytes of tensors"
+        assert after[3] == before[3], "process groups"
+        # Eight Trainers later: one thread or file of each would be eight. Collectives of gloo end in their own time.
+        assert after[4] - before[4] < 4 and after[5] - before[5] < 4, "threads, open files"
