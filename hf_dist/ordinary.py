@@ -29,9 +29,9 @@ R = TypeVar("R")
 def unprepare(model: nn.Module) -> None:
     """Restore the whole weights of `model`, in the dtype it was loaded in, and remove all our hooks.
 
-    Collective: every rank of the job calls it with the prepared object, or with a model that contains it (adapters or a new head
-    around it). Each rank then holds all weights, as under DDP. Its former engines and Trainers can no longer train it. A no-op
-    for a model that is not prepared. Raises `ModelError` for a quantised model.
+    Collective: every rank of the job calls it with the prepared object, or with a model that contains it (adapters or a new
+    head around it). Each rank then holds all weights, as under DDP. Its former engines and Trainers can no longer train it. A
+    no-op for a model that is not prepared. Raises `ModelError` for a quantised model.
     """
     for part in prepared_in(model):
         _unprepare(part)

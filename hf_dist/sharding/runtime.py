@@ -104,7 +104,7 @@ class ShardedModel:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model, or what is left of it. It holds these shards (`keeper.py`); the caller must hold a reference to it."""
+        """The user's model, or what is left of it. It holds these shards (`keeper.py`); the caller must hold a reference."""
         return self._remains.model
 
     @property
