@@ -12,6 +12,8 @@ from tests.gpu_sim import costs, library
 from tests.gpu_sim.replay import Outcome
 from tests.gpu_sim.server import simulate
 from tests.gpu_sim.timed import LAYERS
+from tests.gpu_sim.timed_search import looked_up
+from tests.gpu_sim.trace import COMPUTE
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
 
@@ -31,6 +33,12 @@ def outcome(engine: str, overlaps: bool = True) -> Outcome:
 def test_a_step_takes_little_longer_than_its_computation(engine: str) -> None:
     assert outcome(engine).hung == []
     assert outcome(engine).ratio < LIMITS[engine]
+
+
+@pytest.mark.parametrize("engine", LIMITS)
+def test_what_shows_is_what_layouts_are_chosen_by(engine: str) -> None:
+    found, run = looked_up(int(engine[-1]), costs.NETWORK, CASE), outcome(engine)
+    assert found.exposed == pytest.approx(run.seconds - run.busy[COMPUTE], rel=0.3)
 
 
 def test_reductions_that_are_waited_for_at_once_show() -> None:
