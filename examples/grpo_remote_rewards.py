@@ -1,4 +1,4 @@
-"""GRPO with TRL, rewards from another machine over HTTP. Nothing in this script knows of hf_dist.
+"""GRPO with TRL, rewards from another machine over HTTP. This script does not mention hf_dist.
 
     python examples/reward_server.py --port 8000 &
     export REWARD_URL=http://127.0.0.1:8000/score
@@ -25,7 +25,7 @@ PATIENCE_S = 120.0
 
 
 def remote_reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """What the server says of each completion. Raises when it refuses the batch, or is away for too long."""
+    """The server's score of each completion. Raises if the server refuses the batch or stays unreachable for too long."""
     body = json.dumps({"prompts": prompts, "completions": completions}).encode()
     request = urllib.request.Request(os.environ["REWARD_URL"], body, {"Content-Type": "application/json"})
     deadline, pause = time.monotonic() + PATIENCE_S, 0.1

@@ -1,4 +1,4 @@
-"""Lightning: `strategy=DistStrategy(...)`, and nothing else.
+"""Lightning: the only change is `strategy=DistStrategy(...)`.
 
     python examples/lightning_train.py --dist_config configs/zero3.json --devices 2 --use_cpu
 
@@ -32,22 +32,22 @@ class CausalLM(L.LightningModule):
         self.model: Any = None
 
     def configure_model(self) -> None:
-        """Here, each process reads its own part of the weights; in `__init__` it would read all of them."""
+        """Load the model here: each process reads only its part of the weights. In `__init__` it would read all weights."""
         if self.model is None:
             self.model = AutoModelForCausalLM.from_pretrained(self.checkpoint).train()
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        """Of one microbatch."""
+        """The loss of one microbatch."""
         loss = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
-        """The mean over all processes."""
+        """Logs the mean loss over all processes."""
         self.log("held_out_loss", self.model(**batch).loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """Any optimizer of torch."""
+        """Any torch optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
@@ -84,7 +84,7 @@ def main() -> None:
         logger=False,
     )
     module = CausalLM(checkpoint, learning_rate=1e-3)
-    trainer.fit(module, loader("train"), ckpt_path="last")  # goes on from the newest checkpoint, if there is one
+    trainer.fit(module, loader("train"), ckpt_path="last")  # resumes from the newest checkpoint, if one exists
     (measured,) = trainer.validate(module, loader("eval"), verbose=False)
     if trainer.is_global_zero:
         print(f"held-out loss {measured['held_out_loss']:.3f}; saved as {args.output_dir}/last.ckpt")

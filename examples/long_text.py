@@ -1,4 +1,4 @@
-"""Train a causal language model on long rows: whole source files, packed, each seeing only itself.
+"""Train a causal language model on long rows: packed source files, each of which attends only to itself.
 
     torchrun --nproc_per_node 2 examples/long_text.py --dist_config configs/long_context.json --use_cpu --max_steps 3
 
@@ -21,16 +21,16 @@ NOT_LEARNED = -100
 
 
 def packed_rows(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
-    """Rows of exactly `length` tokens: the files one after the other, with positions that begin anew with each."""
+    """Rows of exactly `length` tokens: the files one after the other, with positions that restart at each file."""
     files = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, verbose=False)["input_ids"]]
     tokens = list(chain.from_iterable(files))
     positions = list(chain.from_iterable(range(len(file)) for file in files))
     rows = []
     for start in range(0, len(tokens) - length + 1, length):
         ids, own = tokens[start : start + length], positions[start : start + length]
-        cut = next((i for i, position in enumerate(own) if i and position == 0), length)  # the row begins in a file
+        cut = next((i for i, position in enumerate(own) if i and position == 0), length)  # the row begins inside a file
         own = [*range(cut), *own[cut:]]
-        # The first token of a file follows from nothing.
+        # The first token of a file has nothing to be predicted from.
         labels = [NOT_LEARNED if position == 0 else token for token, position in zip(ids, own, strict=True)]
         rows.append({"input_ids": ids, "labels": labels, "position_ids": own})
     return Dataset.from_list(rows)

@@ -1,4 +1,4 @@
-"""Train a small mixture of experts from scratch: experts on different processes, tokens travel to them.
+"""Train a small mixture of experts from scratch: experts are on different processes, and tokens are sent to them.
 
     torchrun --nproc_per_node 2 examples/mixture.py --dist_config configs/experts.json --use_cpu --max_steps 20
 
@@ -38,7 +38,7 @@ SHAPE = {
 
 
 def small_mixture(tokenizer: PreTrainedTokenizerBase, block_size: int) -> Qwen3MoeForCausalLM:
-    """16 experts of which each token visits 2; about 8M parameters, a sixth of them used by a token."""
+    """16 experts, 2 of them per token; about 8M parameters, of which a token uses a sixth."""
     config = Qwen3MoeConfig(
         **SHAPE,
         vocab_size=len(tokenizer),
@@ -52,7 +52,7 @@ def small_mixture(tokenizer: PreTrainedTokenizerBase, block_size: int) -> Qwen3M
 
 
 def main() -> None:
-    """Train, say how evenly the experts were used, evaluate, save."""
+    """Train, print how evenly the experts were used, evaluate, save."""
     example, args = parse_arguments()
     set_seed(args.seed)
     texts = read_texts(example, args.seed)

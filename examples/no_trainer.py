@@ -1,4 +1,4 @@
-"""A loop of one's own with accelerate: `Accelerator` is replaced by `DistAccelerator`, and nothing else.
+"""Your own loop with accelerate: the only change is `DistAccelerator` instead of `Accelerator`.
 
     accelerate launch --num_processes 2 examples/no_trainer.py --dist_config configs/zero3.json
 
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def evaluate(accelerator: DistAccelerator, model: Any, loader: Any) -> float:
-    """Mean loss over the batches of all processes; rows that only fill up the last batch are left out."""
+    """Mean loss over the batches of all processes; rows that only pad the last batch are left out."""
     model.eval()
     losses = []
     for batch in loader:
@@ -50,7 +50,7 @@ def evaluate(accelerator: DistAccelerator, model: Any, loader: Any) -> float:
 
 
 def train_epoch(accelerator: DistAccelerator, prepared: tuple[Any, Any, Any, Any], max_steps: int) -> None:
-    """One pass; the step counter and the schedule are in every state that is saved."""
+    """One epoch. Every saved state includes the step counter and the schedule."""
     model, optimizer, loader, scheduler = prepared
     for batch in loader:
         with accelerator.accumulate(model):
@@ -96,7 +96,7 @@ def main() -> None:
     scheduler = get_scheduler("cosine", optimizer, 0, args.num_epochs * math.ceil(len(train) / 2))
     model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
     if Path(args.output_dir, "checkpoints").is_dir():
-        accelerator.load_state()  # the newest complete one
+        accelerator.load_state()  # the newest complete state
     for epoch in range(accelerator.project_configuration.iteration, args.num_epochs):
         train.set_epoch(epoch)
         train_epoch(accelerator, (model, optimizer, train, scheduler), args.max_steps)

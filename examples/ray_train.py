@@ -17,12 +17,12 @@ from hf_dist.hf.ray import RayReportCallback
 
 
 def train_loop(settings: dict[str, Any]) -> None:
-    """What every worker runs. Ray has set RANK, WORLD_SIZE and the others, and made the process group."""
+    """Runs on every worker. Ray has set RANK, WORLD_SIZE and so on, and has created the process group."""
     from train_clm import ExampleArguments, make_tokenizer, prepare_data, read_texts, small_llama
     from transformers import AutoTokenizer, default_data_collator, set_seed
 
     args = DistTrainingArguments(**settings["arguments"])
-    set_seed(args.seed)  # a group that starts again before its first checkpoint makes the same model
+    set_seed(args.seed)  # a group that restarts before its first checkpoint creates the same model
     texts = read_texts(ExampleArguments(max_characters=60_000), args.seed)
     folder = Path(args.output_dir, "tokenizer")
     with args.main_process_first():
@@ -42,7 +42,7 @@ def train_loop(settings: dict[str, Any]) -> None:
 
 
 def fit(storage: Path, num_workers: int, use_gpu: bool, arguments: dict[str, Any], callbacks: Any = ()) -> Any:
-    """Run `train_loop` on workers; Ray's result."""
+    """Run `train_loop` on workers; returns Ray's result."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -67,8 +67,8 @@ def main() -> None:
     asked = parser.parse_args()
     import ray
 
-    # Workers are other processes, elsewhere perhaps: they must find the modules beside this script. Ray would log all that
-    # is printed there, and so the bytecode that datasets makes its fingerprints from.
+    # Workers are other processes, maybe on other machines: they must find the modules next to this script. Ray would log
+    # everything they print, including the bytecode from which datasets computes fingerprints.
     variables = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     ray.init(runtime_env={"working_dir": str(Path(__file__).parent), "env_vars": variables})
     arguments = {

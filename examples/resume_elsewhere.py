@@ -1,4 +1,4 @@
-"""Stop a training at any moment, and go on with it on another number of processes and another ZeRO stage.
+"""Stop a training run at any moment, and resume it on another number of processes and at another ZeRO stage.
 
     torchrun --nproc_per_node 2 examples/resume_elsewhere.py --dist_config configs/zero3_fp32.json --use_cpu
     kill -USR1 <any of the processes>       # SIGTERM does the same; or stop it with --stop_after 5
@@ -28,35 +28,35 @@ MICRO_BATCH = 4
 
 @dataclass
 class ExampleArguments:
-    """What the run is made of."""
+    """The settings of this example."""
 
     stop_after: int = field(default=0, metadata={"help": "Send this process SIGUSR1 after that many steps."})
 
 
 class StopAfter(TrainerCallback):
-    """Plays the scheduler that takes the machine away."""
+    """Imitates a scheduler that takes the machine away."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One process is told; all of them stop."""
+        """Only one process gets the signal; all processes stop."""
         if state.global_step == self.step and state.is_world_process_zero:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def rows(count: int, length: int = 32) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count upwards from a random start: easy to learn, made on the spot."""
+    """Sequences that count upwards from a random start: easy to learn, no download."""
     starts = torch.randint(0, 64, (count,), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": ids, "labels": ids} for ids in ((start + torch.arange(length)) % 64 for start in starts)]
 
 
 def main() -> None:
-    """Train, from wherever an earlier start has come to."""
+    """Train, starting where an earlier run stopped."""
     parser = HfArgumentParser((ExampleArguments, DistTrainingArguments))
     parser.set_defaults(output_dir="runs/resume", num_train_epochs=2, learning_rate=3e-3, logging_steps=1)
     parser.set_defaults(save_strategy="steps", save_steps=20, save_total_limit=2)
-    # The same step on any number of processes: fewer of them take more microbatches.
+    # The same step on any number of processes: fewer processes run more microbatches.
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     parser.set_defaults(per_device_train_batch_size=MICRO_BATCH)
     parser.set_defaults(gradient_accumulation_steps=GLOBAL_BATCH // (MICRO_BATCH * processes))

@@ -1,4 +1,4 @@
-"""A reward over HTTP, with nothing but the standard library: start it where the judge lives.
+"""A reward over HTTP, with the standard library only: start it on the judge's machine.
 
     python examples/reward_server.py --port 8000
 
@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def score(prompt: str, completion: str) -> float:
-    """The part of a completion that is made of words."""
+    """The fraction of a completion that consists of words."""
     return sum(c.isalpha() or c == " " for c in completion) / max(1, len(completion))
 
 
@@ -23,7 +23,7 @@ class RewardHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        """Score a batch, or say what is wrong with it."""
+        """Score a batch, or reply with what is wrong with it."""
         try:
             batch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             pairs = zip(batch["prompts"], batch["completions"], strict=True)
@@ -41,12 +41,12 @@ class RewardHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing for each request."""
+        """Log nothing per request."""
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for requests of other machines")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 accepts requests from other machines")
     parser.add_argument("--port", type=int, default=8000)
     asked = parser.parse_args()
     print(f"rewards at http://{asked.host}:{asked.port}/score", flush=True)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL, sharded: two classes with ours in front, and nothing else.
+"""Supervised fine-tuning with TRL, sharded: the only change is two subclasses with our mixins.
 
     accelerate launch --num_processes 2 examples/sft_trl.py --dist_config configs/zero3.json --use_peft --lora_r 8
 

@@ -1,4 +1,4 @@
-"""A small Llama with its tokenizer in a folder, and texts to fine-tune it on: for examples that start from a checkpoint.
+"""A folder with a small Llama and its tokenizer, and texts to fine-tune it on: for examples that start from a checkpoint.
 
 Made on the spot from the sources and docstrings of the Python standard library; nothing is downloaded. The weights are
 random, so the examples show how something is done, not how well: pass --model_name_or_path for that.
@@ -25,7 +25,7 @@ def small_causal_lm(folder: Path) -> str:
 
 
 def write_small_causal_lm(folder: Path) -> str:
-    """The folder, with model and tokenizer; of several processes that start together one calls it first."""
+    """The folder, with model and tokenizer. If several processes start together, one must call it first."""
     if not (folder / "config.json").exists():
         sources = read_texts(ExampleArguments(max_characters=200_000), seed=0)
         make_tokenizer(sources, 1024, folder)
@@ -34,7 +34,7 @@ def write_small_causal_lm(folder: Path) -> str:
 
 
 def described_packages(split: str, max_per_package: int) -> Dataset:
-    """Rows {prompt, completion}: the name of a package, and a docstring out of it; the same in every process."""
+    """Rows {prompt, completion}: the name of a package, and one of its docstrings; the same in every process."""
     rows = examples(split, NUM_PACKAGES, max_per_package, 0, sys.version)
     return Dataset.from_list([{"prompt": f"{r['package']}: ", "completion": r["text"]} for r in rows])
 

@@ -36,7 +36,7 @@ def stdlib_sources() -> list[Path]:
 
 
 def docstrings(source: str) -> list[str]:
-    """The docstrings of a source text that are longer than a remark, each on one line."""
+    """The longer docstrings of a source text, each on one line."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED))
     texts = (" ".join((ast.get_docstring(node) or "").split()) for node in nodes)
     return [text for text in texts if len(text.split()) >= MIN_WORDS]
@@ -65,7 +65,7 @@ def collect() -> dict[str, Docstrings]:
 
 
 def best_documented(packages: dict[str, Docstrings], num_labels: int) -> list[str]:
-    """The packages with the most docstrings, among those with enough modules to hold some out."""
+    """The packages with the most docstrings, among packages with enough modules for a held-out part."""
 
     def count(name: str) -> int:
         return sum(map(len, packages[name].values()))

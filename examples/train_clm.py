@@ -49,13 +49,13 @@ class ExampleArguments:
     )
     max_characters: int = field(default=2_000_000, metadata={"help": "How much of the text to use."})
     block_size: int = field(default=128, metadata={"help": "Tokens per example."})
-    vocab_size: int = field(default=4096, metadata={"help": "Tokens of the tokenizer made on the spot."})
+    vocab_size: int = field(default=4096, metadata={"help": "Vocabulary size of the new tokenizer."})
     prompt: str = field(default="def ", metadata={"help": "Start of the text generated at the end."})
     sample_tokens: int = field(default=48, metadata={"help": "Length of the text generated at the end."})
 
 
 def read_texts(example: ExampleArguments, seed: int) -> list[str]:
-    """The files in a seeded order, up to the wanted number of characters; the same in every process."""
+    """The files in a seeded order, up to the requested number of characters; the same in every process."""
     if example.text_dir is None:
         paths = stdlib_sources()
     else:
@@ -121,7 +121,7 @@ def small_llama(tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrain
 
 
 def sample(trainer: DistTrainer, tokenizer: PreTrainedTokenizerBase, example: ExampleArguments) -> str:
-    """Text the model writes after the prompt. Every process must call it: the weights are spread over all of them.
+    """Text the model writes after the prompt. Every process must call it: the weights are sharded over all processes.
 
     Greedy and of a fixed length, so that all processes make the same number of forwards.
     """
@@ -132,7 +132,7 @@ def sample(trainer: DistTrainer, tokenizer: PreTrainedTokenizerBase, example: Ex
 
 
 def parse_arguments() -> tuple[ExampleArguments, DistTrainingArguments]:
-    """The command line; every field of TrainingArguments can be given, these defaults suit the small model."""
+    """The command line; accepts every field of TrainingArguments; these defaults suit the small model."""
     parser = HfArgumentParser((ExampleArguments, DistTrainingArguments))
     parser.set_defaults(
         output_dir="runs/clm",
