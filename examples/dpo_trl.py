@@ -2,8 +2,8 @@
 
     accelerate launch --num_processes 2 -m hf_dist.run examples/dpo_trl.py --deepspeed configs/zero3.json
 
-The reference model is sharded like the policy, without gradients or optimizer. With --use_peft there is none: the policy
-without its adapters is the reference.
+The reference model is sharded like the policy, without gradients or optimizer state. --use_peft needs no reference model:
+the policy without its adapters is the reference.
 """
 
 from __future__ import annotations

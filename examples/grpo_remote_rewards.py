@@ -4,8 +4,8 @@
     export REWARD_URL=http://127.0.0.1:8000/score
     accelerate launch --num_processes 2 -m hf_dist.run examples/grpo_remote_rewards.py --deepspeed configs/zero3.json
 
-Every process asks for the completions that it has generated itself, in one request. A server that is away for a moment (started
-again, say) is asked again; all processes wait for the one that waits.
+Every process sends its own completions in one request. If the server is briefly unreachable (restarting, say), the process
+retries, and the other processes wait for it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/lightning_train.py --dist_config configs/zero3.json --devices 2 --use_cpu
 
-Lightning starts the other processes itself. Its checkpoints are Hugging Face folders that go on at any number of processes.
+Lightning starts the other processes itself. Its checkpoints are Hugging Face folders that resume on any number of processes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/long_text.py --dist_config configs/long_context.json --use_cpu --max_steps 3
 
-`sequence_parallel_size` of the JSON says how many processes share each row. Positions begin anew with every file, which is
-how Hugging Face models know packed documents apart. Model, tokenizer and text are those of `train_clm.py`.
+`sequence_parallel_size` in the JSON is the number of processes that share each row. Positions restart at every file: this
+is how Hugging Face models tell packed documents apart. Model, tokenizer and text are those of `train_clm.py`.
 """
 
 from __future__ import annotations

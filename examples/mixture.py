@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/mixture.py --dist_config configs/experts.json --use_cpu --max_steps 20
 
-The same script trains with any other config of `configs/` (`zero3.json` gathers the weights of experts instead), and in
-one process. Routers are balanced by the model's own auxiliary loss, taken over all processes.
+The same script trains with any other config of `configs/` (`zero3.json` all-gathers expert weights instead), and in
+one process. The model's own auxiliary loss, computed over all processes, balances the routers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     accelerate launch --num_processes 2 examples/no_trainer.py --dist_config configs/zero3.json
 
-It accumulates, clips, evaluates, saves a state after each epoch and goes on from the last one, on any number of processes.
-(With the stock `Accelerator` left in, `-m hf_dist.run --config configs/zero3.json` before the script does the same.)
+It accumulates, clips, evaluates, saves a state after each epoch and resumes from the last one, on any number of processes.
+(A script with the stock `Accelerator` does the same under `-m hf_dist.run --config configs/zero3.json`.)
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/ray_train.py --num_workers 2 --storage /path/that/all/machines/see
 
-A worker that dies, or a machine that leaves, has Ray start the group again (`max_failures`), with another number of workers,
-too; the Trainer goes on from the newest complete checkpoint.
+If a worker dies or a machine leaves, Ray restarts the group (`max_failures`), possibly with another number of workers, and
+the Trainer resumes from the newest complete checkpoint.
 """
 
 from __future__ import annotations

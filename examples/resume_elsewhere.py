@@ -4,9 +4,9 @@
     kill -USR1 <any of the processes>       # SIGTERM does the same; or stop it with --stop_after 5
     torchrun --nproc_per_node 1 examples/resume_elsewhere.py --dist_config configs/zero1.json --use_cpu
 
-Told to stop, all processes write a checkpoint together and leave with exit code 75, "try again later". The same command
-starts and resumes: "auto" takes the newest complete checkpoint, and starts from the beginning where there is none. Under
-`torchrun --max-restarts 3` nobody has to type it, not even after a process was killed.
+On such a signal all processes write a checkpoint together and exit with code 75, "try again later". The same command
+starts and resumes: "auto" uses the newest complete checkpoint, or starts from the beginning if none exists. Under
+`torchrun --max-restarts 3` the restart is automatic, even after a process was killed.
 """
 
 from __future__ import annotations

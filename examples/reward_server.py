@@ -2,7 +2,7 @@
 
     python examples/reward_server.py --port 8000
 
-POST /score with {"prompts": [...], "completions": [...]} answers {"rewards": [...]}. Put your model in the place of `score`.
+POST /score with {"prompts": [...], "completions": [...]} answers {"rewards": [...]}. Replace `score` with your model.
 """
 
 from __future__ import annotations

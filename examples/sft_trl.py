@@ -3,7 +3,7 @@
     accelerate launch --num_processes 2 examples/sft_trl.py --dist_config configs/zero3.json --use_peft --lora_r 8
 
 Every field of TRL's SFTConfig and ModelConfig is an option: packing, loss on the completion or the assistant only, LoRA.
-`dpo_trl.py` does it without touching the script.
+`dpo_trl.py` shows how to run a script unchanged.
 """
 
 from __future__ import annotations

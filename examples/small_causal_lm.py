@@ -1,7 +1,7 @@
 """A folder with a small Llama and its tokenizer, and texts to fine-tune it on: for examples that start from a checkpoint.
 
-Made on the spot from the sources and docstrings of the Python standard library; nothing is downloaded. The weights are
-random, so the examples show how something is done, not how well: pass --model_name_or_path for that.
+Made from the sources and docstrings of the Python standard library, without a download. The weights are random, so the
+examples show how something is done, not how well. For good results pass --model_name_or_path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A labelled text set that every machine already has: docstrings of the Python standard library.
 
-The text is a docstring, the label the package it comes from. Sources are parsed, never imported. Evaluation examples
-come from other modules than training examples, so that a model cannot win by remembering a file.
+The text is a docstring, the label is its package. Sources are parsed, never imported. Evaluation examples
+come from other modules than training examples, so that memorising a file does not help.
 """
 
 from __future__ import annotations

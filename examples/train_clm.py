@@ -2,7 +2,7 @@
 
     accelerate launch --num_processes 2 examples/train_clm.py --dist_config configs/zero3.json --max_steps 200
 
-Without --model_name_or_path it makes a small Llama and a byte-level BPE tokenizer on the spot; without --text_dir it
+Without --model_name_or_path it creates a small Llama and a byte-level BPE tokenizer; without --text_dir it
 reads the sources of the Python standard library. Nothing is downloaded.
 """
 
