@@ -85,6 +85,10 @@ def check(
 
 def _blame(parts: Sequence[Blamed]) -> str:
     """The axis that differs alone, or without which the others are equal."""
+    from hf_dist.hf.proof.parts import ONE_RANK
+
+    if any(part.axes == ONE_RANK and not part.equal for part in parts):
+        return "no axis: one rank of hf_dist differs as well"
     alone = [part.axes.removesuffix(" alone") for part in parts if part.axes.endswith(" alone") and not part.equal]
     without = [part.axes.removeprefix("without ") for part in parts if part.axes.startswith("without ") and part.equal]
     return ", ".join(alone or without) or "no axis by itself: only all of them together differ"

@@ -23,7 +23,8 @@ from hf_dist.hf.proof import Asked, prepare, prove
 from hf_dist.hf.proof.compare import FP32, Blamed, compare
 from hf_dist.hf.proof.data import microbatches
 from hf_dist.hf.proof.job import Job
-from hf_dist.hf.proof.parts import alone_parts, parts_without_one
+from hf_dist.hf.proof.parts import alone_parts, one_rank, parts_without_one
+from hf_dist.hf.proof.runs import _clip
 from tests.harness import run_ranks
 from tests.parity.families import make_model
 
@@ -226,6 +227,16 @@ def test_parts_of_a_layout_have_the_batches_of_the_whole() -> None:
         assert axes.size("data") == part.job.data_ranks
         assert part.job.window == whole.window == part.job.data_ranks * part.job.layout["gradient_accumulation_steps"]
     assert not alone_parts(job(layout={"zero_optimization": {"stage": 3}}))
+    assert (one_rank(whole).world, one_rank(whole).job.window) == (1, whole.window)
+
+
+def test_the_reference_norm_is_right_where_torchs_own_is_not() -> None:
+    big = torch.nn.Parameter(torch.zeros(2_000_000))
+    big.grad = torch.full_like(big, 1e-4)
+    exact = 1e-4 * 2_000_000**0.5
+    assert _clip([big], 0.0) == pytest.approx(exact, rel=1e-7)
+    assert _clip([big], exact / 2) == pytest.approx(exact, rel=1e-7)
+    assert float(big.grad.double().norm()) == pytest.approx(exact / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("shard", [2, 8])
@@ -244,6 +255,8 @@ def test_parts_without_the_ranks_of_a_sequence_have_no_shards_over_them(shard: i
             {"pp 2 alone": True, "tp 2 alone": True, "cp 2 alone": True, "without pp 2": False, "without cp 2": True},
             "cp 2",
         ),
+        ({"pp 2 alone": False, "tp 2 alone": False, "one rank": True}, "pp 2, tp 2"),
+        ({"pp 2 alone": False, "tp 2 alone": False, "one rank": False}, "no axis: one rank of hf_dist differs as well"),
         ({"pp 2 alone": True, "tp 2 alone": True}, "no axis by itself: only all of them together differ"),
     ],
 )

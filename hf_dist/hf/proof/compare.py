@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_dist.hf.proof.job import Job
-from hf_dist.hf.proof.parts import Part, alone_parts, parts_without_one
+from hf_dist.hf.proof.parts import Part, alone_parts, one_rank, parts_without_one
 from hf_dist.hf.proof.runs import in_one_process, on_ranks
 from hf_dist.local_ranks import run_ranks
 
@@ -80,7 +80,8 @@ class Proof:
 def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     """Run everything on this machine and compare. Raises RuntimeError with the traceback of a rank that fails.
 
-    If the layout differs and has several axes, each axis runs alone; if those are all equal, the layout runs without each axis.
+    If the layout differs and has several axes, each axis runs alone. If those are all equal, the layout runs without each axis;
+    if none is, the engine runs on one rank.
     """
     alone = run_ranks(in_one_process, 1, (job,), timeout)[0]
     proof = compare(job, alone, run_ranks(on_ranks, world, (job,), timeout))
@@ -97,6 +98,8 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     single = [tried(part) for part in alone_parts(job)]
     if len(single) > 2 and all(each.equal for each in single):
         single += [tried(part) for part in parts_without_one(job)]
+    elif single and not any(each.equal for each in single):
+        single.append(tried(one_rank(job)))
     return replace(proof, blamed=single)
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from hf_dist.config import axes_of, load_config
 from hf_dist.hf.proof.job import Job
 
-__all__ = ["Part", "alone_parts", "parts_without_one"]
+__all__ = ["ONE_RANK", "Part", "alone_parts", "one_rank", "parts_without_one"]
+
+ONE_RANK = "one rank"
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "pp": ("pipeline",),
@@ -43,6 +45,11 @@ def parts_without_one(job: Job) -> list[Part]:
     """The layout without each of its axes."""
     used = _used(job)
     return [_part(job, used, tuple(n for n in used if n != name), f"without {_named(name, used)}") for name in used]
+
+
+def one_rank(job: Job) -> Part:
+    """The engine without any axis."""
+    return _part(job, _used(job), (), ONE_RANK)
 
 
 def _used(job: Job) -> dict[str, int]:
