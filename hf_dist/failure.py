@@ -32,6 +32,8 @@ _SAME_EVERYWHERE = (ConfigError, TopologyError, ModelError, CheckpointError, Ove
 # How gloo, NCCL and the store report that a peer is gone or has not arrived.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted", "Broken pipe")
 _TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
+# How the last words of a rank begin that ended because another one had.
+_FOLLOWED = ("lost the connection to", "waited for")
 _GRACE_SECONDS = 5.0
 _FINISH_SECONDS = 600.0
 
@@ -102,7 +104,7 @@ def leave_waiting(reason: str) -> None:
     """
     rank = os.environ.get("RANK", "0")
     print_error(f"[rank {rank}] waits for a rank that has ended, and leaves; {reason}")
-    _leave_word("it waited for a rank that had ended")
+    _leave_word("waited for a rank that had ended")
     _leave()
 
 
@@ -134,7 +136,7 @@ def _report_loss(rank: int, what: str) -> None:
     reason, first_traceback = _explain() if _explain is not None else ("", "")
     why = reason or "its own message says why (no message at all: look for an out-of-memory kill in the kernel's log)"
     print_error(f"[rank {rank}] {what}; {why}")
-    _leave_word(f"it {what}")
+    _leave_word(what)
     _told_to_end.wait(_GRACE_SECONDS)  # the launcher blames the process that exits first
     if first_traceback and not os.environ.get("TORCHELASTIC_ERROR_FILE"):
         print_error(first_traceback)
@@ -143,6 +145,11 @@ def _report_loss(rank: int, what: str) -> None:
 def _leave_word(message: str) -> None:
     for tell in _listeners:
         tell(message)
+
+
+def only_followed(last_words: str | None) -> bool:
+    """Whether these last words of a rank say no more than that another one had ended or did not come."""
+    return last_words is not None and last_words.startswith(_FOLLOWED)
 
 
 def _tell_launcher(message: str) -> bool:

@@ -77,6 +77,8 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """One line for the start-up report, such as `4 ranks = dp_replicate 2 x dp_shard 2, gloo on cpu`."""
+        if self.world.size == 1:
+            return f"one process on {self.device.type}, no communication"
         return f"{self.axes.describe()}, {self.backend} on {self.device.type}"
 
     @property

@@ -178,10 +178,11 @@ def _memory(engine: Engine) -> list[str]:
     learning = sum(g.layout.num_params for g in sharded.trainable_groups)
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
     states = States.of_engine(sharded, config, optimizer)
-    assumed = " (if it is AdamW)" if config.optimizer is None and engine.optimizer is None else ""
+    assumed = config.optimizer is None and engine.optimizer is None  # as in an evaluation before training
+    if_used = "AdamW's, if that is used"
     here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""
     rows = [
-        (what + (assumed if what.startswith("optimizer") else ""), f"{size_text(nbytes)}  {kind}")
+        (what, f"{size_text(nbytes)}  {if_used if assumed and what.startswith('optimizer') else kind}")
         for what, nbytes, kind in states.rows()
     ]
     return [

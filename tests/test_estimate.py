@@ -218,10 +218,13 @@ def test_the_command_says_that_it_fits(tmp_path: Path) -> None:
         "one checkpoint",
         "of 3 GB: fits",
         "CUDA's context, cuBLAS, NCCL",
-        "one setting",
+        "device, needed",
+        "would save more",
     ):
         assert words in result.output
     assert "gradient checkpointing: saves" in result.output
+    open_question = plan_command(tmp_path, "--world-size", "2").output
+    assert "verdict\n  device: not known; --device-memory 80GB says" in open_question and "one setting" in open_question
 
 
 def test_the_command_suggests_configs_that_load_and_fit(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "value": ({"zero_optimization": {"stage": 4}}, ("zero_optimization.stage", "4", "0, 1, 2")),
     "contradictory_batch": (
         {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
-        ("train_batch_size", "10", "gradient_accumulation_steps (3)", "Set it to 12 or another multiple of 6"),
+        ("train_batch_size", "10", "gradient_accumulation_steps (3)", "Set train_batch_size to 6"),
     ),
     "impossible_batch": ({"train_batch_size": 7}, ("train_batch_size", "7", "Set train_batch_size to 6")),
     "two_precisions": (

@@ -105,6 +105,20 @@ def test_a_rank_that_ended_without_a_word_was_killed() -> None:
     assert "kernel" not in str(lost_rank([said], "the kernel has killed 1 process"))
 
 
+def test_a_rank_that_only_lost_its_peers_is_not_blamed_for_the_end_of_the_job() -> None:
+    killed = Status(1, "a", 5, silent=1, ended=True)
+    for words in (
+        "lost the connection to another rank, which ended first",
+        "waited for another rank until the timeout of a process group was over (ddp_timeout)",
+        "waited for a rank that had ended",
+    ):
+        longer = Status(0, "a", 4, silent=4, ended=True, last_words=words)
+        assert "rank 1 (pid 5 on a) ended: it said nothing" in str(lost_rank([longer, killed], ""))
+        assert f"rank 0 (pid 4 on a) ended: {words}" in str(lost_rank([longer], "")), "no other is known"
+    failed = Status(1, "a", 5, silent=1, ended=True, last_words="[rank 1] ValueError: no rows")
+    assert "rank 1 (pid 5 on a) ended: ValueError" in str(lost_rank([longer, failed], ""))
+
+
 def test_ranks_are_counted_in_runs() -> None:
     assert numbers([0, 1, 2, 5, 7, 6]) == "ranks 0-2, 5-7"
     assert numbers([4]) == "rank 4"

@@ -15,7 +15,6 @@ from hf_dist.config import (
     DistConfig,
     axes_of,
     differences,
-    disagreements,
     examine,
     format_differences,
     format_table,
@@ -23,6 +22,7 @@ from hf_dist.config import (
     read_config,
     resolve,
     shown,
+    with_disagreements,
 )
 from hf_dist.config.convert import Conversion, from_accelerate, from_fsdp_arguments
 from hf_dist.config.json_schema import json_schema
@@ -135,7 +135,9 @@ def _resolved(file: Path, script: list[str] | None, world_size: int | None, mode
     sources = sources_from(script, data_ranks, model)
     compared = script is not None or world_size is not None or model is not None
     if problems:
-        raise ConfigError(problems + (disagreements(config, sources, problems) if compared else []))
+        if compared:
+            problems = with_disagreements(config, sources, problems, ranks_known=data_ranks is not None)
+        raise ConfigError(problems)
     return resolve(config, sources) if compared else config
 
 

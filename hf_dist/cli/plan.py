@@ -43,6 +43,9 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+_NO_VERDICT = "device: not known; --device-memory 80GB says whether it fits"
+
+
 @dataclass(frozen=True)
 class Asked:
     """The command's options."""
@@ -145,12 +148,13 @@ def _tokens(text: str) -> int:
 def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str]) -> str:
     from hf_dist.estimate.describe import plan_table, settings, verdict
 
+    title = "would save more" if limits.device and not now.over(limits) else "one setting"
     where = f", pipeline rank {now.stage}" if now.states.config.pipeline.stages > 1 else ""
     parts = {
         f"per rank{where}": plan_table(now),
-        "verdict": verdict(now, limits),
+        "verdict": [*verdict(now, limits), *([] if limits.device else [_NO_VERDICT])],
         "experts": experts,
-        "one setting": settings(tried, limits) or ["nothing that hf_dist has a setting for saves memory here"],
+        title: settings(tried, limits) or ["nothing that hf_dist has a setting for saves memory here"],
     }
     return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) for name, lines in parts.items() if lines)
 

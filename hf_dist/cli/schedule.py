@@ -9,22 +9,44 @@ import typer
 
 __all__ = ["schedule"]
 
-Name = Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b, interleaved_1f1b or zb_h1.")]
-Stages = Annotated[int, typer.Option("--stages", help="Pipeline ranks.")]
-Microbatches = Annotated[int, typer.Option("--microbatches", help="Microbatches of one optimizer step.")]
-Virtual = Annotated[int, typer.Option("--virtual-stages", help="Stages per rank, for interleaved_1f1b.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", help="Take what is not given from this file.", show_default=False)
+]
+Name = Annotated[str | None, typer.Option("--schedule", help="gpipe, 1f1b, interleaved_1f1b or zb_h1; default 1f1b.")]
+Stages = Annotated[int | None, typer.Option("--stages", help="Pipeline ranks; default 4.")]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", help="Of one optimizer step: gradient_accumulation_steps; default 8.")
+]
+Virtual = Annotated[int | None, typer.Option("--virtual-stages", help="Stages per rank, for interleaved_1f1b.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Also write the picture here, as .svg or .png.")]
 
 
 def schedule(
-    name: Name = "1f1b", stages: Stages = 4, microbatches: Microbatches = 8, virtual: Virtual = 1, output: Output = None
+    config: Config = None,
+    name: Name = None,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    virtual: Virtual = None,
+    output: Output = None,
 ) -> None:
     """Draw a pipeline schedule with its bubble and the microbatches that each stage keeps."""
+    from hf_dist.config import load_config
     from hf_dist.pipeline.draw import draw_schedule, draw_text
     from hf_dist.pipeline.schedule import make_schedule
     from hf_dist.pipeline.simulate import validate
 
-    plan = make_schedule(name, stages, microbatches, virtual)
+    read = None if config is None else load_config(config)
+    if read is not None:
+        section, steps = read.pipeline, read.gradient_accumulation_steps
+        name, stages = name or section.schedule, section.stages if stages is None else stages
+        virtual = section.virtual_stages if virtual is None else virtual
+        microbatches = steps if microbatches is None and isinstance(steps, int) else microbatches
+    plan = make_schedule(
+        name or "1f1b",
+        4 if stages is None else stages,
+        8 if microbatches is None else microbatches,
+        1 if virtual is None else virtual,
+    )
     validate(plan)
     print(draw_text(plan))
     if output is not None:

@@ -1,7 +1,7 @@
 """The JSON configuration: DeepSpeed's schema read once, checked as a whole, resolved against TrainingArguments."""
 
 from hf_dist.config.accelerate import LauncherSettings
-from hf_dist.config.auto import disagreements, resolve, resolve_without_trainer, with_elastic_batch
+from hf_dist.config.auto import resolve, resolve_without_trainer, with_disagreements, with_elastic_batch
 from hf_dist.config.batch import BatchSizes, solve_batch
 from hf_dist.config.differs import Difference, differences
 from hf_dist.config.findings import Note
@@ -22,7 +22,6 @@ __all__ = [
     "Note",
     "axes_of",
     "differences",
-    "disagreements",
     "examine",
     "format_differences",
     "format_table",
@@ -34,5 +33,6 @@ __all__ = [
     "settled",
     "shown",
     "solve_batch",
+    "with_disagreements",
     "with_elastic_batch",
 ]

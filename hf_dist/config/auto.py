@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_dist.config.batch import MICRO, STEPS, TRAIN, BatchSizes, solve_batch
+from hf_dist.config.batch import MICRO, NO_MULTIPLE, STEPS, TRAIN, BatchSizes, solve_batch
 from hf_dist.config.elastic import elastic_sizes
 from hf_dist.config.findings import Note
 from hf_dist.config.schema import DistConfig
@@ -153,15 +153,24 @@ def resolve(config: DistConfig, sources: AutoSources, *, final: bool = False) ->
     return work.result()
 
 
-def disagreements(config: DistConfig, sources: AutoSources, known: list[Problem]) -> list[Problem]:
-    """The problems that `resolve` would find in a config with the errors `known`, without those."""
+def with_disagreements(
+    config: DistConfig, sources: AutoSources, known: list[Problem], *, ranks_known: bool = True
+) -> list[Problem]:
+    """`known`, the errors of a config, and those that `resolve` finds besides.
+
+    A total that fits no number of ranks is told with the one that fits these ranks, where they are known.
+    """
     try:
         resolve(config, sources)
     except ConfigError as error:
         wrong = {problem.path for problem in known if problem.found}
-        wrong |= set(_BATCH) if wrong & {config.spelled(path) for path in _BATCH} else set()
-        return [problem for problem in error.problems if problem.path not in wrong]
-    return []
+        batch = wrong & {config.spelled(path) for path in _BATCH}
+        wrong |= set(_BATCH) if batch else set()
+        total = [problem for problem in error.problems if problem.path == TRAIN]
+        if ranks_known and total and batch == {config.spelled(TRAIN)}:
+            known = [total[0] if p.path in batch and p.expected.startswith(NO_MULTIPLE) else p for p in known]
+        return known + [problem for problem in error.problems if problem.path not in wrong]
+    return known
 
 
 def with_elastic_batch(config: DistConfig, data_ranks: int) -> DistConfig:

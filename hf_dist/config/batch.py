@@ -9,6 +9,8 @@ from hf_dist.errors import ConfigError, Problem
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
+NO_MULTIPLE = "is not a multiple of"
+"""What is wrong with a total that fits no number of ranks."""
 
 
 @dataclass(frozen=True)

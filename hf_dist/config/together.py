@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_dist.config.batch import MICRO, STEPS, TRAIN
+from hf_dist.config.batch import MICRO, NO_MULTIPLE, STEPS, TRAIN
 from hf_dist.config.curriculum import check_curriculum
 from hf_dist.config.findings import Findings
 from hf_dist.config.refusals import refused
@@ -192,7 +192,7 @@ def _check_batch(config: DistConfig, sources: Mapping[str, str], findings: Findi
         fix = (
             f"Set it to {max(1, round(train / product)) * product} or another multiple of {product}, or remove the key."
         )
-        findings.problem(TRAIN, f"is not a multiple of {what}", fix, found=train)
+        findings.problem(TRAIN, f"{NO_MULTIPLE} {what}", fix, found=train)
 
 
 def _check_warm_up(config: DistConfig, findings: Findings) -> None:

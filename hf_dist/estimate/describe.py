@@ -30,6 +30,7 @@ def plan_table(plan: MemoryPlan) -> list[str]:
     rows.append(("device, peak", size_text(plan.device_peak), "estimate"))
     if plan.beside:
         rows.append(("CUDA's context, cuBLAS, NCCL", size_text(plan.beside), "rough estimate"))
+        rows.append(("device, needed", size_text(plan.device_need), "the two together"))
     rows += [(what, size_text(n), "") for what, n in (("host", plan.host), ("disk", plan.disk)) if n]
     rows.append(("one checkpoint", size_text(plan.checkpoint), "of the job"))
     width, numbers = max(len(r[0]) for r in rows), max(len(r[1]) for r in rows)
@@ -57,13 +58,14 @@ def verdict(plan: MemoryPlan, limits: Limits) -> list[str]:
 
 
 def settings(tried: Sequence[Tried], limits: Limits) -> list[str]:
-    """What each change saves on the device, and whether it is enough."""
+    """What each change saves of what the device needs, and whether it is enough."""
     known = limits.device is not None or limits.host is not None
     lines = []
     for each in tried:
         if each.saved <= 0:
             continue
-        line = f"{each.change.text}: saves {size_text(each.saved)} on the device"
+        needed = size_text(each.saved + each.plan.device_need)
+        line = f"{each.change.text}: saves {size_text(each.saved)} of {needed} on the device"
         more_host = each.plan.host
         line += f", {size_text(more_host)} on the host" if more_host else ""
         if known:

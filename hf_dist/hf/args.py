@@ -18,10 +18,10 @@ from hf_dist.config import (
     DistConfig,
     LauncherSettings,
     axes_of,
-    disagreements,
     examine,
     resolve,
     settled,
+    with_disagreements,
     with_elastic_batch,
 )
 from hf_dist.errors import ConfigError, Problem
@@ -97,7 +97,7 @@ class DistArgsMixin:
         _refuse_other_engines(self)
         config, problems = examine(source, launcher=launcher)
         if problems:
-            raise ConfigError(problems + _more_problems(self, config, problems))
+            raise ConfigError(_all_problems(self, config, problems))
         config = _take_compile(self, config)
         asked: Any = self
         config = with_parallelism(config, given_parallelism(asked.parallelism_config))
@@ -194,13 +194,13 @@ def _refuse_other_engines(args: Any) -> None:
         raise ConfigError(problems)
 
 
-def _more_problems(args: Any, config: DistConfig, known: list[Problem]) -> list[Problem]:
-    """Conflicts between the arguments and an already invalid config, so that one error shows all problems."""
+def _all_problems(args: Any, config: DistConfig, known: list[Problem]) -> list[Problem]:
+    """`known`, and conflicts between the arguments and an already invalid config, so that one error shows all problems."""
     try:
         ranks = axes_of(config, detect_launch().world_size).size("data")
     except ConfigError as error:
-        return error.problems
-    return disagreements(config, AutoSources.from_training_arguments(args, data_world_size=ranks), known)
+        return known + error.problems
+    return with_disagreements(config, AutoSources.from_training_arguments(args, data_world_size=ranks), known)
 
 
 def _take_compile(args: Any, config: DistConfig) -> DistConfig:

@@ -125,7 +125,7 @@ class CheckpointingMixin:
         self.checkpoint_writer.wait()
         say(
             f"{signal.Signals(number).name}: stopped after step {step}, {saved}; leaving with exit code {RESTART_CODE}. "
-            'Started again with resume_from_checkpoint="auto" the run continues.'
+            'Started again with resume_from_checkpoint="auto" (--resume_from_checkpoint auto) the run continues.'
         )
         assert self._stop is not None
         self._stop.leave()
@@ -313,6 +313,7 @@ class CheckpointingMixin:
             say(f"{directory} holds no training state: its weights are loaded, the optimizer starts with empty state")
             return
         manifest = folder.read_manifest(directory) or {}
+        say(f"resumes after step {self.state.global_step} of {self.state.max_steps}")
         for line in resumed_arguments.changes(manifest.get("arguments", {}), resumed_arguments.record(self.args)):
             say(f"resumed with another argument: {line}")
         self._evaluation_due = directory if manifest.get("evaluation_is_due") else None

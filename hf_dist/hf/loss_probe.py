@@ -47,9 +47,8 @@ def ignores_num_items(trainer: Any, model: nn.Module, inputs: Any) -> bool:
     if losses[0] is None or losses[1] is None or not torch.isclose(losses[0].float(), losses[1].float(), rtol=1e-3):
         return False
     say_once(
-        f"{type(model).__name__} ignores num_items_in_batch (its loss is a mean over the microbatch), although its signature "
-        "accepts it: the loss is averaged over microbatches and ranks, as in one process on the joined batch (with ragged "
-        "rows, a mean of the microbatches' means)"
+        f"{type(model).__name__} returns mean losses and ignores num_items_in_batch: they are averaged over microbatches and "
+        "ranks; nothing to do, unless microbatches count different numbers of tokens (then pass compute_loss_func)"
     )
     return True
 

@@ -17,15 +17,14 @@ _MEANING = {
     "seed": "random states come from the checkpoint; the order of the data changes from here on",
     "data_seed": "the order of the data changes from here on: samples of this epoch may repeat or be missed",
     "max_grad_norm": "the new limit holds from here on",
-    "per_device_train_batch_size": "nothing, if the global batch is the same",
-    "gradient_accumulation_steps": "nothing, if the global batch is the same",
-    "world_size": "nothing, if the global batch is the same",
 }
+_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+"""Their product is the global batch: a change of one of them matters only if that changes."""
 
 
 def record(args: Any) -> dict[str, Any]:
     """The arguments that matter for a resume, to store in the manifest. Local."""
-    values = {name: getattr(args, name, None) for name in _MEANING if name != "global_batch"}
+    values = {name: getattr(args, name, None) for name in (*_MEANING, *_FACTORS) if name != "global_batch"}
     values["global_batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     plain = (bool, int, float, str, type(None))
     return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
@@ -33,8 +32,14 @@ def record(args: Any) -> dict[str, Any]:
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for every argument whose value changed."""
+    before, here = saved.get("global_batch"), now.get("global_batch")
+    part = (
+        f"no effect: the global batch is still {here}"
+        if before == here
+        else f"global_batch was {before}, is {here} now"
+    )
     lines = []
-    for name, meaning in _MEANING.items():
+    for name, meaning in {**_MEANING, **dict.fromkeys(_FACTORS, part)}.items():
         if name in saved and saved[name] != now.get(name):
             lines.append(f"{name}: {saved[name]} in the checkpoint, {now.get(name)} now: {meaning}")
     return lines

@@ -15,6 +15,7 @@ _COLOURS = {
     Kind.BACKWARD_WEIGHT: "#9ccf8f",
 }
 _LEGEND = "F forward, B backward, I backward for inputs, W backward for weights; the number is the microbatch"
+_COLUMNS = "One column is the time of a forward; a backward takes two, an I or W one; dots are waiting."
 _ROW, _LEFT, _UNIT = 28, 60, 26  # pixels
 
 
@@ -23,7 +24,6 @@ def draw_text(schedule: Schedule, costs: Costs | None = None) -> str:
 
     If ranks have several stages, the stage's number precedes the letter. Fractional costs are rounded.
     """
-    costs = costs or Costs()
     result = simulate(schedule, costs)
     many = schedule.num_stages > schedule.num_ranks
     width = max((len(_label(span, many)) for rank in result.spans for span in rank), default=1)
@@ -34,7 +34,7 @@ def draw_text(schedule: Schedule, costs: Costs | None = None) -> str:
             for column in range(round(span.start), round(span.stop)):
                 cells[column] = _label(span, many).ljust(width)
         lines.append(f"rank {rank} | {' '.join(cells)}")
-    return "\n".join([*lines, "", _summary(schedule, result), _LEGEND])
+    return "\n".join([*lines, "", _summary(schedule, result), _LEGEND, *([] if costs else [_COLUMNS])])
 
 
 def draw_schedule(schedule: Schedule, costs: Costs | None = None) -> Picture:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hf_dist.failure import only_followed
 from hf_dist.on_one_rank import REMEDY
 from hf_dist.sizes import size_text
 from hf_dist.watchdog.location import MAY_TAKE_LONG, Location
 
-__all__ = ["Status", "called_alone", "describe_stall", "late_words", "lost_rank", "numbers"]
+__all__ = ["Status", "called_alone", "describe_stall", "ended_first", "late_words", "lost_rank", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,21 @@ def _why_ended(status: Status) -> str:
     return "it said nothing, so it was killed (SIGKILL, a scheduler, no host memory left) or crashed in native code"
 
 
+def ended_first(statuses: Sequence[Status]) -> Status | None:
+    """The rank whose end the others followed; None if none has ended.
+
+    One that only lost its peers is named if there is no other: it may have been silent for longer than the one that it lost.
+    """
+    ended = [s for s in statuses if s.ended]
+    causes = [s for s in ended if not only_followed(s.last_words)]
+    return max(causes or ended, key=lambda s: s.silent, default=None)
+
+
 def lost_rank(statuses: Sequence[Status], memory: str) -> str | None:
     """A sentence on the rank that ended first, and why; None if none has. `memory`: the kernel's report of memory kills."""
-    ended = [s for s in statuses if s.ended]
-    if not ended:
+    first = ended_first(statuses)
+    if first is None:
         return None
-    first = max(ended, key=lambda s: s.silent)
     held = f", held {size_text(first.rss)} of host memory" if first.rss else ""
     cause = f"; {memory}" if memory and first.last_words is None else ""
     return f"{first.who} ended: {_why_ended(first)}. Before that it was in: {first.location}{held}{cause}"

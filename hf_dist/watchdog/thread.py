@@ -17,7 +17,7 @@ from hf_dist import collectives, failure, machine, mesh, on_one_rank
 from hf_dist.launch import detect_launch
 from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
-from hf_dist.watchdog.report import Status, called_alone, describe_stall, late_words, lost_rank, numbers
+from hf_dist.watchdog.report import Status, called_alone, describe_stall, ended_first, late_words, lost_rank, numbers
 from hf_dist.watchdog.wire import Collector, Sender
 
 __all__ = ["start", "watch"]
@@ -280,9 +280,10 @@ class Watchdog(threading.Thread):
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
             statuses = [s for s in self._statuses() if s.rank != self.rank]
-            found = lost_rank(statuses, machine.memory_report(self._kills))
-            if found is not None:
-                first = max((s for s in statuses if s.ended), key=lambda s: s.silent)
+            first = ended_first(statuses)
+            # One that only followed: the end of the rank that it followed may be heard of a moment later.
+            if first is not None and not (failure.only_followed(first.last_words) and time.monotonic() < deadline - 1):
+                found = lost_rank(statuses, machine.memory_report(self._kills)) or ""
                 speaks = self.rank == min(set(self._listeners) - {first.rank})
                 return found, (first.last_words or "") if speaks else ""
             time.sleep(0.05)

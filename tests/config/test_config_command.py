@@ -118,6 +118,15 @@ def write(folder: Path, data: dict[str, object]) -> str:
     return str(path)
 
 
+def test_check_names_the_one_total_that_fits_the_ranks_where_they_are_known(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 17, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    path = write(tmp_path, sizes)
+    assert "Set it to 16 or another multiple of 8" in run("check", path).stderr
+    known = run("check", path, "--world-size", "2").stderr
+    assert "x data ranks (2) = 16" in known and "Set train_batch_size to 16" in known and "multiple" not in known
+    assert run("check", write(tmp_path, {**sizes, "train_batch_size": 16}), "--world-size", "2").returncode == 0
+
+
 def test_check_counts_data_ranks_and_refuses_stages_that_do_not_divide(tmp_path: Path) -> None:
     path = write(tmp_path, {"train_batch_size": 16, "pipeline": {"stages": 2}})
     script = ("--", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hf_dist.hf import resumed_arguments
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 
@@ -28,6 +29,18 @@ def ok(result: Any) -> Any:
     """A result that is not a traceback."""
     assert not isinstance(result, str), result
     return result
+
+
+def test_a_changed_factor_of_the_batch_is_told_with_what_became_of_the_batch() -> None:
+    saved = {"per_device_train_batch_size": 6, "world_size": 2, "global_batch": 12, "learning_rate": 1e-3}
+    same = {**saved, "per_device_train_batch_size": 12, "world_size": 1}
+    assert resumed_arguments.changes(saved, same) == [
+        "per_device_train_batch_size: 6 in the checkpoint, 12 now: no effect: the global batch is still 12",
+        "world_size: 2 in the checkpoint, 1 now: no effect: the global batch is still 12",
+    ]
+    larger, rows = resumed_arguments.changes(saved, {**saved, "per_device_train_batch_size": 9, "global_batch": 18})
+    assert larger.startswith("global_batch: 12 in the checkpoint, 18 now: an epoch has another number of steps")
+    assert rows == "per_device_train_batch_size: 6 in the checkpoint, 9 now: global_batch was 12, is 18 now"
 
 
 @pytest.fixture(scope="module")

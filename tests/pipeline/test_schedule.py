@@ -172,4 +172,13 @@ def test_the_command_prints_the_grid_and_writes_the_picture(tmp_path: Path) -> N
     )
     assert result.exit_code == 0, result.output
     assert "rank 2 |" in result.output and "Bubble 14.3%" in result.output
+    assert "a backward takes two" in result.output
     ElementTree.parse(path)
+
+    (config := tmp_path / "ds.json").write_text(
+        '{"pipeline": {"stages": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, "gradient_accumulation_steps": 6}'
+    )
+    of_file = CliRunner().invoke(app, ["--config", str(config)]).output
+    assert "interleaved_1f1b: 4 stages on 2 ranks, 6 microbatches" in of_file
+    asked = ["--config", str(config), "--microbatches", "4", "--virtual-stages", "1", "--schedule", "gpipe"]
+    assert "gpipe: 2 stages on 2 ranks, 4 microbatches" in CliRunner().invoke(app, asked).output
