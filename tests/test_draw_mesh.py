@@ -21,9 +21,9 @@ SENT = {"tp": {"all_reduce": (4, 1000)}, "pp": {"send": (2, 500)}, "dp": {}}
 
 def test_every_axis_says_what_its_ranks_hold_and_how_they_are_joined() -> None:
     assert mesh_lines(AXES, MACHINES, SENT) == [
-        "pp 2        different layers   0 8, 1 9, 2 10, 3 11, ... of 8            between machines",
-        "dp_shard 4  ZeRO's shards      0 2 4 6, 1 3 5 7, 8 10 12 14, 9 11 13 15  inside machines",
-        "tp 2        parts of a matrix  0 1, 2 3, 4 5, 6 7, ... of 8              inside machines",
+        "pp 2        different layers   {0 8} {1 9} {2 10} {3 11} ... of 8             between machines",
+        "dp_shard 4  ZeRO's shards      {0 2 4 6} {1 3 5 7} {8 10 12 14} {9 11 13 15}  inside machines",
+        "tp 2        parts of a matrix  {0 1} {2 3} {4 5} {6 7} ... of 8               inside machines",
         "sent along tp: 1 kB inside a machine, 0 B between, per rank and step",
         "sent along pp: 0 B inside a machine, 500 B between, per rank and step",
     ]

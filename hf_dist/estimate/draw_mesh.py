@@ -52,10 +52,10 @@ def _sums(traffic: Traffic) -> dict[str, int]:
 
 
 def _ranks(lines: Sequence[Sequence[int]]) -> str:
-    """For example `0 1, 2 3, ... of 32`."""
+    """For example `{0 1} {2 3} {4 5} {6 7} ... of 32`."""
     named = [" ".join(map(str, line[:_MOST_RANKS])) + (" ..." if len(line) > _MOST_RANKS else "") for line in lines]
-    more = f", ... of {len(named)}" if len(named) > _MOST_LINES else ""
-    return ", ".join(named[:_MOST_LINES]) + more
+    more = f" ... of {len(named)}" if len(named) > _MOST_LINES else ""
+    return " ".join(f"{{{ranks}}}" for ranks in named[:_MOST_LINES]) + more
 
 
 def _where(axes: Axes, axis: str, machines: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,22 +35,30 @@ class PlannedSplit:
         lines = []
         for stage in range(plan.num_stages):
             first, last = plan.calls[plan.bounds[stage]].module, plan.calls[plan.bounds[stage + 1] - 1].module
+            count = plan.bounds[stage + 1] - plan.bounds[stage]
+            blocks = f"{count} blocks, {first} to {last}" if count > 1 else f"1 block, {first}"
+            head = " with the output layer" if stage == plan.num_stages - 1 and self._ends_with_a_head() else ""
             lines.append(
-                f"stage {stage}: {plan.bounds[stage + 1] - plan.bounds[stage]} blocks, {first} to {last}, "
-                f"{self.partition.costs[stage] / total:.1%} of the time, {size_text(self.nbytes[stage])} of weights"
+                f"stage {stage}: {blocks}, {self.partition.costs[stage] / total:.1%} of the time{head}, "
+                f"{size_text(self.nbytes[stage])} of weights"
             )
         shared = "; ".join(f"{s.names[0]} on stages {', '.join(map(str, s.stages))}" for s in plan.shared)
         efficiency = f"the slowest stage allows {self.partition.efficiency:.1%} of the ideal speed, bubble not counted"
         return "\n".join([*lines, efficiency, *([f"shared: {shared}"] if shared else [])])
 
+    def _ends_with_a_head(self) -> bool:
+        """Whether the last stage has parameters outside of the blocks."""
+        blocks = tuple(f"{call.module}." for call in self.plan.calls)
+        return any(not name.startswith(blocks) for name in self.plan.names_of(self.plan.num_stages - 1))
+
 
 def plan_stages(
     model: nn.Module,
-    batch: dict[str, Any],
+    batch: Mapping[str, Any],
     num_stages: int,
     *,
     method: str | Sequence[int] = "cost",
-    run: Callable[[nn.Module, dict[str, Any]], Any] | None = None,
+    run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> PlannedSplit:
     """Probe, partition, cut and verify. Local, with the same result on every rank; leaves `model` (real or meta) unchanged.
 

@@ -183,8 +183,9 @@ def test_a_plan_describes_its_stages() -> None:
     lines = split.describe().splitlines()
     assert [line.split(" of the time")[0].rsplit(",", 1)[0] for line in lines[:2]] == [
         "stage 0: 3 blocks, blocks.0 to blocks.2",
-        "stage 1: 1 blocks, blocks.3 to blocks.3",
+        "stage 1: 1 block, blocks.3",
     ]
+    assert " of the time, " in lines[0] and " of the time with the output layer, " in lines[1]
     assert lines[3] == "shared: embed.weight on stages 0, 1"
     assert sum(split.nbytes) == 4 * (sum(p.numel() for p in net.parameters()) + net.embed.weight.numel())
 
