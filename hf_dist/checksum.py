@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from hf_dist import trees
 
 __all__ = ["batch_digest", "checksum"]
 
@@ -41,7 +42,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def batch_digest(batch: Any) -> torch.Tensor:
     """A 0-D float64 integer, on the tensors' device, that differs when any element of the tensors in `batch` differs."""
     total = torch.zeros((), dtype=torch.int64)
-    for tensor in (t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)):
+    for tensor in (t for t in trees.leaves(batch) if isinstance(t, torch.Tensor)):
         own = checksum(tensor)
         total = total.to(own.device) * _AFTER + own
     return (total & (1 << 52) - 1).double()  # as many bits as float64 holds exactly

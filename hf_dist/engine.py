@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from hf_dist import collectives
+from hf_dist import collectives, trees
 from hf_dist.checkpoint import random_state, resume
 from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
@@ -491,7 +490,7 @@ def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
+    return trees.mapped(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
 
 
 def _is_used(part: OfParameter, used: dict[tuple[int, int], bool]) -> bool:

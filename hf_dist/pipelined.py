@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_dist import collectives
+from hf_dist import collectives, trees
 from hf_dist.checksum import batch_digest
 from hf_dist.config.sections import PipelineConfig
 from hf_dist.errors import ModelError
@@ -59,8 +58,8 @@ _CHECK_EVERY = 64
 class Example:
     """A batch like those of training (rank 0's is used), and how training calls the model with it."""
 
-    batch: Callable[[], dict[str, Any]]
-    run: Callable[[nn.Module, dict[str, Any]], Any] | None = None
+    batch: Callable[[], Mapping[str, Any]]
+    run: Callable[[nn.Module, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -293,9 +292,9 @@ class Pipeline:
     def from_last(self, value: Any) -> Any:
         """The last stage's `value`, on every rank of the pipeline. Collective over pp."""
         is_last = self.mesh.pp.rank == self.last
-        shapes = tree_map(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)
+        shapes = trees.mapped(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)
         shapes = collectives.broadcast_object(self.mesh.pp, shapes if is_last else None, self.last)
-        own = iter(tree_leaves(value)) if is_last else None
+        own = iter(trees.leaves(value)) if is_last else None
 
         def arrive(row: Any) -> Any:
             leaf = next(own) if own is not None else None
@@ -308,7 +307,7 @@ class Pipeline:
             collectives.broadcast(self.mesh.pp, tensor.view(-1).view(torch.uint8), self.last)
             return tensor
 
-        return tree_map(arrive, shapes)
+        return trees.mapped(arrive, shapes)
 
     @contextmanager
     def _random_numbers(self, step: int) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,4 @@ def test_the_digest_of_a_window_sees_the_end_the_order_and_large_integers() -> N
     assert changed(ids.flip(1))
     assert changed(ids[[1, 0, 2, 3]])
     assert not torch.equal(own, batch_digest(window[::-1]))
+    assert torch.equal(own, batch_digest([UserDict(batch) for batch in window])), "a tokenizer's batch is no dict"

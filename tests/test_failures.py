@@ -138,7 +138,7 @@ def test_a_failing_microbatch_is_shown_in_the_schedule(tmp_path: Path) -> None:
     code, output, _ = torchrun("raises_in_schedule", tmp_path)
     assert code != 0
     assert output.count("[rank 1] RuntimeError: the data of this microbatch is broken") == 1, output
-    assert "1f1b: rank 1 failed at 1F2" in output, output
+    assert "1f1b: rank 1 failed at 1F2 (stage 1, forward, microbatch 2)" in output, output
     assert ">>> 1F2 <<<" in output
     assert "[rank 0] Traceback" not in output, output
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
+from hf_dist import trees
 from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
 from hf_dist.activation.host_copies import NUM_KEPT
 from hf_dist.activation.tiled_mlp import mlps_of
@@ -202,7 +203,7 @@ def measure_activations(
     with on_meta(trace), _fused_attention(recorder), recorder, saved_tensors_hooks(recorder.pack, lambda t: t):
         output = model(*arguments, **named)
     recorder.found.rest.flops += trace.flops - sum(block.work.flops for block in recorder.found.blocks)
-    recorder.found.backward = crossed_backward(tree_leaves(dict(output) if isinstance(output, Mapping) else output))
+    recorder.found.backward = crossed_backward(trees.leaves(output))
     return recorder.found
 
 

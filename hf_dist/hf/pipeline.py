@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_dist import trees
 from hf_dist.checkpoint import random_state
 from hf_dist.engine import Engine
 from hf_dist.errors import ModelError
@@ -50,7 +51,7 @@ class PipelineMixin:
         window, self._window = self._window, []
         step = super().training_step  # type: ignore[misc]
         # Copies: losses may remove labels from their batch, and a rank with several stages runs each batch several times.
-        return engine.run_window(window, lambda model, batch: step(model, _copy(batch), num_items_in_batch))
+        return engine.run_window(window, lambda model, batch: step(model, trees.copied(batch), num_items_in_batch))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -63,15 +64,11 @@ class PipelineMixin:
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         return engine.evaluate(
-            inputs, lambda model, batch: step(model, _copy(batch), prediction_loss_only, *args, **kwargs)
+            inputs, lambda model, batch: step(model, trees.copied(batch), prediction_loss_only, *args, **kwargs)
         )
 
 
-def _copy(batch: Any) -> Any:
-    return dict(batch) if isinstance(batch, Mapping) else batch
-
-
-def example_from(loader: DataLoader[Any] | None) -> dict[str, Any]:
+def example_from(loader: DataLoader[Any] | None) -> Mapping[str, Any]:
     """A small batch for planning: two rows of the dataset of `loader` through its collator. `loader` does not advance. Local.
 
     Restores the random states. Raises `ModelError` if there is no loader or it has no rows.
@@ -91,6 +88,7 @@ def example_from(loader: DataLoader[Any] | None) -> dict[str, Any]:
         if not rows:
             raise ModelError("pipeline.stages is above 1, and the dataset is empty: nothing to plan the stages with")
         collate: Any = loader.collate_fn
-        return dict(collate(rows))
+        batch = collate(rows)
+        return batch if isinstance(batch, Mapping) else dict(batch)
     finally:
         random_state.restore(before)

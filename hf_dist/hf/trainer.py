@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_dist import trees
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
 from hf_dist.config.curriculum import length_at
 from hf_dist.estimate.out_of_memory import explained, shape_of
@@ -79,14 +80,14 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
                 self.gather_function, use_gather_object=self.args.eval_use_gather_object
             )
 
-    def _loss_of_example(self, model: nn.Module, batch: dict[str, Any]) -> Any:
+    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
         """The loss as `training_step` computes it, to learn how training calls the model."""
         counts = (
             getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None) is not None
         )
         number = torch.tensor(7) if counts else None
         with self._not_counted():
-            return self.compute_loss(model, dict(batch), num_items_in_batch=number)  # type: ignore[attr-defined]
+            return self.compute_loss(model, trees.copied(batch), num_items_in_batch=number)  # type: ignore[attr-defined]
 
     def _auto_sources(self, num_training_steps: int | None = None) -> AutoSources:
         assert self.dist is not None
@@ -227,7 +228,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             self.__dict__.pop("model_preparation_time", None)
 
 
-def _loss_of_example(reference: weakref.ref[Any], model: nn.Module, batch: dict[str, Any]) -> Any:
+def _loss_of_example(reference: weakref.ref[Any], model: nn.Module, batch: Mapping[str, Any]) -> Any:
     trainer = reference()
     assert trainer is not None
     return trainer._loss_of_example(model, batch)

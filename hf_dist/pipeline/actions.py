@@ -48,6 +48,23 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
+    @property
+    def words(self) -> str:
+        """The same, for an error: `stage 0, send activations, microbatch 1`."""
+        return f"stage {self.stage}, {_WORDS[self.kind]}, microbatch {self.microbatch}"
+
+
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward to the inputs",
+    Kind.BACKWARD_WEIGHT: "backward to the weights",
+    Kind.SEND_FORWARD: "send activations",
+    Kind.RECV_FORWARD: "receive activations",
+    Kind.SEND_BACKWARD: "send gradients",
+    Kind.RECV_BACKWARD: "receive gradients",
+}
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from hf_dist import trees
 
 __all__ = ["RANDOM", "MetaTrace", "meta_twin", "on_meta", "to_meta"]
 
@@ -60,7 +62,7 @@ def to_meta(value: Any, *, real: bool = False) -> Any:
         data = leaf.detach()
         return (data.clone() if real else data.to("meta")).requires_grad_(leaf.requires_grad)
 
-    return tree_map(convert, value)
+    return trees.mapped(convert, value)
 
 
 @contextmanager

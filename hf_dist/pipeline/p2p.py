@@ -27,6 +27,7 @@ from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.pipeline.communication import Channel
 from hf_dist.pipeline.probe import TensorSpec
+from hf_dist.pipeline.runtime import shapes_in_words
 from hf_dist.rendezvous import CONNECTIONS
 
 __all__ = ["ChannelEnds", "P2PTransport", "make_channels"]
@@ -112,9 +113,10 @@ class P2PTransport:
                 self._send_specs(ends, specs)
             elif known != specs:
                 raise ModelError(
-                    f"the tensors sent by stage {key[0]} changed from {known} to {specs} for microbatches of equal shapes; "
-                    "the shapes between stages must depend on those of the batch alone, and parameters must not be frozen "
-                    "or unfrozen during training"
+                    f"what stage {key[0]} sends changed from [{', '.join(map(str, known))}] to "
+                    f"[{', '.join(map(str, specs))}] for microbatches of the same shapes, [{shapes_in_words(key[2])}]. The "
+                    "shapes between stages must depend on those of the batch alone, and parameters must not be frozen or "
+                    "unfrozen during training."
                 )
         self._leave(ends, [_as_bytes(t) for t in tensors])
 

@@ -7,7 +7,7 @@ computed from, in execution order: 2p for modules outside the blocks that run at
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,14 @@ class TensorSpec:
     def of(tensor: torch.Tensor) -> TensorSpec:
         """The spec of `tensor`."""
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        return f"{in_words(self.shape, self.dtype)}{'' if self.requires_grad else ' without gradient'}"
+
+
+def in_words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """`2x7 float32`."""
+    return f"{'x'.join(map(str, shape)) or 'one'} {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,8 @@ def is_leaf(value: Any) -> bool:
 
 def probe(
     model: nn.Module,
-    batch: dict[str, Any],
-    run: Callable[[nn.Module, dict[str, Any]], Any] | None = None,
+    batch: Mapping[str, Any],
+    run: Callable[[nn.Module, Any], Any] | None = None,
     *,
     real: bool = False,
 ) -> Probe:

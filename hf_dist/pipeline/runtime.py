@@ -8,17 +8,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from hf_dist import trees
 from hf_dist.failure import lost_peer
 from hf_dist.log import logger
 from hf_dist.pipeline.actions import Action, Kind, Schedule
 from hf_dist.pipeline.backward import StageGraph
 from hf_dist.pipeline.communication import Channel, channel_of
-from hf_dist.pipeline.probe import TensorSpec
+from hf_dist.pipeline.probe import TensorSpec, in_words
 from hf_dist.pipeline.split import StagedModel
 
-__all__ = ["Hooks", "ScheduleRun", "Transport", "signature"]
+__all__ = ["Hooks", "ScheduleRun", "Transport", "shapes_in_words", "signature"]
 
 Run = Callable[[nn.Module, Any], Any]
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
@@ -76,8 +76,14 @@ class Hooks:
 
 def signature(microbatch: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of a microbatch, which determine the shapes between stages."""
-    leaves = tree_leaves(microbatch)
-    return tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves)
+    return tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in trees.leaves(microbatch)
+    )
+
+
+def shapes_in_words(of: tuple[Any, ...]) -> str:
+    """A `signature` for an error: `2x7 int64, 2x7 int64`, the tensors alone."""
+    return ", ".join(in_words(*entry) for entry in of if isinstance(entry, tuple))
 
 
 class ScheduleRun:
@@ -297,7 +303,7 @@ class ScheduleRun:
                 f">>> {a} <<<" if rank == self.rank and a == action else str(a) for a in actions if a.kind.computes
             ]
             lines.append(f"rank {rank}: {' '.join(marked)}")
-        return f"{self.schedule.name}: rank {self.rank} failed at {action}\n" + "\n".join(lines)
+        return f"{self.schedule.name}: rank {self.rank} failed at {action} ({action.words})\n" + "\n".join(lines)
 
 
 _PERFORM: dict[Kind, Callable[[ScheduleRun, Action], None]] = {

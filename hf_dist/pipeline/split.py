@@ -27,6 +27,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from hf_dist import trees
 from hf_dist.errors import ModelError
 from hf_dist.pipeline import collected
 from hf_dist.pipeline.intercept import intercept
@@ -154,7 +155,7 @@ class StagedModel:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             staged = me()
             if staged is not None and staged.pass_ is not None:
-                staged.pass_.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                staged.pass_.inputs = [x for x in trees.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
 
         return hook
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ _WATCHED = ("loss", "logits")
 def verify(
     model: nn.Module,
     plan: StagePlan,
-    batch: dict[str, Any],
-    run: Callable[[nn.Module, dict[str, Any]], Any] | None = None,
+    batch: Mapping[str, Any],
+    run: Callable[[nn.Module, Any], Any] | None = None,
     *,
     real: bool = False,
 ) -> None:
@@ -41,9 +41,7 @@ def verify(
         _verify_stage(_CheckedModel(twin, plan, stage, real), batch, run or (lambda m, b: m(**b)))
 
 
-def _verify_stage(
-    staged: _CheckedModel, batch: dict[str, Any], run: Callable[[nn.Module, dict[str, Any]], Any]
-) -> None:
+def _verify_stage(staged: _CheckedModel, batch: Mapping[str, Any], run: Callable[[nn.Module, Any], Any]) -> None:
     try:
         with on_meta(staged.trace):
             received = staged.received()

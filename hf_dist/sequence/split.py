@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_dist import trees
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.random_streams import Streams, drops
@@ -195,7 +196,7 @@ def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int
     return SplitSequence(model, sequence_axes(mesh, model, wanted))
 
 
-def as_split(model: nn.Module, batch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def as_split(model: nn.Module, batch: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     """`batch()` plus the arguments that a forward on parts adds, on whole rows, to plan a pipeline with."""
     given = batch()
     arguments = Arguments.of(model, _inner(model))
@@ -215,7 +216,9 @@ def as_split(model: nn.Module, batch: Callable[[], dict[str, Any]]) -> dict[str,
         extra["shift_labels"] = given["labels"]
     if "labels" in given:
         extra["num_items_in_batch"] = torch.tensor(ids.numel())
-    return {**{name: value for name, value in extra.items() if arguments.takes(name)}, **given}
+    new = {name: value for name, value in extra.items() if name not in given and arguments.takes(name)}
+    split: Mapping[str, Any] = trees.copied(given, **new)
+    return split
 
 
 def _misfit(size: int, heads: int, wanted: str | tuple[int, int]) -> ConfigError:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from hf_dist import trees
 from hf_dist.boxes import TensorSlice
 from hf_dist.errors import ModelError
 from hf_dist.tensor_parallel.peers import ThreadPeers, run_threads
@@ -54,7 +54,7 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
         if loss is not None:
             return loss
     output = model(**batch)
-    tensors = [t for t in tree_leaves(dict(output)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    tensors = [t for t in trees.leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     return torch.stack([t.float().square().mean() for t in tensors[:1]]).sum()
 
 

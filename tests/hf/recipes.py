@@ -103,6 +103,11 @@ def pad(rows: list[Row]) -> Row:
     return batch
 
 
+def pad_encoded(rows: list[Row]) -> Any:
+    """`pad` as a tokenizer returns it: a mapping, but no dict. What the standard collators give to the Trainer."""
+    return tf.BatchEncoding(pad(rows))
+
+
 # ---- losses of the user's own
 
 
@@ -144,7 +149,8 @@ class OwnLoss:
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Half the token mean over the window."""
-        labels = inputs.pop("labels")
+        labels = inputs.labels  # an attribute, which no dict has
+        del inputs["labels"]
         outputs = model(**inputs)
         ranks: int = self.accelerator.num_processes  # type: ignore[attr-defined]
         items = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch / ranks
@@ -210,10 +216,10 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "plain": Recipe(),
+    "plain": Recipe(trainer={"data_collator": pad_encoded}),
     "label_smoothing": Recipe(label_smoothing_factor=0.1),
     "override_adds": Recipe(override=AddsToTheLoss),
-    "override_own": Recipe(override=OwnLoss),
+    "override_own": Recipe(override=OwnLoss, trainer={"data_collator": pad_encoded}),
     "compute_loss_func": Recipe(trainer={"compute_loss_func": loss_func}),
     "classifier": Recipe("bert", classes, joined=1),
     "classifier_override": Recipe("bert", classes, AddsToTheLoss, joined=1),

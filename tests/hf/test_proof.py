@@ -132,7 +132,9 @@ def test_a_layout_that_differs_is_found_and_the_command_fails(tmp_path: Path) ->
 
 
 def test_the_table_says_what_was_compared(tmp_path: Path) -> None:
-    asked = asked_for(tmp_path, "llama", {"zero_optimization": {"stage": 1}})
+    # Stages, and microbatches as a tokenizer pads them: of two lengths, in a mapping that is no dict.
+    config = {"pipeline": {"stages": 2}, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    asked = asked_for(tmp_path, "llama", {**config, "zero_optimization": {"stage": 1}})
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [8, 9]}\n')
     result = command(asked, "--data", str(tmp_path / "rows.jsonl"))
     assert result.exit_code == 0, result.output
@@ -283,6 +285,9 @@ def test_rows_of_a_file_are_cut_padded_and_repeated(tmp_path: Path) -> None:
     assert batches[0]["labels"].tolist() == [[1, 2, 3, 4], [9, -100, -100, -100], [1, 2, 3, 4]]
     assert batches[0]["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
     assert batches[1]["input_ids"][0].tolist() == [7, 0, 0, 0]
+    found = microbatches(torch.nn.Linear(1, 1), rows=1, count=2, seq=4, path=path, ragged=True)
+    assert [batch["input_ids"].tolist() for batch in found] == [[[1, 2, 3, 4]], [[7]]], "as long as its longest row"
+    assert all(len({value.shape for value in batch.values()}) == 1 for batch in found)
 
 
 @pytest.mark.parametrize(

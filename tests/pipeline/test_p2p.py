@@ -169,5 +169,5 @@ def failing(rank: int, world: int) -> tuple[str, str]:
 
 def test_a_failing_microbatch_is_shown_in_the_grid_and_ends_the_others() -> None:
     (logged, _), (nothing, second) = run_ranks(failing, 2, timeout=60)
-    assert "1f1b: rank 0 failed at 0F2" in logged and ">>> 0F2 <<<" in logged
+    assert "1f1b: rank 0 failed at 0F2 (stage 0, forward, microbatch 2)" in logged and ">>> 0F2 <<<" in logged
     assert second == "lost peer" and not nothing, "who ended first says where"

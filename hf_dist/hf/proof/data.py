@@ -19,17 +19,25 @@ _IGNORED = -100
 
 
 def microbatches(
-    model: nn.Module, *, rows: int, count: int, seq: int, path: Path | None = None, tokenizer: str = ""
+    model: nn.Module,
+    *,
+    rows: int,
+    count: int,
+    seq: int,
+    path: Path | None = None,
+    tokenizer: str = "",
+    ragged: bool = False,
 ) -> list[Batch]:
-    """`count` batches of `rows` rows of `seq` tokens. One length for all, so that any layout takes them in any order.
+    """`count` batches of `rows` rows of `seq` tokens.
 
-    `path`: read the rows from this file; the tokenizer of the folder or ID `tokenizer` encodes rows that are text.
+    `path`: read the rows from this file; the tokenizer of the folder or ID `tokenizer` encodes rows that are text. With
+    `ragged`, each batch of such rows is only as long as its longest row, as the standard collators make it.
     """
     if path is None:
         generator = torch.Generator().manual_seed(0)
         return [_made_up(model, rows, seq, generator) for _ in range(count)]
     endless = itertools.cycle(_rows_of_file(path, tokenizer))
-    return [_collate(list(itertools.islice(endless, rows)), seq, _labels_per_row(model)) for _ in range(count)]
+    return [_collate(list(itertools.islice(endless, rows)), seq, _labels_per_row(model), ragged) for _ in range(count)]
 
 
 def _labels_per_row(model: nn.Module) -> bool:
@@ -90,8 +98,10 @@ def _rows_of_file(path: Path, tokenizer: str) -> list[dict[str, Any]]:
     return [{**read(row["text"]), **rest} for row, rest in zip(rows, kept, strict=True)]
 
 
-def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool) -> Batch:
-    """Rows cut or padded to `seq`. Where a row has no labels, the tokens are the labels."""
+def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool, ragged: bool) -> Batch:
+    """Rows cut or padded to `seq` (`ragged`: to the longest row, if that is shorter). A row without labels has its tokens."""
+    if ragged:
+        seq = min(seq, max((len(v) for row in rows for v in row.values() if _is_flat(v)), default=seq))
     batch: dict[str, list[Any]] = {}
     for row in rows:
         row = {"labels" if key == "label" else key: value for key, value in row.items()}
@@ -101,7 +111,10 @@ def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool) -> Batc
             if not labels_per_row:
                 row.setdefault("labels", ids)
         for key, value in row.items():
-            flat = isinstance(value, list) and value and isinstance(value[0], int)
             padding = [_IGNORED if key == "labels" else 0] * seq
-            batch.setdefault(key, []).append((value + padding)[:seq] if flat else value)
+            batch.setdefault(key, []).append((value + padding)[:seq] if _is_flat(value) else value)
     return {key: torch.tensor(values) for key, values in batch.items()}
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int)

@@ -105,7 +105,13 @@ def prepare(asked: Asked, folder: Path) -> Job:
     model, class_name = _model(asked)
     window = data_ranks * accumulation
     batches = microbatches(
-        model, rows=micro, count=window * (asked.steps + 1), seq=asked.seq, path=asked.data, tokenizer=asked.model
+        model,
+        rows=micro,
+        count=window * (asked.steps + 1),
+        seq=asked.seq,
+        path=asked.data,
+        tokenizer=asked.model,
+        ragged=True,
     )
     model.save_pretrained(folder / "model")  # type: ignore[operator]
     torch.save(batches, folder / "batches.pt")

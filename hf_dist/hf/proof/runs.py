@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import BatchEncoding
 
 from hf_dist.build import initialize
 from hf_dist.hf.model_class import model_class
@@ -147,9 +148,10 @@ def _engine_steps(
     return result
 
 
-def _share(job: Job, step: int, data_rank: int, data_ranks: int) -> Iterator[dict[str, torch.Tensor]]:
+def _share(job: Job, step: int, data_rank: int, data_ranks: int) -> Iterator[BatchEncoding]:
+    """In the class in which a tokenizer pads a batch and the standard collators return it: a mapping, but no dict."""
     window = job.batches()[step * job.window : (step + 1) * job.window]
-    return iter(window[data_rank::data_ranks])
+    return map(BatchEncoding, window[data_rank::data_ranks])
 
 
 def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
