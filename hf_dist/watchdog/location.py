@@ -68,7 +68,7 @@ _WAITED_FOR = (
     ("/hf_dist/optim/clip.py", "", "the norm of all ranks' gradients"),
     ("/hf_dist/hf/stop_signal.py", "", "the question whether a rank was told to stop"),
     ("/hf_dist/pipeline/p2p.py", "", "its neighbour in the pipeline"),
-    ("/hf_dist/sequence/outputs.py", "full", "the other ranks that share its rows to read logits, too,"),
+    ("/hf_dist/sequence/outputs.py", "read_by", "the other ranks that share its rows to read logits, too,"),
 )
 _WRAPPERS = (
     "/torch/nn/modules/module.py",

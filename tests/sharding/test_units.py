@@ -162,7 +162,7 @@ def test_a_model_on_meta_is_refused_by_name() -> None:
 def test_a_model_is_sharded_once() -> None:
     model = Net()
     units = units_of(model)
-    with pytest.raises(ModelError, match="already"):
+    with pytest.raises(ModelError, match="shares parameters with a prepared model"):
         units_of(model)
     assert units
 
