@@ -32,6 +32,8 @@ _GRADIENT_NBYTES = 6
 """Bytes per gradient element and microbatch: read in half precision, written in fp32."""
 _STATES_NBYTES = 32
 """Bytes per element that a rank steps: masters, gradients and two states, read and written."""
+_NORM_NBYTES = 4
+"""Bytes per element that a rank steps: its gradient, read for the norm."""
 _PAIRWISE = ("ep", "cp")
 
 
@@ -111,24 +113,27 @@ def step_time(
     compute = (3 * work.forward + _GRADIENT_NBYTES * numel / hardware.memory) * number
     again = work.again * number
     stepped = numel // (layout.dp_shard * layout.cp if layout.stage else 1)
+    optimizer = _STATES_NBYTES * stepped / hardware.memory
     parts = {
         "compute": compute,
         "recomputation": again,
         "tp": seconds.get("tp", 0.0),
         "cp": seconds.get("cp", 0.0),
         "ep": seconds.get("ep", 0.0),
-        "weights": _exposed(layout, seconds, work, ends) + seconds.get("dp", 0.0),
+        "weights": _exposed(layout, seconds, work, ends, optimizer) + seconds.get("dp", 0.0),
         "bubble": 0.0,
-        "optimizer": _STATES_NBYTES * stepped / hardware.memory,
+        "optimizer": optimizer,
     }
     busy = sum(parts[name] for name in ("compute", "recomputation", "tp", "cp", "ep"))
     parts["bubble"] = busy * bubble / (1 - bubble)
     return StepTime(parts, bubble, inside, between, sent)
 
 
-def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: float) -> float:
+def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: float, optimizer: float) -> float:
     """Seconds of gathers and reductions that computation does not hide. A reduction (fp32) takes twice as long as a gather.
 
+    Norms of complete gradients are computed beside the last reductions. At stages 1 and 2 the first gather runs beside the
+    optimizer, which takes `optimizer` seconds and steps that unit first.
     Pipelines gather and reduce once, overlapped with one microbatch; copies are reduced once, after their shards.
     """
     number = layout.microbatches if layout.pp == 1 else 1
@@ -142,4 +147,8 @@ def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: floa
     one = shards / (gathers + again + 2 * reductions)
     before = max(0.0, gathers * one - gathers * work.forward)
     after = max(0.0, (again + 2 * reductions) * one + copies - reductions * (2 * work.forward + work.again))
-    return before + after + ends * (min(gathers, 1) * one + 2 * one + copies)
+    first, last = ends * min(gathers, 1) * one, ends * (2 * one + copies)
+    if 0 < layout.stage < 3:
+        first = max(0.0, first - (1 - ends) * optimizer)
+    last = max(0.0, last - (1 - ends) * optimizer * _NORM_NBYTES / _STATES_NBYTES)
+    return before + after + first + last
