@@ -64,7 +64,7 @@ output=runs/quickstart
 echo "Fine-tuning on ${gpus} GPUs with ${processes} processes, ZeRO-3, ${precision} ..."
 echo "(Loading Python packages, data and the model takes about a minute on two cores.)"
 "${launch[@]}" --num_processes "$processes" examples/finetune_text_classification.py \
-    --dist_config "$config" --output_dir "$output" --logging_steps 50 ${device[@]+"${device[@]}"} "$@"
+    --dist_config "$config" --output_dir "$output" --logging_strategy no ${device[@]+"${device[@]}"} "$@"
 
 python examples/classify.py "$output"
 cat <<NEXT
