@@ -40,9 +40,8 @@ def _mapped(function: Callable[[Any], Any], mapping: Mapping[Any, Any]) -> Any:
 
 
 def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if not isinstance(
-        mapping, dict | UserDict
-    ):  # a copy of another class may share its items; the Trainer does the same
+    # A copy of another class may share its items, so its class is called, as the Trainer does.
+    if not isinstance(mapping, dict | UserDict):
         return type(mapping)(items)  # type: ignore[call-arg]
     result = copy.copy(mapping)
     for key, item in items.items():

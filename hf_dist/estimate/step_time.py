@@ -4,7 +4,7 @@
     recomputation  the same for recomputed blocks
     tp, cp, ep     activations sent while nothing else runs
     weights        gathers that forward does not hide, reductions (stage 3: and gathers) that backward does not hide; the ends
-                   of a step: the first gathers and the last reductions, which nothing hides
+                   of a step: first gathers and last reductions, hidden only by norms and, at stages 1 and 2, the optimizer
     bubble         a pipeline's idle time
     optimizer      reads and writes of states
 

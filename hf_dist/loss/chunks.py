@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_dist.loss.vocabulary import VocabularySplit, split_log_probability
+from hf_dist.loss.vocabulary import VocabularySplit, applied, split_log_probability
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Bytes of one fp32 tensor of a chunk. On a CPU it fits into the cache. On a GPU (not measured) it should hide launch times."""
@@ -51,7 +51,7 @@ class Computed:
     def full(self) -> torch.Tensor:
         """The logits with all pending operations applied. Collective over the ranks of a split vocabulary."""
         logits = self.logits if self.split is None else self.split.gather(self.logits)
-        return _apply(self.after, logits)
+        return applied(self.after, logits)
 
     def cross_entropy(self, target: torch.Tensor, *, ignore_index: int, mean: bool) -> torch.Tensor:
         """`cross_entropy(self.full(), target)`, mean or sum, 0-dim; logits (N, V), `target` (N,). Collective like `full`."""
@@ -77,12 +77,6 @@ def loss_nbytes(num_logits: int, itemsize: int, device: str) -> int:
     return 2 * num_logits * itemsize + chunk * (3 if itemsize >= 4 else 4)
 
 
-def _apply(steps: tuple[Elementwise, ...], logits: torch.Tensor) -> torch.Tensor:
-    for step in steps:
-        logits = step(logits)
-    return logits
-
-
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
     rows = max(1, CHUNK_BYTES.get(logits.device.type, CHUNK_BYTES["cuda"]) // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
@@ -96,10 +90,10 @@ class _LogProbability(torch.autograd.Function):
         """Chunk by chunk, for `logits` (N, V) and `target` (N, 1)."""
         ctx.save_for_backward(logits, target)
         ctx.after = after
-        dtype = _apply(after, logits[:0]).dtype
+        dtype = applied(after, logits[:0]).dtype
         picked = torch.empty(len(logits), 1, dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
-            picked[rows] = torch.log_softmax(_apply(after, logits[rows]), 1).gather(1, target[rows])
+            picked[rows] = torch.log_softmax(applied(after, logits[rows]), 1).gather(1, target[rows])
         return picked
 
     @staticmethod
@@ -111,7 +105,7 @@ class _LogProbability(torch.autograd.Function):
         for rows in _chunks(logits):
             with torch.set_grad_enabled(not plain):
                 start = logits[rows].detach().requires_grad_(not plain)
-                end = _apply(ctx.after, start)
+                end = applied(ctx.after, start)
             output = torch.log_softmax(end.detach(), 1)
             arrived = torch.zeros_like(output).scatter_(1, target[rows], grad[rows])
             # The operator that autograd calls for log_softmax: another order of operations would round differently.

@@ -64,7 +64,8 @@ def split_log_probability(
     return picked
 
 
-def _applied(steps: tuple[Elementwise, ...], logits: torch.Tensor) -> torch.Tensor:
+def applied(steps: tuple[Elementwise, ...], logits: torch.Tensor) -> torch.Tensor:
+    """`logits` after the element-wise operations that the model applies to them. Local."""
     for step in steps:
         logits = step(logits)
     return logits
@@ -81,18 +82,18 @@ class _SplitLogProbability(torch.autograd.Function):
         chunks: Callable[[torch.Tensor], Iterator[slice]],
     ) -> torch.Tensor:
         """Chunk by chunk; the log-softmax of a chunk is not kept."""
-        dtype = _applied(after, logits[:0]).dtype
+        dtype = applied(after, logits[:0]).dtype
         wide = torch.promote_types(dtype, torch.float32)
         own = target - split.first
         inside = (own >= 0) & (own < logits.shape[1])
         index = torch.where(inside, own, 0)
         top = torch.empty(len(logits), 1, dtype=wide, device=logits.device)
         for rows in chunks(logits):
-            top[rows] = _applied(after, logits[rows]).amax(1, keepdim=True)
+            top[rows] = applied(after, logits[rows]).amax(1, keepdim=True)
         top = split.peers.max(top)
         sums = torch.empty(len(logits), 2, dtype=wide, device=logits.device)
         for rows in chunks(logits):
-            shifted = _applied(after, logits[rows]).to(wide) - top[rows]
+            shifted = applied(after, logits[rows]).to(wide) - top[rows]
             sums[rows, 1:] = shifted.gather(1, index[rows]).masked_fill_(~inside[rows], 0.0)
             sums[rows, :1] = shifted.exp_().sum(1, keepdim=True)
         sums = split.peers.sum(sums)
@@ -108,7 +109,7 @@ class _SplitLogProbability(torch.autograd.Function):
         for rows in ctx.chunks(logits):
             with torch.enable_grad():
                 start = logits[rows].detach().requires_grad_()
-                end = _applied(ctx.after, start)
+                end = applied(ctx.after, start)
             through = (end.detach().to(top.dtype) - top[rows] - log_total[rows]).exp_().mul_(-grad[rows])
             through.scatter_add_(1, index[rows], (grad[rows] * inside[rows]).to(through.dtype))
             through = through.to(end.dtype)
