@@ -163,7 +163,7 @@ class ThreadPeers(AtOnce):
 
     def _everyone(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         meeting = self._meeting
-        meeting.tensors[self.rank] = tensor.detach()
+        meeting.tensors[self.rank] = tensor.detach().clone()  # others read it while this rank's code goes on
         meeting.barrier.wait(_SECONDS)
         everyone = list(meeting.tensors)
         meeting.barrier.wait(_SECONDS)
@@ -181,6 +181,8 @@ class _Meeting:
 
 def run_threads(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
     """The results of `function(peers)` on `size` threads. Raises the error of the first thread that fails."""
+    # In a forked process the first users of torch's thread pool replace it; two at once fail ("Invalid thread pool!").
+    torch.set_num_threads(torch.get_num_threads())
     meeting, results = _Meeting(size), [None] * size
     errors: list[BaseException] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from hf_dist.tensor_parallel import crossings
-from hf_dist.tensor_parallel.peers import Peers, run_threads
+from hf_dist.tensor_parallel.peers import Peers, ThreadPeers, run_threads
 
 SIZES = (2, 3)
 ROWS, LENGTH, WIDTH = 2, 5, 7
@@ -157,3 +158,21 @@ def test_models_may_write_into_what_a_crossing_returns(name: str) -> None:
         out.sum().backward()
 
     on_ranks(2, run)
+
+
+def test_a_rank_may_write_into_its_tensor_while_others_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet = ThreadPeers._everyone
+
+    def slow(peers: ThreadPeers, tensor: torch.Tensor) -> list[torch.Tensor]:
+        everyone = meet(peers, tensor)
+        time.sleep(0.1 * peers.rank)
+        return everyone
+
+    def run(peers: Peers) -> Any:
+        given = torch.ones(3)
+        total = peers.sum(given)
+        given.fill_(9)
+        return total
+
+    monkeypatch.setattr(ThreadPeers, "_everyone", slow)
+    assert all(torch.equal(total, torch.full((3,), 2.0)) for total in on_ranks(2, run))
