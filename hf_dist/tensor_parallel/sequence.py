@@ -8,8 +8,9 @@ bytes sent are the same as without regions; activations between regions take 1/t
 form: P -> I at the end of a region.
 
 [Note: lengths] A length that does not divide is padded. A region must know the true length, also when activation
-checkpointing runs a block again, perhaps after forwards of other lengths. So the length is remembered with the tensors that
-the block is called with, which are the same objects in the recomputation.
+checkpointing runs a block again, perhaps after forwards of other lengths. What runs inside a checkpointed call finds it on the
+call's tape. Where the hooks of the block run again too, it is remembered with the tensors that the block is called with, which
+are the same objects in the recomputation.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist.activation.tape import kept
 from hf_dist.errors import ModelError
 from hf_dist.random_streams import Streams
 from hf_dist.tensor_parallel import crossings
@@ -136,10 +138,10 @@ class Stack:
         self.peers = peers
         self._streams = streams
         self.is_whole = is_whole
-        self.length = 0
+        self._length = 0  # of the running forward
         self._depth = 0  # running forwards of the module that calls the blocks
         self._plain = False  # whether this forward has no gradients
-        self._lengths: dict[int, tuple[Any, int]] = {}
+        self._known: dict[int, tuple[Any, int]] = {}
         self._products: dict[int, list[weakref.ref[nn.Module]]] = {}
         self._crossed: Crossed | None = None  # of the current region
 
@@ -224,6 +226,11 @@ class Stack:
         router.register_forward_hook(hook, prepend=True)
 
     @property
+    def length(self) -> int:
+        """The true length of the sequences of the running block. See [Note: lengths]."""
+        return kept(lambda: self._length)
+
+    @property
     def off(self) -> bool:
         """Whether activations are I between regions in the running forward."""
         return self.is_whole() or self._plain
@@ -283,8 +290,8 @@ class Stack:
             return None
 
         def split(x: torch.Tensor) -> torch.Tensor:
-            self.length = x.shape[1]
-            return crossings.to_rows_of_sequence(x, self.peers, self.length)
+            self._length = x.shape[1]
+            return crossings.to_rows_of_sequence(x, self.peers, self._length)
 
         changed = _first(args, kwargs, split)
         self._remember(*changed)
@@ -296,20 +303,20 @@ class Stack:
         if self._depth:
             self._remember(args, kwargs)
             return
-        known = ((t, self._lengths.get(id(t))) for t in _tensors(args, kwargs))
+        known = ((t, self._known.get(id(t))) for t in _tensors(args, kwargs))
         found = next((row for tensor, row in known if row is not None and row[0]() is tensor), None)
         if found is None:
             raise ModelError(
                 "hf_dist.sequence_regions: a block is run again and its tensors are others than in the forward. Set "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}, or "hf_dist": {"sequence_regions": false}.'
             )
-        self.length = found[1]
+        self._length = found[1]
 
     def _remember(self, args: Any, kwargs: Any) -> None:
-        if len(self._lengths) > _MOST:
-            self._lengths = {key: row for key, row in self._lengths.items() if row[0]() is not None}
+        if len(self._known) > _MOST:
+            self._known = {key: row for key, row in self._known.items() if row[0]() is not None}
         for tensor in _tensors(args, kwargs):
-            self._lengths[id(tensor)] = (weakref.ref(tensor), self.length)
+            self._known[id(tensor)] = (weakref.ref(tensor), self._length)
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
         if self.off:

@@ -94,6 +94,25 @@ def kept_inputs(rank: int, world: int) -> dict[bool, tuple[int, int]]:
     return found
 
 
+def two_lengths(rank: int, world: int) -> list[torch.Tensor]:
+    """Gradients of the last block's norm: of two forwards at once, and one after the other; blocks run again in backward."""
+    import hf_dist
+
+    found = []
+    for at_once in (True, False):
+        model = llama()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine = engine_of(model, world, hf_dist={"sequence_regions": True})
+        parts = [batch(), {key: value[:, :7] for key, value in batch().items()}]
+        if at_once:
+            engine.backward(engine(**parts[0]).loss + engine(**parts[1]).loss)
+        else:
+            for part in parts:
+                engine.backward(engine(**part).loss)
+        found.append(hf_dist.full_gradient(model.model.layers[-1].input_layernorm.weight).clone())
+    return found
+
+
 def streamed(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Bytes that this rank reads of the file, and those of its slices."""
     from transformers import AutoModelForCausalLM

@@ -22,6 +22,7 @@ from tests.tensor.on_ranks import (
     precise,
     refusals,
     streamed,
+    two_lengths,
     user_code,
     wire,
 )
@@ -59,6 +60,11 @@ def test_what_is_kept_of_a_blocks_input_is_one_part_of_the_sequence() -> None:
         row = ROWS * HIDDEN * 4
         assert rank[False] == (BLOCKS * row * LENGTH, 0)
         assert rank[True] == (BLOCKS * row * -(-LENGTH // WORLD), 0)
+
+
+def test_forwards_of_two_lengths_run_again_in_one_backward() -> None:
+    for at_once, in_turn in run_ranks(two_lengths, WORLD):
+        assert relative(at_once, in_turn) < 1e-5
 
 
 def test_a_file_is_read_by_slices(tmp_path: Path) -> None:
