@@ -5,7 +5,8 @@ Only this module, `mesh.py`, `groups.py` and `rendezvous.py` (groups), and `pipe
 on GPUs the current stream waits, on CPUs the call blocks.
 
 On gloo, a reduce-scatter is an exchange of parts plus a local sum, and an all-gather is pairwise transfers. gloo's own
-`reduce_scatter_tensor` sends twice the needed bytes; its all-gather takes about three times as long.
+`reduce_scatter_tensor` sends twice the needed bytes; its all-gather takes about three times as long. Two ranks all-reduce a
+small tensor by exchanging it: a half to a fifth of the time of gloo's ring, and the same bytes.
 
 On NCCL, a half-precision mean is a sum followed by our own division (`_mean_of`).
 """
@@ -54,6 +55,9 @@ class CommLog:
         """How often `op` ran."""
         return sum(e.op == op for e in self.entries)
 
+
+EXCHANGED_NBYTES = 1 << 20
+"""Largest tensor that two ranks on gloo all-reduce by exchanging it. Beyond, its second buffer costs more than it saves."""
 
 _logs: list[CommLog] = []
 
@@ -258,6 +262,8 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
     code = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if _is_gloo(group) and tensor.is_cuda:
         return _through_host(tensor, lambda host: dist.all_reduce(host, op=code, group=group))
+    if _is_gloo(group) and axis.size == 2 and 0 < tensor.numel() * tensor.element_size() <= EXCHANGED_NBYTES:
+        return _exchange_whole(axis, tensor, op)
     before, after = 1, 1.0
     if not _is_gloo(group):
         if axis.size == 1:
@@ -268,6 +274,23 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
         tensor.mul_(1.0 / before)
     work = dist.all_reduce(tensor, op=code, group=group, async_op=True)
     return Handle([work], None if after == 1 else lambda: _divide(tensor, tensor, after), axis.lease)
+
+
+def _exchange_whole(axis: MeshAxis, tensor: torch.Tensor, op: str) -> Handle:
+    other = torch.empty_like(tensor)
+    peer = 1 - axis.rank
+    works = [dist.irecv(other, group=axis.reduce_group, group_src=peer)]
+    works.append(dist.isend(tensor, group=axis.reduce_group, group_dst=peer))
+
+    def finish() -> None:
+        if op == "max":
+            torch.maximum(tensor, other, out=tensor)
+            return
+        tensor.add_(other)
+        if op == "mean":
+            tensor.mul_(0.5)
+
+    return Handle(works, finish, axis.lease)
 
 
 def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list[int], received: list[int]) -> Handle:

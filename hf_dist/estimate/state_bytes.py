@@ -185,7 +185,7 @@ class States:
         for path, members in unit_members(model, modules).items():
             named = [(n, p) for n, p in members if names is None or n in names]
             groups = []
-            for together in travel_together(named, precision, row):
+            for together in travel_together(named, precision, row, lambda name: name in slices and num_shards == ep):
                 name, first = together[0]
                 dtype = precision.compute_dtype(name, first.dtype)
                 apart = ep if name in slices else 1

@@ -23,24 +23,29 @@ __all__ = ["ExpertExchange"]
 
 
 class _Swap(torch.autograd.Function):
-    """Sends rows to the ranks of an axis; backward sends their gradients back."""
+    """Sends rows of several tensors to the ranks of an axis; backward sends their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, axis: MeshAxis, sent: list[int], received: list[int]) -> torch.Tensor:
-        """`rows` are sorted by target rank; returns the received rows, sorted by source rank."""
+    def forward(
+        ctx: Any, axis: MeshAxis, sent: list[int], received: list[int], *rows: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """`rows` are sorted by target rank; returns the received rows of each tensor, sorted by source rank."""
         ctx.way = axis, received, sent
-        return _swapped(rows, axis, sent, received)
+        return _swapped(axis, sent, received, *rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The same exchange in reverse."""
-        return _swapped(grads[0], *ctx.way), None, None, None
+        return (None, None, None, *_swapped(*ctx.way, *grads))
 
 
-def _swapped(rows: torch.Tensor, axis: MeshAxis, sent: list[int], received: list[int]) -> torch.Tensor:
-    out = rows.new_empty((sum(received), *rows.shape[1:]))
-    collectives.all_to_all(axis, rows.contiguous(), out, sent, received).wait()
-    return out
+def _swapped(axis: MeshAxis, sent: list[int], received: list[int], *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    outs = tuple(tensor.new_empty((sum(received), *tensor.shape[1:])) for tensor in rows)
+    given = [tensor.contiguous() for tensor in rows]  # kept alive until the wait
+    # All start before the first is waited for: the ranks meet once.
+    for handle in [collectives.all_to_all(axis, *pair, sent, received) for pair in zip(given, outs, strict=True)]:
+        handle.wait()
+    return outs
 
 
 class ExpertExchange:
@@ -69,12 +74,12 @@ class ExpertExchange:
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
         plan = kept(lambda: self._plan(chosen))
-        rows = _Swap.apply(tokens.index_select(0, plan.token), self.axis, plan.sent, plan.received)
-        share = _Swap.apply(weights.float().index_select(0, plan.token), self.axis, plan.sent, plan.received)
+        mine = tokens.index_select(0, plan.token), weights.float().index_select(0, plan.token)
+        rows, share = _Swap.apply(self.axis, plan.sent, plan.received, *mine)
         made = self._compute(rows.index_select(0, plan.row), plan.expert)
         made = made * share[plan.row, plan.choice].unsqueeze(-1)
         summed = rows.new_zeros(rows.shape, dtype=torch.float32).index_add(0, plan.row, made.float())
-        back = _Swap.apply(summed.to(hidden.dtype), self.axis, plan.received, plan.sent)
+        (back,) = _Swap.apply(self.axis, plan.received, plan.sent, summed.to(hidden.dtype))
         out = tokens.new_zeros(tokens.shape, dtype=torch.float32).index_add(0, plan.token, back.float())
         return out.to(hidden.dtype).view(hidden.shape)
 
@@ -84,8 +89,8 @@ class ExpertExchange:
         received = torch.empty_like(sent)
         collectives.all_to_all(self.axis, sent, received, [1] * self.axis.size, [1] * self.axis.size).wait()
         to, of = torch.stack((sent, received)).tolist()  # the only point where the host waits
-        ids = _swapped(chosen.to(torch.int32).index_select(0, token), self.axis, to, of).long()
-        row, choice, expert = pairs_of(ids, self.axis.rank, self.num_local)
+        (ids,) = _swapped(self.axis, to, of, chosen.to(torch.int32).index_select(0, token))
+        row, choice, expert = pairs_of(ids.long(), self.axis.rank, self.num_local)
         experts = self._experts()
         if experts is not None and experts.training:
             load = torch.bincount(expert, minlength=self.num_local)

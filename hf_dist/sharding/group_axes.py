@@ -76,6 +76,12 @@ class GroupAxes:
     """Neighbours on `shard` that together keep a second copy of the weights; None without a second copy."""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether each parameter has a flat group of its own: experts that no other rank of `shard` holds. Nothing is sent, so
+        a shared buffer saves no message, and the gradient that autograd makes can be used without a copy."""
+        return self.divisor > 1 and self.shard.size == 1
+
+    @property
     def owns(self) -> bool:
         """Whether this rank counts its shard in norms and writes it to files: it is the first along every axis of copies."""
         return all(row.axis.rank == 0 for row in self.then)

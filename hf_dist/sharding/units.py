@@ -101,7 +101,7 @@ def build_units(
             continue
         groups = [
             FlatGroup(g, placements, mesh, precision, storage, axes(g[0][0]))
-            for g in travel_together(named, precision, axes)
+            for g in travel_together(named, precision, axes, lambda name: axes(name).is_alone)
         ]
         used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
         units.append(ShardUnit(len(units), path, used_by, groups, not path, placements.stay))
@@ -144,12 +144,17 @@ def _direct_owners(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Modul
 
 
 def travel_together(
-    named: list[tuple[str, nn.Parameter]], precision: Precision, axes: Callable[[str], object]
+    named: list[tuple[str, nn.Parameter]],
+    precision: Precision,
+    axes: Callable[[str], object],
+    alone: Callable[[str], bool],
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Split the parameters of one unit into groups. `axes`: returns the same object for parameters that may share a group."""
-    groups: dict[tuple[torch.dtype, bool, int], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    """Split the parameters of one unit into groups. `axes`: returns the same object for parameters that may share a group;
+    `alone`: whether a parameter shares with none."""
+    groups: dict[tuple[torch.dtype, bool, object], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in named:
-        groups[precision.compute_dtype(name, p.dtype), p.requires_grad, id(axes(name))].append((name, p))
+        shares = name if alone(name) else id(axes(name))
+        groups[precision.compute_dtype(name, p.dtype), p.requires_grad, shares].append((name, p))
     return list(groups.values())
 
 

@@ -71,17 +71,23 @@ class WindowGradient:
         if self.values is None and self._reduces_now and not has_room:
             self._in_place = True
             return
-        values = self._buffer()
-        slot = self._layout.slots[index]
-        into = values[slot.offset : slot.stop].view(slot.shape)
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self._filled[index]:
-            into.add_(grad, alpha=self._factor)
+        if self._is_whole_buffer(grad):  # it serves as the buffer: a copy would take its memory once more
+            self.values = grad.detach().view(-1).mul_(self._factor)
         else:
-            self._put(into, grad)
+            slot = self._layout.slots[index]
+            into = self._buffer()[slot.offset : slot.stop].view(slot.shape)
+            if self._filled[index]:
+                into.add_(grad, alpha=self._factor)
+            else:
+                self._put(into, grad)
         self._filled[index] = True
         set_raw_grad(p, None)
+
+    def _is_whole_buffer(self, grad: torch.Tensor) -> bool:
+        same = grad.numel() == self._layout.numel and grad.dtype == self._buffer_dtype and grad.device == self._device
+        return self.values is None and len(self._params) == 1 and same and grad.is_contiguous()
 
     def _put(self, into: torch.Tensor, grad: torch.Tensor) -> None:
         if self._factor == 1.0:
@@ -115,12 +121,14 @@ class WindowGradient:
                 if values is not None:
                     values.mul_(factor)
 
+    @property
+    def _buffer_dtype(self) -> torch.dtype:
+        return self._wire if self._reduces_now else self._accumulated
+
     def _buffer(self) -> torch.Tensor:
         """`values`, allocated if None: zero between the slots, uninitialised in them."""
         if self.values is None:
-            # The wire dtype if it is reduced right away, else the accumulation dtype.
-            dtype = self._wire if self._reduces_now else self._accumulated
-            self.values = in_huge_pages(torch.empty(self._layout.numel, dtype=dtype, device=self._device))
+            self.values = in_huge_pages(torch.empty(self._layout.numel, dtype=self._buffer_dtype, device=self._device))
             if self._gaps is not None:
                 self.values.index_fill_(0, self._gaps, 0)
             if self._end < self.values.numel():
