@@ -92,11 +92,10 @@ def even_routing() -> Iterator[None]:
         received.sum().item()  # here the host waits
         rows, pairs = each * ranks, tokens * k
         token = torch.zeros(rows, dtype=torch.long, device=chosen.device)
-        ids = exchange._swapped(
-            chosen.to(torch.int32).index_select(0, token), self.axis, [each] * ranks, [each] * ranks
-        )
+        sizes = [each] * ranks, [each] * ranks
+        (ids,) = exchange._swapped(self.axis, *sizes, chosen.to(torch.int32).index_select(0, token))
         row, choice, expert = (ids.new_zeros(pairs, dtype=torch.long) for _ in range(3))
-        return RoutingPlan(token, [each] * ranks, [each] * ranks, row, choice, expert)
+        return RoutingPlan(token, *sizes, row, choice, expert)
 
     with mock.patch.object(exchange.ExpertExchange, "_plan", torch.no_grad()(plan)):
         yield
