@@ -6,7 +6,7 @@ on GPUs the current stream waits, on CPUs the call blocks.
 
 On gloo, a reduce-scatter is an exchange of parts plus a local sum, and an all-gather is pairwise transfers. gloo's own
 `reduce_scatter_tensor` sends twice the needed bytes; its all-gather takes about three times as long. Two ranks all-reduce a
-small tensor by exchanging it: a half to a fifth of the time of gloo's ring, and the same bytes.
+small tensor by exchanging it: 0.2 to 0.7 of the time of gloo's ring (4 kB to 1 MB), and the same bytes.
 
 On NCCL, a half-precision mean is a sum followed by our own division (`_mean_of`).
 """
@@ -57,7 +57,7 @@ class CommLog:
 
 
 EXCHANGED_NBYTES = 1 << 20
-"""Largest tensor that two ranks on gloo all-reduce by exchanging it. Beyond, its second buffer costs more than it saves."""
+"""Largest tensor that two ranks on gloo all-reduce by exchanging it. Beyond, the ring is as fast, and has no second buffer."""
 
 _logs: list[CommLog] = []
 

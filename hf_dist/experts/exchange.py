@@ -35,8 +35,10 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The same exchange in reverse."""
-        return (None, None, None, *_swapped(*ctx.way, *grads))
+        """The same exchange in reverse, of the gradients that are needed."""
+        needed = ctx.needs_input_grad[3:]
+        back = iter(_swapped(*ctx.way, *(grad for grad, wanted in zip(grads, needed, strict=True) if wanted)))
+        return (None, None, None, *(next(back) if wanted else None for wanted in needed))
 
 
 def _swapped(axis: MeshAxis, sent: list[int], received: list[int], *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

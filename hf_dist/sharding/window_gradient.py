@@ -74,7 +74,9 @@ class WindowGradient:
         if grad.is_sparse:
             grad = grad.to_dense()
         if self._is_whole_buffer(grad):  # it serves as the buffer: a copy would take its memory once more
-            self.values = grad.detach().view(-1).mul_(self._factor)
+            self.values = grad.detach().view(-1)
+            if self._factor != 1.0:
+                self.values.mul_(self._factor)
         else:
             slot = self._layout.slots[index]
             into = self._buffer()[slot.offset : slot.stop].view(slot.shape)
