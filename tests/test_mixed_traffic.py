@@ -56,7 +56,8 @@ AXES = ("shard", "edp", "dp_replicate", "cp_replicate", "tp", "cp")
 def config_of(case: str) -> dict[str, Any]:
     """Two microbatches, nothing in the background."""
     own = dict(CASES[case])
-    ours = {"stall_report_seconds": 0, "tiled_loss": "auto", **own.pop("hf_dist", {})}
+    regions = {"sequence_regions": True} if "tensor_parallel" in own else {}
+    ours = {"stall_report_seconds": 0, "tiled_loss": "auto", **regions, **own.pop("hf_dist", {})}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": MICROBATCHES,

@@ -344,6 +344,10 @@ def _settle(work: _Resolution, fix: str, *, on_gpu: bool) -> None:
         source = work.changes[overlap][1] if overlap in work.changes else "default"
         # On a CPU, transfers use the same cores as computation; data in flight costs memory at every stage.
         work.changes[overlap] = (on_gpu or zero.stage == 3, source)
+    regions = "hf_dist.sequence_regions"
+    if not on_gpu and work.config.tensor_parallel.autotp_size > 1 and work.config.source_of(regions) == "default":
+        # Regions send twice as many messages. Over gloo, a message costs more than the work that they save.
+        work.changes[regions] = (False, "default")
     for path, source in work.config.sources.items():
         if source == "auto" and is_auto(work.value(path)) and path not in _FOUND_LATER:
             work.problem(path, "has no source to be filled from", fix)

@@ -327,7 +327,7 @@ class HfDistSection(Frozen):
     sequence_parallel: SequenceExchange = "auto"
     """`hf_dist.sequence_parallel`: "auto", "ulysses", "gather", "ring", or ranks of [Ulysses, ring]."""
     sequence_regions: FlagOrAuto | None = None
-    """`hf_dist.sequence_regions`: whether ranks that split layers keep parts of the sequence between; None: if possible."""
+    """`hf_dist.sequence_regions`: whether ranks that split layers keep parts of the sequence between; None: on GPUs."""
     memory_budget: MemoryBudget | None = None
     """`hf_dist.memory_budget`: "auto", "20GB" or bytes per device; at stage 3 unused memory of it saves all-gathers."""
     lazy_load: Flag = True

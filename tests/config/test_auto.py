@@ -123,6 +123,17 @@ def test_stage_three_sizes_are_defaults_at_other_stages() -> None:
     assert (zero.stage3_prefetch_bucket_size, zero.overlap_comm) == (50_000_000, False)
 
 
+@pytest.mark.parametrize("given", [None, "auto", True, False])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_cpus_keep_whole_sequences_between_cut_layers_unless_told(on_gpu: bool, given: Any) -> None:
+    written = {} if given is None else {"hf_dist": {"sequence_regions": given}}
+    loaded = load_config({"tensor_parallel": {"autotp_size": 2}, **written})
+    trainer = resolve(loaded, replace(LATE, on_gpu=on_gpu), final=True)
+    for config in (trainer, resolve_without_trainer(loaded, on_gpu=on_gpu)):
+        where_it_verifies = given == "auto" or (given is None and on_gpu)
+        assert config.hf_dist.sequence_regions is (None if where_it_verifies else bool(given))
+
+
 def test_under_a_pipeline_the_message_says_how_many_data_ranks_there_are() -> None:
     loaded = load_config({"train_batch_size": 128, "pipeline": {"stages": 2}})
     assert axes_of(loaded, 8).size("data") == 4

@@ -83,7 +83,8 @@ def test_the_trainer_gives_the_numbers_of_one_process(
     for expert, rank in found["loads"]:
         assert 1 <= rank <= 2 and rank <= expert <= 4
     load = found["load_file"]
-    assert load.layers == {path: sum(rank["routed"][path] for rank in ranks).tolist() for path in found["routed"]}
+    readers = ranks[:: 2 if "split" in name else 1]  # ranks that cut matrices between them route the same rows
+    assert load.layers == {path: sum(rank["routed"][path] for rank in readers).tolist() for path in found["routed"]}
     assert (load.ranks, load.first_step, load.last_step) == (2, 1, len(found["losses"]))
 
 

@@ -63,6 +63,8 @@ class Job:
         config = config_of(self.stage, **more)
         config["gradient_accumulation_steps"] = self.microbatches
         config["hf_dist"]["tiled_loss"] = "auto"
+        if "tp" in self.sizes and "pp" not in self.sizes:
+            config["hf_dist"]["sequence_regions"] = True
         if "dp_shard" in self.sizes:
             config["zero_optimization"]["mics_shard_size"] = self.sizes["dp_shard"]
         return config
