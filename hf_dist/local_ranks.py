@@ -6,20 +6,27 @@ A fork server that has loaded the heavy modules starts the processes, so that a 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 __all__ = ["free_port", "run_ranks"]
+
+_ASK = getattr(signal, "SIGUSR2", 0)
+"""Asks a rank where it is. SIGUSR1 asks a job for a checkpoint."""
 
 
 def free_port() -> int:
@@ -39,7 +46,8 @@ def run_ranks(
     """The results of `fn(rank, world, *args)`, by rank. Raises RuntimeError with the traceback of the first failing rank.
 
     `fn` must be in an importable module; its arguments and result are pickled. If a rank fails, the others are stopped at
-    once. `preload`: modules that the fork server imports; only the first call's value counts.
+    once; if some do not end within `timeout` seconds, the error shows where each of them is. `preload`: modules that the
+    fork server imports; only the first call's value counts.
     """
     forks = "forkserver" in mp.get_all_start_methods()
     context: Any = mp.get_context("forkserver" if forks else "spawn")
@@ -48,24 +56,38 @@ def run_ranks(
     port = free_port()
     pipes: list[Connection] = []
     children = []
-    for rank in range(world):
-        here, there = context.Pipe(duplex=False)
-        job = (fn.__module__, fn.__qualname__, rank, world, port, tuple(args), there)
-        child = context.Process(target=_child, args=(job, list(sys.path)), daemon=True)
-        child.start()
-        there.close()
-        pipes.append(here)
-        children.append(child)
-    try:
-        return _collect(pipes, time.monotonic() + timeout, timeout)
-    finally:
-        for child in children:
-            child.join(1 if child.is_alive() else 5)
-            if child.is_alive():
-                child.kill()
+    with tempfile.TemporaryDirectory(prefix="hf_dist-ranks-", ignore_cleanup_errors=True) as folder:
+        stacks = [str(Path(folder, str(rank))) for rank in range(world)]
+        for rank in range(world):
+            here, there = context.Pipe(duplex=False)
+            job = (fn.__module__, fn.__qualname__, rank, world, port, tuple(args), there)
+            child = context.Process(target=_child, args=(job, list(sys.path), stacks[rank]), daemon=True)
+            child.start()
+            there.close()
+            pipes.append(here)
+            children.append(child)
+        try:
+            return _collect(pipes, time.monotonic() + timeout)
+        except TimeoutError as late:
+            where = "".join(f"\n{_stack(children[rank].pid, rank, stacks[rank])}" for rank in late.args[0])
+            raise RuntimeError(f"ranks {late.args[0]} did not finish within {timeout:.0f} s{where}") from None
+        finally:
+            for child in children:
+                child.join(1 if child.is_alive() else 5)
+                if child.is_alive():
+                    child.kill()
 
 
-def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+def _stack(pid: int | None, rank: int, file: str) -> str:
+    """Where a rank's threads are; `_child` writes it when it is asked."""
+    with contextlib.suppress(OSError, TypeError):
+        os.kill(pid, _ASK)  # type: ignore[arg-type]
+        time.sleep(0.3)
+        return "\n".join(f"[rank {rank}] {line}" for line in Path(file).read_text().splitlines())
+    return f"[rank {rank}] does not answer"
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         open_pipes = [p for rank, p in enumerate(pipes) if rank not in results]
@@ -79,8 +101,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
                 raise RuntimeError(value)
             results[rank] = value
         if time.monotonic() > deadline:
-            missing = sorted(set(range(len(pipes))) - set(results))
-            raise RuntimeError(f"ranks {missing} did not finish within {timeout:.0f} s")
+            raise TimeoutError(sorted(set(range(len(pipes))) - set(results)))
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -92,8 +113,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], path: list[str]) -> None:
+def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], path: list[str], stack: str) -> None:
     module, name, rank, world, port, args, pipe = job
+    told = open(stack, "w")  # noqa: SIM115  # as long as the process
+    if _ASK:
+        faulthandler.register(_ASK, told)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
+import functools
 from typing import Any
 
 import torch
 
 from tests.activation.families import VOCAB, make_batch, make_model
+from tests.attempts import attempts
 
 STEPS, ROWS = 3, 4
 DROPOUT = {"attention_dropout": 0.2}
@@ -63,13 +64,7 @@ def run_cases(
     if tile_bytes is not None:
         tiles.TILE_BYTES = tile_bytes
     chunks.CHUNK_BYTES["cpu"] = 4 * VOCAB * 7
-    results: list[Any] = []
-    for case in cases:
-        try:
-            results.append(steps(rank, world, *case))
-        except Exception:
-            results.append(traceback.format_exc())
-    return results
+    return attempts(rank, world, (functools.partial(steps, rank, world, *case) for case in cases))
 
 
 def run_trainer_jobs(rank: int, world: int, jobs: list[tuple[str, dict[str, Any]]], folder: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.attempts import attempts
 from tests.parity.families import make_batches, make_model, param_groups, summed_loss
 
 ROWS, STEPS, CLIP = 36, 3, 1.0
@@ -195,15 +197,7 @@ def mine(batch: dict[str, torch.Tensor], rank: int, ranks: int, setting: Setting
 
 def train_all(rank: int, world: int, settings: list[Setting]) -> list[Any]:
     """Every setting; a traceback where one raised."""
-    import traceback
-
-    results: list[Any] = []
-    for setting in settings:
-        try:
-            results.append(train(rank, world, setting))
-        except Exception:
-            results.append(traceback.format_exc())
-    return results
+    return attempts(rank, world, (functools.partial(train, rank, world, setting) for setting in settings))
 
 
 # ---- resume

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 from torch.utils.data import SequentialSampler
+
+from tests.attempts import attempts
 
 STEPS, ROWS, WORDS = 2, 4, 64
 PROMPT = torch.tensor([[3, 4, 5, 6]])
@@ -250,12 +252,9 @@ def dropped(stage: int | None, ranks: int, folder: str, cut: str, lora: bool) ->
 
 def stories(rank: int, world: int, told: list[tuple[str, tuple[Any, ...]]], folder: str) -> list[Any]:
     """Every story in its own folder, which is the same on all ranks: what it returned, or the error."""
-    found: list[Any] = []
-    for number, (name, arguments) in enumerate(told):
-        own = f"{folder}/{number}"
-        try:
-            outcome = globals()[name](arguments[0], world, own, *arguments[1:])
-            found.append(outcome if rank == 0 or name in ("many", "half_an_optimizer", "dropped") else None)
-        except Exception:
-            found.append(traceback.format_exc())
-    return found
+
+    def tell(number: int, name: str, arguments: tuple[Any, ...]) -> Any:
+        outcome = globals()[name](arguments[0], world, f"{folder}/{number}", *arguments[1:])
+        return outcome if rank == 0 or name in ("many", "half_an_optimizer", "dropped") else None
+
+    return attempts(rank, world, (functools.partial(tell, number, *story) for number, story in enumerate(told)))

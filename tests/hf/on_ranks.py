@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from tests.attempts import attempts
 from tests.hf.recipes import RECIPES
 
 
@@ -18,15 +18,12 @@ def run_jobs(rank: int, world: int, jobs: list[tuple[str, dict[str, Any]]], fold
     """The result of each job (function name in this module or `module:name`, its arguments); a traceback where it raised."""
     import importlib
 
-    results: list[Any] = []
-    for index, (name, kwargs) in enumerate(jobs):
+    def run(index: int, name: str, kwargs: dict[str, Any]) -> Any:
         module, _, function = name.rpartition(":")
         job = getattr(importlib.import_module(module or __name__), function)
-        try:
-            results.append(job(Path(folder) / str(index), **kwargs))
-        except Exception:
-            results.append(traceback.format_exc())
-    return results
+        return job(Path(folder) / str(index), **kwargs)
+
+    return attempts(rank, world, (functools.partial(run, index, *job) for index, job in enumerate(jobs)))
 
 
 Job = tuple[str, dict[str, Any]]

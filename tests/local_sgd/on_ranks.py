@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.estimate.state_bytes import States
 from hf_dist.estimate.wire import state_traffic
 from hf_dist.offload.resting import Tier
+from tests.attempts import attempts
 from tests.local_sgd.emulation import CLIP, Work, count_items, inner_for, model_for, rows_of
 from tests.parity.families import ROWS, make_batches, summed_loss
 
@@ -149,13 +150,9 @@ def held(engine: Any) -> list[tuple[int, int]]:
 
 def run_parts(rank: int, world: int, parts: list[tuple[Work, Layout, dict[str, Any]]]) -> list[Any]:
     """`train` with these arguments, of every part."""
-    results: list[Any] = []
-    for work, layout, how in parts:
-        try:
-            results.append(train(rank, world, work, layout, **how))
-        except Exception:
-            results.append(traceback.format_exc())
-    return results
+    return attempts(
+        rank, world, (functools.partial(train, rank, world, work, layout, **how) for work, layout, how in parts)
+    )
 
 
 def run_cases(rank: int, world: int, cases: list[tuple[Work, Layout]]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -11,6 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from tests.attempts import attempts
 from tests.parity.optimizers import EPS, LR, PLAIN, SECTIONS
 from tests.parity.train import CLIP, STEPS
 from tests.pipeline.zoo import make_microbatches, make_model
@@ -169,18 +169,15 @@ def run_cases(rank: int, world: int, cases: list[PipelineCase], device: str = "c
     from hf_dist import pipelined
 
     plan, plans = pipelined.plan_stages, dict[Any, Any]()
-    results: list[Any] = []
-    for case in cases:
 
-        def planned(model: Any, batch: Any, num_stages: int, case: PipelineCase = case, **more: Any) -> Any:
+    def run(case: PipelineCase) -> Any:
+        def planned(model: Any, batch: Any, num_stages: int, **more: Any) -> Any:
             key = (case.family, case.tied, case.checkpointing, case.precision, case.experts, num_stages)
             if key not in plans:
                 plans[key] = plan(model, batch, num_stages, **more)
             return plans[key]
 
         with mock.patch.object(pipelined, "plan_stages", planned):
-            try:
-                results.append(train_on_rank(rank, world, case, device))
-            except Exception:
-                results.append(traceback.format_exc())
-    return results
+            return train_on_rank(rank, world, case, device)
+
+    return attempts(rank, world, (functools.partial(run, case) for case in cases))

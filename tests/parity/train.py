@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tests.attempts import attempts
 from tests.parity.families import ROWS, make_batches, make_model, summed_loss
 from tests.parity.optimizers import PLAIN, SECTIONS, adamw
 
@@ -139,13 +139,7 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
 
 def run_cases(rank: int, world: int, cases: list[Case], device: str = "cpu") -> list[Any]:
     """Every case on this rank; a case that raises gives its traceback, so that the others still run."""
-    results: list[Any] = []
-    for case in cases:
-        try:
-            results.append(train_on_rank(rank, world, case, device))
-        except Exception:
-            results.append(traceback.format_exc())
-    return results
+    return attempts(rank, world, (functools.partial(train_on_rank, rank, world, case, device) for case in cases))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

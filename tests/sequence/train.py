@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tests.attempts import attempts
 from tests.sequence.families import make_batch, make_model
 from tests.sequence.standins import use_kernel
 
@@ -190,13 +190,7 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
 
 def run_cases(rank: int, world: int, cases: list[Case]) -> list[Any]:
     """Every case; one that raises gives its traceback."""
-    results: list[Any] = []
-    for case in cases:
-        try:
-            results.append(train_on_rank(rank, world, case))
-        except Exception:
-            results.append(traceback.format_exc())
-    return results
+    return attempts(rank, world, (functools.partial(train_on_rank, rank, world, case) for case in cases))
 
 
 @functools.cache

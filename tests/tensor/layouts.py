@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.attempts import attempts
 from tests.parity.families import make_batches, make_model, param_groups
 
 ROWS = 12
@@ -163,13 +165,9 @@ def load_all(rank: int, world: int, root: str, pairs: list[tuple[str, Layout]]) 
 
 def run_all(rank: int, world: int, layouts: list[Layout]) -> list[Any]:
     """Five steps of each: losses, norms, weights; a traceback where it raised."""
-    import traceback
 
-    found: list[Any] = []
-    for layout in layouts:
-        try:
-            engine = start(layout)
-            found.append((train(engine, 0, BEFORE + AFTER), weights(engine)))
-        except Exception:
-            found.append(traceback.format_exc())
-    return found
+    def run(layout: Layout) -> Any:
+        engine = start(layout)
+        return train(engine, 0, BEFORE + AFTER), weights(engine)
+
+    return attempts(rank, world, (functools.partial(run, layout) for layout in layouts))
