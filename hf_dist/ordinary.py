@@ -15,6 +15,7 @@ from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import unguard
 from hf_dist.sharding.held import forget_slice
 from hf_dist.sharding.keeper import keep_traces, prepared_in, shards_of, traces_of
+from hf_dist.sharding.pickled import forget_copies
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.prepared import OWNER, forget_gradients, set_raw_data
 from hf_dist.sharding.prepared import unprepare as own_class
@@ -68,6 +69,7 @@ def _give_back(group: FlatGroup, values: Mapping[str, torch.Tensor]) -> None:
         own_class(param)
         delattr(param, OWNER)
         forget_slice(param)
+        forget_copies(param)
         remove_hooks(param)
         set_raw_data(param, values[slot.name])
 

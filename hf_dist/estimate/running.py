@@ -13,6 +13,7 @@ from hf_dist.machine import free_nbytes
 from hf_dist.mesh import ParallelMesh
 from hf_dist.pipeline.meta import meta_twin
 from hf_dist.sharding.held import mark_cut
+from hf_dist.sharding.pickled import copied_as_prepared
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -50,7 +51,8 @@ def planned_config(engine: Running, micro: int) -> DistConfig:
 
 def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Planner:
     """A planner for the engine's model: `micro` samples of `seq` tokens, or the given (args, kwargs)."""
-    whole = meta_twin(engine.sharded.whole)
+    with copied_as_prepared():
+        whole = meta_twin(engine.sharded.whole)
     for twin, param in zip(whole.parameters(), engine.sharded.whole.parameters(), strict=True):
         mark_cut(twin, param)
     checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())

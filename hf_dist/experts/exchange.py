@@ -15,7 +15,6 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.activation.tape import kept
-from hf_dist.errors import ModelError
 from hf_dist.experts.routing_plan import RoutingPlan, pairs_of, rows_to_send
 from hf_dist.mesh import MeshAxis
 
@@ -119,7 +118,7 @@ class ExpertExchange:
 
 
 class _Copied:
-    """The exchange in a copy of the module, which has only this rank's experts. That suffices on meta, where plans are made."""
+    """The exchange in the planner's copy of the module on meta. Other copies of prepared models are refused (`pickled.py`)."""
 
     def __init__(self, experts: nn.Module) -> None:
         self._experts = weakref.ref(experts)
@@ -129,10 +128,5 @@ class _Copied:
 
     def __call__(self, hidden: torch.Tensor, *args: Any) -> Any:
         experts = self._experts()
-        assert experts is not None
-        if not hidden.is_meta:
-            raise ModelError(
-                f"a copy of an expert-parallel model has the experts of one rank ({type(experts).__name__}) and cannot run. "
-                "Save the model and load it for another one, or copy it before it is prepared."
-            )
+        assert experts is not None and hidden.is_meta
         return type(experts).forward(experts, hidden, *args)

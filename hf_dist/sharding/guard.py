@@ -104,8 +104,7 @@ class _Guard:
 
     # Reading may have restored the object's own class, whose method then applies.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _make_readable(self)
-        unguard(self)  # type: ignore[arg-type]
+        make_readable(self)  # type: ignore[arg-type]
         return self.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -138,6 +137,13 @@ def unguard(param: torch.Tensor) -> None:
     """Restore the original class of `param`; a no-op for an unguarded tensor. Local."""
     if isinstance(param, _Guard):
         param.__class__ = type(param)._hf_dist_plain  # type: ignore[attr-defined]
+
+
+def make_readable(tensor: torch.Tensor) -> None:
+    """Return with the elements of a parameter in memory, or raise `FreedParameterError`; a no-op if unguarded. Local."""
+    if isinstance(tensor, _Guard):
+        _make_readable(tensor)
+        unguard(tensor)
 
 
 def release(tensor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_dist.errors import ModelError
+from hf_dist.sharding.pickled import make_copies_ordinary
 from hf_dist.sharding.traces import Traces
 from hf_dist.sharding.units import containers
 
@@ -22,17 +23,14 @@ _NAME = "_hf_dist_shards"
 
 
 class _Keeper:
-    """Holds the shards for a module; empty in copies and pickles."""
+    """Holds the shards for a module. Empty in the planner's copy; other copies have none (`pickled.py`)."""
 
-    def __init__(self, sharded: ShardedModel | None = None) -> None:
+    def __init__(self, sharded: ShardedModel | None) -> None:
         self.sharded = sharded
         self.traces: Traces | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Keeper:
-        return _Keeper()
-
-    def __reduce__(self) -> tuple[type[_Keeper], tuple[()]]:
-        return _Keeper, ()
+        return _Keeper(None)
 
 
 def keep_shards(model: nn.Module, sharded: ShardedModel) -> None:
@@ -63,6 +61,8 @@ def keep_traces(model: nn.Module, traces: Traces) -> None:
         keeper = module.__dict__.get(_NAME)
         if isinstance(keeper, _Keeper) and keeper.sharded is sharded:
             keeper.traces = traces
+    if sharded is not None:
+        make_copies_ordinary(model, sharded, traces)
 
 
 def traces_of(model: nn.Module) -> Traces | None:
@@ -71,7 +71,7 @@ def traces_of(model: nn.Module) -> Traces | None:
     return keeper.traces if isinstance(keeper, _Keeper) else None
 
 
-def check_owner(model: nn.Module, sharded: ShardedModel) -> None:
+def check_owner(model: nn.Module, sharded: ShardedModel | None) -> None:
     """Raise `ModelError` if `model` was since unprepared or prepared again, so that it no longer runs on `sharded`. Local."""
     if shards_of(model) is not sharded:
         raise ModelError(

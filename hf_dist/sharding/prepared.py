@@ -127,7 +127,7 @@ class _Prepared:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
-        copied.__class__ = type(self)._hf_dist_unprepared  # type: ignore[attr-defined]
+        copied.__class__ = own_class(type(self))
         return copied
 
 
@@ -143,7 +143,12 @@ def prepare(param: nn.Parameter) -> None:
         param.__class__ = _twin(type(param))
 
 
+def own_class(cls: type) -> type:
+    """The class that a parameter of class `cls` was created with. Local."""
+    return cls._hf_dist_unprepared if issubclass(cls, _Prepared) else cls  # type: ignore[attr-defined]
+
+
 def unprepare(param: nn.Parameter) -> None:
     """Restore the class that `param` was created with. Local."""
     if isinstance(param, _Prepared):
-        param.__class__ = type(param)._hf_dist_unprepared  # type: ignore[attr-defined]
+        param.__class__ = own_class(type(param))

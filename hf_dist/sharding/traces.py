@@ -6,6 +6,7 @@ an HF flag, a compiled call) are found by comparing the model before and after i
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Mapping
@@ -54,24 +55,46 @@ class Traces:
         for module, (cls, ours) in self._classes.items():
             if type(module) is ours:
                 module.__class__ = cls
-        for module, changes in self._attributes.items():
-            own = module.__dict__
-            for key, (value, ours) in changes.items():
-                if own.get(key, _ABSENT) is ours and value is not ours:
-                    if value is _ABSENT:
-                        del own[key]
-                    else:
-                        own[key] = value
+        for module in self._attributes:
+            self._put_back(module, module.__dict__)
         for reference, trained, ours_trains in self._frozen:
             param = reference()
             if param is not None and param.requires_grad == ours_trains:
                 param.requires_grad_(trained)
         for module in model.modules():
             remove_hooks(module)
-            if _is_ours(type(module.__dict__.get("generate"))):
-                module.__dict__.pop("_is_fsdp_managed_module", None)  # set together with it, after the comparison
-            for key in [key for key, value in module.__dict__.items() if _is_ours(value) or _is_ours(type(value))]:
-                del module.__dict__[key]
+            _remove_ours(module.__dict__)
+
+    def ordinary_twin(self, module: nn.Module) -> nn.Module:
+        """A module like `module` before it was prepared, with the same parameters, buffers and submodules. Local."""
+        cls, ours = self._classes.get(module, (None, None))
+        twin: nn.Module = object.__new__(cls if cls is not None and type(module) is ours else type(module))
+        own = {key: copy.copy(value) if "_hooks" in key else value for key, value in module.__dict__.items()}
+        self._put_back(module, own)
+        twin.__dict__.update(own)
+        remove_hooks(twin)
+        _remove_ours(twin.__dict__)
+        return twin
+
+    def trained_before(self) -> dict[int, bool]:
+        """Whether parameters were trained before preparing changed that, by the number (`id`) of a parameter. Local."""
+        return {id(param): trained for reference, trained, _ in self._frozen if (param := reference()) is not None}
+
+    def _put_back(self, module: nn.Module, own: dict[str, Any]) -> None:
+        """In `own`, the attributes of `module` or of its twin."""
+        for key, (value, ours) in self._attributes.get(module, {}).items():
+            if own.get(key, _ABSENT) is ours and value is not ours:
+                if value is _ABSENT:
+                    del own[key]
+                else:
+                    own[key] = value
+
+
+def _remove_ours(own: dict[str, Any]) -> None:
+    if _is_ours(type(own.get("generate"))):
+        own.pop("_is_fsdp_managed_module", None)  # set together with it, after the comparison
+    for key in [key for key, value in own.items() if _is_ours(value) or _is_ours(type(value))]:
+        del own[key]
 
 
 def look(model: nn.Module) -> dict[str, dict[Any, Any]]:

@@ -316,7 +316,7 @@ def lived(rank: int, world: int, folder: str) -> dict[str, Any]:
         found[f"weights of {saved.name}"] = full_state_dict(engine.sharded, keep=rank == 0)
     engine = start(Setting("replicated", stage=1), world)
     try:
-        copy.deepcopy(engine.model)(input_ids=torch.ones(1, 4, dtype=torch.long))
+        copy.deepcopy(engine.model)
         found["copy"] = "ran"
     except Exception as error:
         found["copy"] = str(error)

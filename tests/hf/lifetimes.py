@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import io
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -155,6 +157,58 @@ def layouts(stage: int | None, ranks: int, folder: str, kind: str, cuts: Sequenc
     found["tokens after"] = model.generate(input_ids=PROMPT, max_new_tokens=5, do_sample=False).tolist()
     found["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
     return found
+
+
+def pickled(stage: int | None, ranks: int, folder: str, cut: str, lora: bool) -> dict[str, Any]:
+    """`torch.save(model)` and `deepcopy` while its Trainer is there and after; then both train on, model and copy."""
+    import hf_dist
+
+    model = small_model(lora)
+    alive = trainer(model, folder, stage, ranks, config=CUTS.get(cut))
+    alive.train()
+    found: dict[str, Any] = {"errors": []}
+    for write in (copies, copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+        try:
+            write(model)
+        except Exception as error:
+            found["errors"].append(f"{type(error).__name__}: {error}")
+    if cut:
+        return found
+    with nullcontext() if stage is None else hf_dist.gathered(model):
+        first = copies(model)
+    del alive
+    gc.collect()
+    with nullcontext() if stage is None else hf_dist.gathered(model):
+        second = copies(model)
+    found["start"] = weights_of(model)
+    found["ordinary"] = [ordinary_in(made) for made in (*first, *second)]
+    found["copies"] = [
+        {name: (p.requires_grad, p.detach().clone()) for name, p in made.named_parameters()}
+        for made in (*first, *second)
+    ]
+    finetune(model, folder, stage, ranks)
+    finetune(second[0], folder, stage, ranks)
+    found["trained"] = [weights_of(model), weights_of(second[0])]
+    return found
+
+
+def copies(model: Any) -> tuple[Any, Any]:
+    """Through a file, and in memory."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False), copy.deepcopy(model)
+
+
+def ordinary_in(model: Any) -> list[Any]:
+    """What of us is left in a copy, its parameters that share memory with others, and how its own forward fails."""
+    left: list[Any] = [k for m in model.modules() for k, v in m.__dict__.items() if "hf_dist" in str(type(v))]
+    left += [m for m in model.modules() if any("_hooks" in k and v for k, v in m.__dict__.items())]
+    left += [k for p in model.parameters() for k in p.__dict__]
+    left += [n for n, p in model.named_parameters() if p.untyped_storage().nbytes() != p.nbytes]
+    left += [n for n, p in model.named_parameters() if type(p) is not torch.nn.Parameter]
+    model(input_ids=PROMPT).logits.sum().backward()
+    return left + [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def half_an_optimizer(stage: int, ranks: int, folder: str) -> str:

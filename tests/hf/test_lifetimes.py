@@ -5,6 +5,7 @@ The stock Trainer in one process on the joined batches is the reference, story b
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,18 @@ DROPPED: list[tuple[int, str, bool]] = [
     *((1, cut, False) for cut in ("pp", "tp", "cp")),
 ]
 """Stage, along what the model is cut, whether adapters are trained."""
+PICKLED: list[tuple[int, str, bool]] = [
+    *((stage, "", lora) for stage in STAGES for lora in (False, True)),
+    *((1, cut, False) for cut in ("pp", "tp")),
+]
+"""As `DROPPED`."""
 STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("outlives", (stage, lora)) for stage in STAGES for lora in (False, True)),
     *(("alive", (stage,)) for stage in STAGES),
     *(("evaluated_first", (stage,)) for stage in STAGES),
     *(("many", (stage,)) for stage in (1, 3)),
     ("half_an_optimizer", (1,)),
+    *(("pickled", story) for story in PICKLED),
     *(("layouts", story) for story in LAYOUTS),
     *(("dropped", story) for story in DROPPED),
 ]
@@ -99,6 +106,33 @@ def test_evaluation_then_training_then_an_ordinary_model(stage: int, told: Any, 
     stock = lifetimes.evaluated_first(None, 1, str(tmp_path))
     assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
     close(ours["weights"], stock["weights"], dict(small_model().named_parameters()))
+
+
+@pytest.mark.parametrize("story", PICKLED, ids=str)
+def test_a_whole_model_is_pickled_and_copied_as_an_ordinary_one(
+    story: tuple[int, str, bool], told: Any, tmp_path: Path
+) -> None:
+    stage, cut, lora = story
+    ours, _ = outcome(told, "pickled", *story)
+    if cut or stage == 3:
+        remedy = (
+            "Call hf_dist.unprepare(model) on every rank" if cut else "Do it inside `with hf_dist.gathered(model):`"
+        )
+        assert len(ours["errors"]) == 3
+        for error in ours["errors"]:
+            assert re.match(r"ModelError: \w+ cannot be pickled or copied here \(torch.save", error) and remedy in error
+        if cut:
+            return
+    else:
+        assert ours["errors"] == []
+    assert ours["ordinary"] == [[]] * 4
+    stock = lifetimes.pickled(None, 1, str(tmp_path), "", lora)
+    for copied in ours["copies"]:
+        names = [(n, trained) for n, (trained, _) in stock["copies"][0].items()]
+        assert [(n, trained) for n, (trained, _) in copied.items()] == names
+        assert all(torch.equal(value, ours["start"][n]) for n, (_, value) in copied.items())
+    for trained in ours["trained"]:
+        close(trained, stock["trained"][0], ours["start"])
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,6 @@ def model_reads(model: Net) -> dict[str, Callable[[], Any]]:
         "state_dict save": lambda: torch.save(model.state_dict(), io.BytesIO()),
         "state_dict read": lambda: model.state_dict()[NAME].sum(),
         "state_dict keep_vars": lambda: model.state_dict(keep_vars=True)[NAME].sum(),
-        "deepcopy model": lambda: copy.deepcopy(model),
         "pickle parameters": lambda: pickle.dumps(list(model.parameters())),
         "block submodule": lambda: model.blocks[1].up(torch.ones(24)),
     }
