@@ -100,6 +100,8 @@ def sentence_trainer(folder: Path, stage: int | None, kind: str, root: Path) -> 
     model, rows = bi_encoder(root, kind), pairs()
     loss: Any = losses.MultipleNegativesRankingLoss(model)
     torch.manual_seed(11)
+    if kind == "cached":  # several forwards of pieces of a batch before one backward
+        loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1)
     if kind == "softmax":
         loss, rows = losses.SoftmaxLoss(model, 32, 3), labelled("label", [0, 1, 2])
     if kind == "gist":
