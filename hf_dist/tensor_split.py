@@ -22,7 +22,7 @@ from hf_dist.sharding.units import find_unit_modules
 from hf_dist.tensor_parallel.choose import choose_plan
 from hf_dist.tensor_parallel.peers import MeshPeers
 from hf_dist.tensor_parallel.plan import SplitPlan, unwrapped
-from hf_dist.tensor_parallel.slices import sharing_of
+from hf_dist.tensor_parallel.slices import refuse_narrow_experts, sharing_of
 from hf_dist.tensor_parallel.split import SplitModel
 
 __all__ = ["TensorSplit", "keep_along_tp", "kinds_of_copies", "plan_of", "plan_tensors", "split_tensors"]
@@ -67,7 +67,9 @@ def plan_of(model: nn.Module, config: DistConfig, size: int, *, staged: bool, sp
     base, given = unwrapped(model)[0], config.tensor_parallel.partition_config
     # Pipeline stages exchange whole sequences.
     sequence = False if staged else settled(config.hf_dist.sequence_regions)
-    return choose_plan(base, size, find_unit_modules, given, sequence, find_experts if spread else None)
+    plan = choose_plan(base, size, find_unit_modules, given, sequence, find_experts if spread else None)
+    refuse_narrow_experts(base, plan, size, itemsize=4 if config.dtype == "fp32" else 2)
+    return plan
 
 
 def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh, config: DistConfig) -> TensorSplit:

@@ -27,7 +27,7 @@ from hf_dist.tensor_parallel.plan import (
     unwrapped,
 )
 
-__all__ = ["Kept", "kept_slices", "sharing_of"]
+__all__ = ["Kept", "kept_slices", "refuse_narrow_experts", "sharing_of"]
 
 KEY = "tensor_parallel.autotp_size"
 _MOST = 64
@@ -64,6 +64,26 @@ def kept_slices(model: nn.Module, plan: SplitPlan, size: int, rank: int) -> dict
             ranges = _ranges(name, length, cut, size, rank)
             found[prefix + name] = Kept(TensorSlice.along(param.shape, cut.dim, *ranges))
     return found
+
+
+def refuse_narrow_experts(base: nn.Module, plan: SplitPlan, size: int, itemsize: int) -> None:
+    """Raise `ModelError` if slices of stacked experts are too narrow for the kernel that multiplies them. Local.
+
+    `torch.nn.functional.grouped_mm`, transformers' default, reads rows of a multiple of 16 bytes. `itemsize`: of a weight.
+    """
+    for name, param in base.named_parameters():
+        cut = plan.params.get(pattern_of(name))
+        config = getattr(base.get_submodule(name.rpartition(".")[0]), "config", None)
+        if cut is None or param.ndim != 3 or getattr(config, "_experts_implementation", None) != "grouped_mm":
+            continue
+        width = param.shape[cut.dim] // len(cut.segments)
+        fitting = [n for n in range(1, min(width, _MOST) + 1) if width % n == 0 and width // n * itemsize % 16 == 0]
+        if width % size == 0 and size not in fitting and fitting:
+            raise ModelError(
+                f"{KEY}: {size} leaves {width // size} of the {width} features of {name} on a rank, of {itemsize} bytes each, "
+                f"and torch's grouped_mm needs a multiple of 16 bytes. Sizes that do: {', '.join(map(str, fitting))}. Or load "
+                'the model with experts_implementation="eager"; or spread whole experts (expert_parallel).'
+            )
 
 
 def _refuse_adapters(base: nn.Module, plan: SplitPlan) -> None:

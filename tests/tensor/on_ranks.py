@@ -31,6 +31,13 @@ def mixture() -> Any:
     return tf.Qwen3MoeForCausalLM(config).train()
 
 
+def eager_mixture() -> Any:
+    """The same with a loop over the experts."""
+    model = mixture()
+    model.set_experts_implementation("eager")
+    return model
+
+
 def engine_of(model: Any, size: int, **more: Any) -> Any:
     """SGD, no clipping."""
     import hf_dist
@@ -226,6 +233,8 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "ia3": (ia3, {}),
         "compile": (llama, {"compile": {"enabled": True}}),
         "custom": (lambda: torch.nn.Linear(4, 4), {}),
+        "narrow": (mixture, {"bf16": {"enabled": True}}),
+        "narrow, eager": (eager_mixture, {"bf16": {"enabled": True}}),
     }
     found = {}
     for name, (make, more) in cases.items():
