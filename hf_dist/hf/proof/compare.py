@@ -16,6 +16,8 @@ __all__ = ["FP32", "Blamed", "Proof", "Row", "compare", "prove"]
 
 FP32 = 1e-5
 """Largest relative difference in fp32."""
+STUDENT = {3: 12.9, 4: 8.6, 5: 6.9, 6: 6.0, 7: 5.4, 8: 5.0, 10: 4.6, 20: 3.9}
+"""Steps -> multiple of the rms of so many samples that another sample exceeds once in a thousand times (Student's t)."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         "microbatches a step"
     ]
     if not fp32:
-        notes.append(f"one process is {job.precision}, too; allowed is how far it is from fp32")
+        notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")
     if first["skipped"]:
         notes.append(f"{first['skipped']} of {job.steps} steps were skipped by the loss scale")
     return Proof(rows, job.precision, notes, differs, differs_at)
@@ -141,12 +143,28 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
 def _allowed(job: Job, alone: Mapping[str, Any]) -> dict[str, Any]:
     if job.precision == "fp32":
         return {"losses": FP32, "norms": FP32, "weights": [FP32] * job.steps}
-    plain, same = alone["plain"], alone["same"]
+    plain, same, apart = alone["plain"], alone["same"], _apart(job)
     return {
-        "losses": max(FP32, _relative(plain["losses"], same["losses"])),
-        "norms": max(FP32, _relative(plain["norms"], same["norms"])),
-        "weights": [max(FP32, *found.values()) for found in same["differences"]],
+        "losses": max(FP32, apart * _likely(plain["losses"], same["losses"])),
+        "norms": max(FP32, apart * _likely(plain["norms"], same["norms"])),
+        "weights": [max(FP32, apart * max(found.values())) for found in same["differences"]],
     }
+
+
+def _apart(job: Job) -> float:
+    """How much farther the layout may be from one process in half precision than that process is from fp32.
+
+    Both round, and variances add. Where matrices are cut, each part of a sum is rounded, and the sum: three times the variance.
+    """
+    cut = job.layout.get("tensor_parallel", {}).get("autotp_size", 1) > 1
+    return math.sqrt(1 + (3 if cut else 1))
+
+
+def _likely(plain: Sequence[float], same: Sequence[float]) -> float:
+    """The largest distance between a run in half precision and fp32 that is likely, from one such run."""
+    each = [_relative([a], [b]) for a, b in zip(plain, same, strict=True)]
+    factor = STUDENT[max(n for n in STUDENT if n <= max(len(each), min(STUDENT)))]
+    return factor * math.sqrt(sum(value**2 for value in each) / len(each))
 
 
 def _joined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
