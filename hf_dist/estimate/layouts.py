@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_dist.config import DistConfig
+from hf_dist.sharding.placement import ZERO_STAGES, Placement, StatePlacements, Stay, once_per_window
 
 __all__ = ["RECOMPUTED", "Layout", "Shape", "Wanted", "layouts"]
 
@@ -40,6 +41,14 @@ class Wanted:
     ranks_per_machine: int
 
 
+class Rounds(NamedTuple):
+    """How often a step gathers all weights for forwards and for backwards, and reduces all gradients."""
+
+    forward: int
+    backward: int
+    reductions: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """One layout."""
@@ -68,6 +77,21 @@ class Layout:
         named = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "1 rank"
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
         return f"{named}{experts}, ZeRO {self.stage}"
+
+    @property
+    def placements(self) -> StatePlacements:
+        """What a rank holds of weights, gradients and optimizer state."""
+        row = ZERO_STAGES[self.stage]
+        return once_per_window(row) if self.pp > 1 else row
+
+    @property
+    def rounds(self) -> Rounds:
+        """How often a step moves all weights or gradients over their shards."""
+        states, number = self.placements, self.microbatches
+        reductions = number if states.grads is Placement.SHARD else 1
+        if states.params is Placement.SHARD and states.stay is Stay.USE:
+            return Rounds(number, number, reductions)
+        return Rounds(1 if states.optim is Placement.SHARD else 0, 0, reductions)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from hf_dist.local_sgd.outer import num_outer_states
 from hf_dist.offload.resting import Tier
 from hf_dist.pipeline import make_schedule, simulate
 from hf_dist.sequence.split import heads_of
+from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.units import find_unit_modules
 
 __all__ = ["MOST_TRIED_OF_AXIS", "Found", "Search"]
@@ -171,8 +172,9 @@ class Search:
     def _least_nbytes(self, layout: Layout) -> int:
         """Rough bytes of states, plus activations kept for one microbatch."""
         numel = self._numel(layout)
-        sharded = 12 * numel // (layout.dp_shard * layout.cp) if layout.stage else 12 * numel
-        whole = 0 if layout.stage == 3 else 2 * numel
+        states, shards = layout.placements, layout.dp_shard * layout.cp
+        sharded = 12 * numel // (shards if states.optim is Placement.SHARD else 1)
+        whole = 0 if states.params is Placement.SHARD else 2 * numel
         try:
             kept = self._microbatch(_alike(layout)).kept
         except HfDistError:
@@ -243,12 +245,9 @@ class Search:
 
     def _rough_traffic(self, layout: Layout) -> Traffic:
         """Traffic of weights and gradients, like `wire.state_traffic`, but from the number of parameters."""
-        shards, number = layout.dp_shard * layout.cp, layout.microbatches if layout.pp == 1 else 1
+        shards, rounds = layout.dp_shard * layout.cp, layout.rounds
         numel, calls = self._numel(layout), max(1, self.shape.blocks // layout.pp)
-        gathers = (
-            0 if layout.stage == 0 or shards == 1 else 1 if layout.stage < 3 else (2 * number if layout.pp == 1 else 1)
-        )
-        reductions = 0 if shards == 1 else number if layout.stage > 1 else 1
+        gathers, reductions = (rounds.forward + rounds.backward, rounds.reductions) if shards > 1 else (0, 0)
         nbytes = (2 * gathers + 4 * reductions) * numel * (shards - 1) // shards
         traffic: Traffic = {"shard": {"all_gather": (calls * (gathers + reductions), nbytes)}}
         if layout.dp_replicate > 1:

@@ -22,6 +22,7 @@ from hf_dist.estimate.hardware import Hardware, link_of
 from hf_dist.estimate.layouts import Layout
 from hf_dist.estimate.wire import Traffic
 from hf_dist.sharding.group_axes import DENSE
+from hf_dist.sharding.placement import Placement
 
 __all__ = ["PARTS", "StepTime", "Sum", "step_time"]
 
@@ -112,7 +113,7 @@ def step_time(
     number = layout.microbatches
     compute = (3 * work.forward + _GRADIENT_NBYTES * numel / hardware.memory) * number
     again = work.again * number
-    stepped = numel // (layout.dp_shard * layout.cp if layout.stage else 1)
+    stepped = numel // (layout.dp_shard * layout.cp if layout.placements.optim is Placement.SHARD else 1)
     optimizer = _STATES_NBYTES * stepped / hardware.memory
     parts = {
         "compute": compute,
@@ -136,19 +137,15 @@ def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: floa
     optimizer, which takes `optimizer` seconds and steps that unit first.
     Pipelines gather and reduce once, overlapped with one microbatch; copies are reduced once, after their shards.
     """
-    number = layout.microbatches if layout.pp == 1 else 1
-    again = number if layout.stage == 3 else 0  # gathers in backward
-    gathers = 0 if layout.stage == 0 else again or 1
-    if layout.pp > 1:
-        again = 0
-    reductions = number if layout.stage > 1 else 1
+    states, rounds = layout.placements, layout.rounds
     shards = seconds.get("shard", 0.0) + seconds.get("edp", 0.0)
     copies = sum(seconds.get(axis, 0.0) for axis, _ in DENSE)
-    one = shards / (gathers + again + 2 * reductions)
-    before = max(0.0, gathers * one - gathers * work.forward)
-    after = max(0.0, (again + 2 * reductions) * one + copies - reductions * (2 * work.forward + work.again))
-    first, last = ends * min(gathers, 1) * one, ends * (2 * one + copies)
-    if 0 < layout.stage < 3:
+    one = shards / (rounds.forward + rounds.backward + 2 * rounds.reductions)
+    before = max(0.0, rounds.forward * (one - work.forward))
+    beside = rounds.reductions * (2 * work.forward + work.again)
+    after = max(0.0, (rounds.backward + 2 * rounds.reductions) * one + copies - beside)
+    first, last = ends * min(rounds.forward, 1) * one, ends * (2 * one + copies)
+    if states.optim is not states.params:  # the optimizer's own shards are gathered
         first = max(0.0, first - (1 - ends) * optimizer)
     last = max(0.0, last - (1 - ends) * optimizer * _NORM_NBYTES / _STATES_NBYTES)
     return before + after + first + last

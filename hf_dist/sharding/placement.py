@@ -77,7 +77,12 @@ def placements_for(config: DistConfig) -> StatePlacements:
     if placements.params is Placement.SHARD:
         placements = replace(placements, second=zero.zero_hpz_partition_size)
     if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
-        return replace(placements, grads=Placement.PARTIAL, stay=Stay.WINDOW)
+        return once_per_window(placements)
     if config.hf_dist.reduce_once_per_window:
         return replace(placements, grads=Placement.PARTIAL)
     return placements
+
+
+def once_per_window(placements: StatePlacements) -> StatePlacements:
+    """The same where weights are gathered, and gradients reduced, once per accumulation window."""
+    return replace(placements, grads=Placement.PARTIAL, stay=Stay.WINDOW)
