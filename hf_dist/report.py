@@ -13,6 +13,7 @@ from hf_dist.estimate.draw_mesh import mesh_lines
 from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.estimate.overhead import measured
 from hf_dist.estimate.state_bytes import States
+from hf_dist.estimate.wire import state_traffic
 from hf_dist.experts.spread import exchanges
 from hf_dist.local_sgd.outer import has_anchor
 from hf_dist.network import describe
@@ -37,11 +38,13 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
     place = sharded.placements
     weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
+    optimizer = OptimizerStates.of_attached(engine.fragments, config)
+    states = States.of_engine(sharded, config, optimizer)
     parts = {
         "layout": [
             sharded.mesh.describe(),
             f"weights {weights}, gradients {grads}, optimizer state {optim}",
-            *_mesh(sharded),
+            *_mesh(sharded, states),
             *_second_copy(sharded),
             *_experts(sharded),
             *_replicas(sharded, config),
@@ -53,7 +56,7 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
         "batch": [_batch(engine.batch)],
         "precision": _precision(sharded),
         "units": _units(sharded),
-        "memory": _memory(engine),
+        "memory": _memory(engine, states, optimizer),
         "recompute": describe_checkpointing(sharded.model),
         "config": format_table(config).splitlines(),
     }
@@ -63,14 +66,21 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     return "\n".join(lines)
 
 
-def _mesh(sharded: ShardedModel) -> list[str]:
-    """Which ranks hold which part, unless all hold the same."""
+def _mesh(sharded: ShardedModel, states: States) -> list[str]:
+    """Which ranks hold which part, and the bytes of weights and gradients that a rank sends; empty for one rank."""
     mesh = sharded.mesh
-    several = [axis for axis in ("pp", "dp_replicate", "cp", "tp", "ep") if mesh.axes.size(axis) > 1]
-    if not several:
+    if mesh.axes.world == 1:
         return []
     numbers = {host: number for number, host in enumerate(dict.fromkeys(mesh.hosts))}
-    return mesh_lines(mesh.axes, [numbers[host] for host in mesh.hosts] or [0] * mesh.axes.world)
+    traffic = state_traffic(states, mesh.axes)
+    traffic.pop("dp", None)  # a few numbers: losses and norms
+    lines = mesh_lines(mesh.axes, [numbers[host] for host in mesh.hosts] or [0] * mesh.axes.world, traffic)
+    activations = [axis for axis in ("pp", "cp", "tp", "ep") if mesh.axes.size(axis) > 1]
+    if activations:
+        lines.append(
+            f"and activations along {', '.join(activations)}: `hf-dist mesh --model ... --seq ...` counts them"
+        )
+    return lines
 
 
 def _network(sharded: ShardedModel) -> list[str]:
@@ -171,13 +181,11 @@ def _units(sharded: ShardedModel) -> list[str]:
     return (_aligned(rows[:MAX_UNIT_KINDS]) if rows else ["none"]) + more
 
 
-def _memory(engine: Engine) -> list[str]:
+def _memory(engine: Engine, states: States, optimizer: OptimizerStates) -> list[str]:
     """Bytes of model states per rank, counted as in `hf-dist plan`."""
     sharded, config = engine.sharded, engine.config
     total = sum(g.layout.num_params for g in sharded.groups)
     learning = sum(g.layout.num_params for g in sharded.trainable_groups)
-    optimizer = OptimizerStates.of_attached(engine.fragments, config)
-    states = States.of_engine(sharded, config, optimizer)
     assumed = config.optimizer is None and engine.optimizer is None  # as in an evaluation before training
     if_used = "AdamW's, if that is used"
     here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from hf_dist.sizes import size_text
 from tests.harness import run_ranks
 from tests.tensor.on_ranks import LENGTH, ROWS, llama, mixture
 
@@ -73,10 +75,11 @@ def model_of(case: str) -> Any:
     return mixture() if "ep2" in case else llama()
 
 
-def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, int]]]]:
-    """Case -> bytes at rest, and bytes sent by axis and operation in a step."""
+def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, int]], str]]:
+    """Case -> bytes at rest; bytes sent by axis and operation in a step; the start-up report."""
     import hf_dist
     from hf_dist import collectives
+    from hf_dist.report import start_up_report
 
     found = {}
     ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 100 + 1
@@ -92,7 +95,8 @@ def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, i
             own = sent.setdefault("tp" if entry.axis.endswith(" on tp") else entry.axis, {})
             own[entry.op] = own.get(entry.op, 0) + entry.nbytes
         # The plan is of the first shard: small tensors leave gaps of other sizes in the others.
-        found[case] = (engine.resident_nbytes()["device"] if engine.mesh.shard.rank == 0 else 0, sent)
+        at_rest = engine.resident_nbytes()["device"] if engine.mesh.shard.rank == 0 else 0
+        found[case] = (at_rest, sent, start_up_report(engine))
     return found
 
 
@@ -120,6 +124,17 @@ def planned(case: str) -> tuple[int, dict[str, dict[str, int]]]:
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_at_rest_equal_the_plan(case: str) -> None:
     assert max(found[case][0] for found in measured()) == planned(case)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_start_up_report_says_which_links_carry_the_bytes(case: str) -> None:
+    for found in measured():
+        _, sent, report = found[case]
+        for axis in ("shard", "edp", "dp_replicate", "cp_replicate"):  # of weights and gradients alone
+            line = re.search(rf"sent along {axis}: (.*) inside a machine, 0 B between", report)
+            assert (line and line[1]) == (size_text(sum(sent[axis].values())) if axis in sent else None)
+        crossed = [axis for axis in ("cp", "tp", "ep") if f"{axis}2" in case or f"{axis}4" in case]
+        assert (f"and activations along {', '.join(crossed)}: " in report) == bool(crossed)
 
 
 @pytest.mark.parametrize("case", CASES)

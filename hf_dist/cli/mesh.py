@@ -34,7 +34,7 @@ def mesh(
 
     read = load_config(config)
     machines = [rank // gpus_per_node for rank in range(ranks)]
-    axes, traffic = axes_of(read, ranks, here=min(ranks, gpus_per_node)), None
+    axes, traffic, notes = axes_of(read, ranks, here=min(ranks, gpus_per_node)), None, list[str]()
     if model is not None:
         from hf_dist.estimate.planner import Planner, Workload
         from hf_dist.experts.spread import expert_counts
@@ -43,8 +43,12 @@ def mesh(
         axes = axes_of(read, ranks, here=min(ranks, gpus_per_node), experts=expert_counts(meta))
         resolved = resolved_config(read, ranks, None, meta)
         micro = resolved.train_micro_batch_size_per_gpu
-        traffic = Planner(meta, ranks, Workload(micro if isinstance(micro, int) else 1, seq)).traffic(resolved)
-    print("\n".join([axes.describe(), *(f"  {line}" for line in mesh_lines(axes, machines, traffic))]))
+        planner = Planner(meta, ranks, Workload(micro if isinstance(micro, int) else 1, seq))
+        traffic = planner.traffic(resolved)
+        if axes.size("ep") > 1:
+            traffic["ep"] = {"all_to_all": (0, planner.expert_nbytes(resolved))}
+            notes = ["  (along ep: if all experts are chosen alike)"]
+    print("\n".join([axes.describe(), *(f"  {line}" for line in mesh_lines(axes, machines, traffic)), *notes]))
     if output is not None:
         draw_mesh(axes, machines, traffic).save(output)
         print(f"wrote {output}")

@@ -16,7 +16,7 @@ from hf_dist.axes import RANKS_PER_MACHINE, Axes
 from hf_dist.config import DistConfig, axes_of, settled
 from hf_dist.errors import HfDistError
 from hf_dist.estimate.activations import Activations, measure_activations, text_batch
-from hf_dist.estimate.expert_traffic import advice, choices
+from hf_dist.estimate.expert_traffic import ExpertTraffic, advice, choices
 from hf_dist.estimate.layer_traffic import layer_traffic
 from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.residency import budget_nbytes, keep_within
@@ -159,6 +159,17 @@ class Planner:
 
     def expert_lines(self, config: DistConfig) -> list[str]:
         """Bytes that the model's experts send for every possible `ep`; empty without experts."""
+        rows, tokens = self._expert_rows(config)
+        return advice(rows, self._axes(config).size("ep"), tokens)
+
+    def expert_nbytes(self, config: DistConfig) -> int:
+        """Bytes of tokens that a rank sends to experts and back in a step, if all experts are chosen alike."""
+        rows, _ = self._expert_rows(config)
+        each = next((row.tokens for row in rows if row.ep == self._axes(config).size("ep")), 0)
+        return each * (settled(config.gradient_accumulation_steps) or 1)
+
+    def _expert_rows(self, config: DistConfig) -> tuple[list[ExpertTraffic], int]:
+        """An entry for every possible `ep`, and the tokens of a rank's microbatch."""
         axes = self._axes(config)
         tokens = (settled(config.train_micro_batch_size_per_gpu) or self.workload.micro) * self.workload.seq
         tokens = -(-tokens // axes.size("cp"))
@@ -171,7 +182,7 @@ class Planner:
             recomputed=self.workload.checkpointing or asks_for_checkpointing(config)[0],
             tp=axes.size("tp"),
         )
-        return advice(rows, axes.size("ep"), tokens)
+        return rows, tokens
 
     def _axes(self, config: DistConfig) -> Axes:
         here = min(self.world_size, RANKS_PER_MACHINE)
