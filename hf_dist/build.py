@@ -180,17 +180,7 @@ def build_engine(
     synchronize_weights(model, mesh)
     tell_full_build(model, mesh)
     precision = precision_for(config, model)
-    cut = None
-    # Planned on the whole model, before it is cut into stages.
-    plan = plan_tensors(model, config, mesh) if mesh.tp.size > 1 else None
-    if mesh.pp.size > 1:  # before any weights are read: each rank then loads only its own stages
-        example = example or Example(lambda: example_of(model))
-        if mesh.cp.size > 1:
-            example = replace(example, batch=functools.partial(as_split, model, example.batch))
-        cut = cut_model(model, config.pipeline, mesh, precision, example)
-    _spread(model, mesh, cut)
-    keep_adapters_low_rank(model)
-    tensors = split_tensors(model, plan, mesh, config) if plan is not None else None  # cuts only this rank's stages
+    cut, tensors = _cut(model, config, mesh, precision, example)
     compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # before sequences are split
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
     if config.hf_dist.check_load:
@@ -226,6 +216,29 @@ def build_engine(
         keep_by_budget(engine)
         say(start_up_report(engine, tensors))
     return engine
+
+
+def _cut(
+    model: nn.Module, config: DistConfig, mesh: ParallelMesh, precision: Precision, example: Example | None
+) -> tuple[CutModel | None, TensorSplit | None]:
+    """Cut `model` into stages, spread its experts and cut its matrices, in place, before any weights are read."""
+    cut = tensors = None
+    # Planned on the whole model, before it is cut into stages.
+    plan = plan_tensors(model, config, mesh) if mesh.tp.size > 1 else None
+    if mesh.pp.size > 1:  # each rank then loads only its own stages
+        example = example or Example(lambda: example_of(model))
+        if mesh.cp.size > 1:
+            example = replace(example, batch=functools.partial(as_split, model, example.batch))
+        cut = cut_model(model, config.pipeline, mesh, precision, example)
+        if plan is not None and plan.sequence and cut.split.plan.in_place:
+            plan = plan_tensors(model, config, mesh, in_place=True)
+    _spread(model, mesh, cut)
+    keep_adapters_low_rank(model)
+    if plan is not None:  # cuts only this rank's stages
+        tensors = split_tensors(model, plan, mesh, config, cut.share.whole if cut else None)
+        if cut is not None:
+            cut.staged.continues = tensors.model.continues
+    return cut, tensors
 
 
 def _spread(model: nn.Module, mesh: ParallelMesh, cut: CutModel | None) -> None:

@@ -41,17 +41,18 @@ class TensorSplit:
         return [self.model.describe()]
 
 
-def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> SplitPlan:
+def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh, in_place: bool = False) -> SplitPlan:
     """Plan which parameters of `model` are cut along `tp` and where activations are exchanged; rank 0 plans for all ranks.
 
-    Collective over world. Raises `ModelError` on every rank if the model cannot be cut, or not into this many slices.
+    `in_place`: as in `plan_of`. Collective over world. Raises `ModelError` on every rank if the model cannot be cut, or not
+    into this many slices.
     """
     _refuse_packed(model)
     found: SplitPlan | str | None = None
     if mesh.world.rank == 0:
         try:
             spread = mesh.axes.size("ep") > 1
-            found = plan_of(model, config, mesh.tp.size, staged=mesh.pp.size > 1, spread=spread)
+            found = plan_of(model, config, mesh.tp.size, spread=spread, in_place=in_place)
         except (ModelError, ConfigError) as error:
             found = str(error)
     found = collectives.broadcast_object(mesh.world, found)
@@ -61,23 +62,36 @@ def plan_tensors(model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> Sp
     return found
 
 
-def plan_of(model: nn.Module, config: DistConfig, size: int, *, staged: bool, spread: bool = False) -> SplitPlan:
-    """Plan which parameters of `model` (real or on meta) are cut between `size` ranks. Local; takes seconds. `staged`: the
-    model is also cut into stages; `spread`: its experts are spread over ranks and stay whole."""
+def plan_of(
+    model: nn.Module, config: DistConfig, size: int, *, spread: bool = False, in_place: bool = False
+) -> SplitPlan:
+    """Plan which parameters of `model` (real or on meta) are cut between `size` ranks. Local; takes seconds.
+
+    `spread`: its experts are spread over ranks and stay whole; `in_place`: it is also cut into stages, which copy what arrives
+    into stand-ins that are as long as whole sequences (`StagePlan.in_place`). Raises `ModelError`.
+    """
     base, given = unwrapped(model)[0], config.tensor_parallel.partition_config
-    # Pipeline stages exchange whole sequences.
-    sequence = False if staged else settled(config.hf_dist.sequence_regions)
+    sequence = settled(config.hf_dist.sequence_regions)
+    if in_place and sequence:
+        raise ModelError(
+            f"hf_dist.sequence_regions: true is not available for {type(base).__name__} together with pipeline.stages above 1: "
+            "code between its blocks reads whole sequences of an earlier stage. Remove the key."
+        )
+    sequence = False if in_place else sequence
     plan = choose_plan(base, size, find_unit_modules, given, sequence, find_experts if spread else None)
     refuse_narrow_experts(base, plan, size, itemsize=4 if config.dtype == "fp32" else 2)
     return plan
 
 
-def split_tensors(model: nn.Module, plan: SplitPlan, mesh: ParallelMesh, config: DistConfig) -> TensorSplit:
+def split_tensors(
+    model: nn.Module, plan: SplitPlan, mesh: ParallelMesh, config: DistConfig, whole: nn.Module | None = None
+) -> TensorSplit:
     """Cut `model` along `tp`, in place, without reading lazy weights. Collective over world.
 
-    Raises `ModelError` on every rank for sizes that do not divide, before anything is cut.
+    `whole`: the model on meta before it was cut into stages. The sequence is cut and joined at the ends of all its blocks, not
+    of those whose parameters are here. Raises `ModelError` on every rank for sizes that do not divide, before anything is cut.
     """
-    blocks = find_unit_modules(model)
+    blocks = {name: model.get_submodule(name) for name in find_unit_modules(whole or model)}
     names = [name for name, _ in model.named_parameters()]
     early = config.tensor_parallel.tp_overlap_comm
     split = SplitModel(model, plan, MeshPeers(mesh.tp), keep=keep_along_tp, blocks=blocks, overlap=early)

@@ -50,9 +50,29 @@ CASES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 1},
         "hf_dist": {"sequence_regions": False},
     },
+    "pp2-tp2-z1-recomputed": {
+        "pipeline": {"partition_method": "uniform", "stages": 2},
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 1},
+        "activation_checkpointing": {"every_n_layers": 1},
+    },
+    "pp2-tp2-z3-interleaved-early": {
+        "pipeline": {"partition_method": "uniform", "stages": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+        "tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True},
+        "zero_optimization": {"stage": 3},
+    },
+    "pp2-tp2-zero-bubble-early": {
+        "pipeline": {"partition_method": "uniform", "stages": 2, "schedule": "zb_h1"},
+        "tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True},
+    },
+    "pp2-tp2-plain": {
+        "pipeline": {"partition_method": "uniform", "stages": 2},
+        "tensor_parallel": {"autotp_size": 2},
+        "hf_dist": {"sequence_regions": False},
+    },
 }
 SEQ = LENGTH + 1
-AXES = ("shard", "edp", "dp_replicate", "cp_replicate", "tp", "cp")
+AXES = ("shard", "edp", "dp_replicate", "cp_replicate", "tp", "cp", "pp")
 
 
 def config_of(case: str) -> dict[str, Any]:
@@ -71,8 +91,13 @@ def config_of(case: str) -> dict[str, Any]:
 
 
 def model_of(case: str) -> Any:
-    """With experts where they are spread."""
-    return mixture() if "ep2" in case else llama()
+    """With experts where they are spread; stages are equally long."""
+    return mixture() if "ep2" in case else llama(num_hidden_layers=4) if is_staged(case) else llama()
+
+
+def is_staged(case: str) -> bool:
+    """Whether it has a pipeline."""
+    return case.startswith("pp")
 
 
 def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, int]], str]]:
@@ -85,13 +110,20 @@ def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, i
     ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 100 + 1
     for case in CASES:
         engine = hf_dist.initialize(model_of(case), config=config_of(case), device="cpu")
+        sent: dict[str, dict[str, int]] = {}
         for _ in range(5):  # later forwards do not compare their rows any more
+            before = 0 if engine.pipeline is None else engine.pipeline.transport.sent_nbytes
             with collectives.record() as log:
+                if engine.pipeline is not None:
+                    engine.train_batch(iter([{"input_ids": ids, "labels": ids, "use_cache": False}] * MICROBATCHES))
+                    sent["pp"] = {"send": engine.pipeline.transport.sent_nbytes - before}
+                    continue
                 for _ in range(MICROBATCHES):
                     engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
                     engine.step()
-        sent: dict[str, dict[str, int]] = {}
         for entry in log.entries:
+            if entry.axis == "pp":
+                continue  # loss and norm; what stages send is counted by their transport
             own = sent.setdefault("tp" if entry.axis.endswith(" on tp") else entry.axis, {})
             own[entry.op] = own.get(entry.op, 0) + entry.nbytes
         # The plan is of the first shard: small tensors leave gaps of other sizes in the others.
@@ -106,8 +138,8 @@ def measured() -> list[Any]:
 
 
 @functools.cache
-def planned(case: str) -> tuple[int, dict[str, dict[str, int]]]:
-    """The same of the plan, without a rank."""
+def planned(case: str) -> list[tuple[int, dict[str, dict[str, int]]]]:
+    """The same of the plan, without a rank; stage by stage."""
     from hf_dist.config import axes_of, load_config, resolve_without_trainer
     from hf_dist.estimate.planner import Planner, Workload
     from hf_dist.offload.resting import Tier
@@ -117,13 +149,23 @@ def planned(case: str) -> tuple[int, dict[str, dict[str, int]]]:
     with torch.device("meta"):
         model = model_of(case)
     planner = Planner(model, WORLD, Workload(ROWS, SEQ))
-    traffic = {axis: {op: nbytes for op, (_, nbytes) in own.items()} for axis, own in planner.traffic(config).items()}
-    return planner.plan(config).states.nbytes.resident(Tier.DEVICE), traffic
+    found = []
+    for stage in range(config.pipeline.stages):
+        plan = planner.plan_rank(config, stage)
+        traffic = planner.traffic(config, plan)
+        sent = {axis: {op: nbytes for op, (_, nbytes) in own.items()} for axis, own in traffic.items()}
+        found.append((plan.states.nbytes.resident(Tier.DEVICE), sent))
+    return found
+
+
+def added(parts: list[dict[str, int]]) -> dict[str, int]:
+    """Bytes by operation of several stages."""
+    return {op: sum(part.get(op, 0) for part in parts) for part in parts for op in part}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_at_rest_equal_the_plan(case: str) -> None:
-    assert max(found[case][0] for found in measured()) == planned(case)[0]
+    assert max(found[case][0] for found in measured()) == max(nbytes for nbytes, _ in planned(case))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,17 +175,24 @@ def test_the_start_up_report_says_which_links_carry_the_bytes(case: str) -> None
         for axis in ("shard", "edp", "dp_replicate", "cp_replicate"):  # of weights and gradients alone
             line = re.search(rf"sent along {axis}: (.*) inside a machine, 0 B between", report)
             assert (line and line[1]) == (size_text(sum(sent[axis].values())) if axis in sent else None)
-        crossed = [axis for axis in ("cp", "tp", "ep") if f"{axis}2" in case or f"{axis}4" in case]
+        crossed = [axis for axis in ("pp", "cp", "tp", "ep") if f"{axis}2" in case or f"{axis}4" in case]
         assert (f"and activations along {', '.join(crossed)}: " in report) == bool(crossed)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("axis", AXES)
 def test_bytes_sent_along_an_axis_equal_the_plan(case: str, axis: str) -> None:
-    most: dict[str, int] = {}  # the plan is of the fullest rank: a vocabulary need not divide
-    for found in measured():
-        by_axis = found[case][1]
-        most |= {op: max(nbytes, most.get(op, 0)) for op, nbytes in by_axis.get(axis, {}).items()}
+    plans = [dict(sent.get(axis, {})) for _, sent in planned(case)]
+    of_stage = []  # the plan is of the fullest rank: a vocabulary need not divide
+    for stage in range(len(plans)):
+        most: dict[str, int] = {}
+        ranks = WORLD // len(plans)
+        for found in measured()[stage * ranks :][:ranks]:
+            by_axis = found[case][1]
+            most |= {op: max(nbytes, most.get(op, 0)) for op, nbytes in by_axis.get(axis, {}).items()}
+        of_stage.append(most)
+    if axis == "pp":
+        assert all(plan.pop("all_reduce") == 4 for plan in plans if len(plans) > 1)  # the norm
     if axis == "cp":
-        assert most.pop("all_reduce", 0) <= 64 * MICROBATCHES  # the loss itself
-    assert most == planned(case)[1].get(axis, {})
+        assert of_stage[0].pop("all_reduce", 0) <= 64 * MICROBATCHES  # the loss itself
+    assert added(of_stage) == added(plans)  # stages are planned with equal shares, and the last one has the loss

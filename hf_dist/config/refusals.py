@@ -305,6 +305,12 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "a block is run again and its tensors are others",
     ),
     Elsewhere(
+        "a residual past a block, between pipeline stages",
+        _REGIONS,
+        "tensor_split.py",
+        "code between its blocks reads whole sequences",
+    ),
+    Elsewhere(
         "an encoder with a decoder", _RING, "sequence/pairs.py", "to an encoder of another length, which a ring cannot"
     ),
     Elsewhere("inputs other than text", _SEQUENCE, "sequence/inputs.py", "and only text is split over ranks"),

@@ -108,9 +108,6 @@ _NEEDS = (
         lambda config: config.tensor_parallel.autotp_size > 1,
         "no matrix is cut between ranks",
     ),
-    Needs(
-        ("hf_dist.sequence_regions",), lambda config: config.pipeline.stages == 1, "not together with pipeline.stages"
-    ),
     Needs(("compile.backend",), lambda config: config.compile.enabled, "compile.enabled is false"),
     Needs(
         ("pipeline.schedule",),

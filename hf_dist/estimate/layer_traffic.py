@@ -45,7 +45,8 @@ def layer_traffic(
 ) -> Traffic:
     """Traffic of one rank. `found`: one microbatch in all layers; `layout`: how `cp` shares sequences.
 
-    A pipeline rank gets an equal share; with several parts per rank, hidden states are sent once per part.
+    A pipeline rank gets an equal share, and sends its hidden states to both neighbours: of two ranks, one has the model's
+    begin, which gets no gradient of its input sent back, and one its end.
     """
     again = recomputed_blocks(found, config, checkpointing)
     traffic: Traffic = {}
@@ -56,7 +57,7 @@ def layer_traffic(
     stages = axes.size("pp")
     traffic = {axis: shared(own, microbatches, stages) for axis, own in traffic.items()}
     if stages > 1:
-        sends = 2 * microbatches * config.pipeline.virtual_stages
+        sends = microbatches * (2 * config.pipeline.virtual_stages - (stages == 2))
         traffic["pp"] = {"send": (sends, sends * max((block.input for block in found.blocks), default=0))}
     return traffic
 

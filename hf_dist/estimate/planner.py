@@ -194,9 +194,10 @@ class Planner:
         if size == 1 or any(cut_along(p) == "tp" for p in self.model.parameters()):
             return None
         spread = self._axes(config).size("ep") > 1
-        key = (size, config.hf_dist.sequence_regions, config.pipeline.stages > 1, spread)
+        in_place = config.pipeline.stages > 1 and self._split(config).plan.in_place
+        key = (size, config.hf_dist.sequence_regions, in_place, spread)
         if key not in self._cut:
-            self._cut[key] = sliced(self.model, config, spread=spread)
+            self._cut[key] = sliced(self.model, config, spread=spread, in_place=in_place)
         return self._cut[key]
 
     def activations(self, config: DistConfig) -> Activations | str:

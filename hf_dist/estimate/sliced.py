@@ -90,13 +90,13 @@ class Sliced:
         return _cut(model, self.plan, self.size)[1]
 
 
-def sliced(model: nn.Module, config: DistConfig, *, spread: bool = False) -> Sliced:
+def sliced(model: nn.Module, config: DistConfig, *, spread: bool = False, in_place: bool = False) -> Sliced:
     """`model` (real or on meta) as the last rank of `tensor_parallel.autotp_size` holds it. Raises `ModelError`.
 
-    `spread`: its experts are spread over ranks instead of split.
+    `spread`: its experts are spread over ranks instead of split; `in_place`: as in `plan_of`.
     """
     size = config.tensor_parallel.autotp_size
-    plan = plan_of(model, config, size, staged=config.pipeline.stages > 1, spread=spread)
+    plan = plan_of(model, config, size, spread=spread, in_place=in_place)
     twin = meta_twin(model)
     split, _ = _cut(twin, plan, size)
     return Sliced(twin, plan, size, kinds_of_copies(split, [name for name, _ in twin.named_parameters()]))

@@ -99,6 +99,9 @@ class StagedModel:
         self.visit = visit
         self.alignments: dict[int, Alignment] = {}
         """Index of a block call -> its latest alignment with the example's call."""
+        self.continues: Callable[[str, Any, Any], None] = lambda path, args, kwargs: None
+        """Called with the path and the arguments of a later stage's first block, before received tensors replace stand-ins.
+        Stand-ins have whole sequences; ranks that split a model may send parts of them."""
         model.register_forward_pre_hook(self._see_inputs(), with_kwargs=True)
         self._check(model)
         self.stand_ins = {}
@@ -201,6 +204,7 @@ class StagePass:
         self.plan = staged.plan
         self.stand_ins = staged.stand_ins
         self.alignments = staged.alignments
+        self.continues = staged.continues
         self.device = staged.placeholders.device
         self.model_name = type(staged.model).__name__
         self.start, self.stop = self.plan.bounds[stage : stage + 2]
@@ -242,6 +246,8 @@ class StagePass:
             return self._run(call, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
         order = self._align(index, (args, kwargs), leaves, spec)
+        if 0 < index == self.start:
+            self.continues(path, args, kwargs)
         self._substitute(expected, leaves, order)
         if index == self.stop:
             raise StageExit(self._hand_over(index))

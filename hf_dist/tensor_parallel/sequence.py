@@ -5,12 +5,13 @@
 
 Nothing crosses inside a region. Each rank has a part of the gradient of parameters that are whole there, or work on S. The
 bytes sent are the same as without regions; activations between regions take 1/tp. Forwards without gradients use the plain
-form: P -> I at the end of a region.
+form: P -> I at the end of a region. A pipeline that cuts the model between two blocks sends S as it is, from each rank of the
+split to the rank with the same part in the next stage.
 
 [Note: lengths] A length that does not divide is padded. A region must know the true length, also when activation
 checkpointing runs a block again, perhaps after forwards of other lengths. What runs inside a checkpointed call finds it on the
 call's tape. Where the hooks of the block run again too, it is remembered with the tensors that the block is called with, which
-are the same objects in the recomputation.
+are the same objects in the recomputation. A pipeline stage that begins inside the stack reads it from the whole stand-in.
 """
 
 from __future__ import annotations
@@ -275,6 +276,14 @@ class Stack:
 
     # ------------------------------------------------------------------ lengths
 
+    def continues(self, args: Any, kwargs: Any) -> None:
+        """The next block takes a part of the hidden states of this call, which are whole. Local; called by a pipeline."""
+        _first(args, kwargs, self._measure)
+
+    def _measure(self, x: torch.Tensor) -> torch.Tensor:
+        self._length = x.shape[1]
+        return x
+
     def _enter(self, caller: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth == 1:
@@ -290,8 +299,7 @@ class Stack:
             return None
 
         def split(x: torch.Tensor) -> torch.Tensor:
-            self._length = x.shape[1]
-            return crossings.to_rows_of_sequence(x, self.peers, self._length)
+            return crossings.to_rows_of_sequence(self._measure(x), self.peers, self._length)
 
         changed = _first(args, kwargs, split)
         self._remember(*changed)

@@ -101,6 +101,7 @@ class SplitModel:
         self.compute_with_whole(False)
         self.vocabulary: VocabularySplit | None = None
         """Split of the head's logits, if they are split."""
+        self._stacks: dict[str, Stack] = {}
         self._install(model, base, modules, blocks)
 
     def _install(
@@ -166,6 +167,11 @@ class SplitModel:
         self.is_whole = is_whole
         for module, attribute, whole, here in self._numbers:
             setattr(module(), attribute, whole if is_whole else here)
+
+    def continues(self, block: str, args: Any, kwargs: Any) -> None:
+        """A pipeline stage begins at `block`, called with whole hidden states that parts of a sequence replace. Local."""
+        if stack := self._stacks.get(block.removeprefix(self.prefix)):
+            stack.continues(args, kwargs)
 
     # -------------------------------------------------------------- gradients
 
@@ -246,6 +252,7 @@ class SplitModel:
             stack = Stack(self.peers, lambda: self.is_whole, self._streams)
             caller = modules[owner.rpartition(".")[0]] if isinstance(modules[owner], nn.ModuleList) else modules[owner]
             stack.install(caller, [modules[block] for block in blocks])
+            self._stacks |= dict.fromkeys(blocks, stack)
             for block in blocks:
                 for name, child in modules[block].named_children():
                     path = f"{block}.{name}"
@@ -295,8 +302,9 @@ class SplitModel:
         """For a module inside a region: its input is R or V, its output V or P."""
         peers = self.peers
         if style in GATHERED:
-            width = self._whole_width(name)[0]
-            self._after(module, lambda out: crossings.whole_columns_replicated(out, peers, width))
+            if next(module.parameters(), None) is not None:  # else it belongs to another pipeline stage
+                width = self._whole_width(name)[0]
+                self._after(module, lambda out: crossings.whole_columns_replicated(out, peers, width))
         elif style in ROW:
             if style != "rowwise":
                 self._before(module, lambda x: x[..., slice(*crossings.columns_of(peers, x.shape[-1]))])

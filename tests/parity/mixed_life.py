@@ -35,6 +35,8 @@ def config_of(step: int) -> dict[str, Any]:
     """The JSON of a step."""
     stage, axes = CHAIN[step]
     quiet = {"stall_report_seconds": 0, "check_load": False, **MORE[step].get("hf_dist", {})}
+    if "tensor_parallel" in axes:
+        quiet["sequence_regions"] = "auto"
     zero = {"stage": stage, **MORE[step].get("zero_optimization", {})}
     return {**axes, **MORE[step], "zero_optimization": zero, "hf_dist": quiet}
 

@@ -38,6 +38,7 @@ def check_equals_one_process(case: PipelineCase, outcome: list[list[object]] | s
         assert not isinstance(found, str), found
         assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
         assert found["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
+        assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=TOLERANCE)
         for name, weight in found["weights"].items():
             held[name] = held.get(name, 0) + 1
             assert relative(weight, expected["weights"][name]) < TOLERANCE, name

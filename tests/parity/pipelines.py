@@ -39,25 +39,33 @@ class PipelineCase:
     """How the experts of a mixture run (`eager`: a loop that uses one weight once per expert), None for HF's choice."""
     optimizer: str = "adamw"
     """Or a section of `optimizers.SECTIONS`."""
+    tp: int = 1
+    """Ranks that share every layer, with parts of the sequence between its products."""
+    overlap: bool = False
+    """`tensor_parallel.tp_overlap_comm`."""
+    evaluates: bool = False
+    """Also evaluates other microbatches before each step."""
 
     def __str__(self) -> str:
-        flags = [name for name in ("tied", "checkpointing", "reshard", "offload") if getattr(self, name)]
+        flags = [name for name in ("tied", "checkpointing", "reshard", "offload", "evaluates") if getattr(self, name)]
         often = f"x{self.virtual}" if self.virtual > 1 else ""
         flags += [self.precision] if self.precision != "fp32" else []
         flags += [self.experts] if self.experts else []
         flags += [self.optimizer] if self.optimizer != "adamw" else []
+        flags += [f"tp{self.tp}"] if self.tp > 1 else []
+        flags += ["overlap"] if self.overlap else []
         shape = [self.family, f"pp{self.pp}", f"dp{self.dp}", f"z{self.stage}", self.schedule + often]
         return "-".join([*shape, f"m{self.microbatches}", *flags])
 
     @property
     def world(self) -> int:
         """Ranks."""
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     @property
-    def work(self) -> tuple[str, int, bool, bool, str]:
+    def work(self) -> tuple[str, int, bool, bool, str, bool]:
         """What the reference depends on."""
-        return self.family, self.microbatches * self.dp, self.tied, self.checkpointing, self.optimizer
+        return self.family, self.microbatches * self.dp, self.tied, self.checkpointing, self.optimizer, self.evaluates
 
     @property
     def config(self) -> dict[str, Any]:
@@ -69,7 +77,9 @@ class PipelineCase:
             "zero_optimization": {"stage": self.stage, **(OFFLOAD if self.offload else {})},
             **({"optimizer": SECTIONS[self.optimizer]} if self.optimizer in SECTIONS else {}),
             **({self.precision: {"enabled": True}} if self.precision != "fp32" else {}),
-            "hf_dist": {"router_loss": "local"},  # the reference takes each microbatch of a rank by itself
+            # The reference takes each microbatch of a rank by itself.
+            "hf_dist": {"router_loss": "local", **({"sequence_regions": True} if self.tp > 1 else {})},
+            "tensor_parallel": {"autotp_size": self.tp, "tp_overlap_comm": self.overlap},
             "pipeline": {
                 "stages": self.pp,
                 "schedule": self.schedule,
@@ -102,6 +112,11 @@ def step_batches(family: str, count: int, step: int) -> list[dict[str, torch.Ten
     return make_microbatches(family, STEPS * count)[step * count :][:count]
 
 
+def evaluation_batches(family: str, count: int, step: int) -> list[dict[str, torch.Tensor]]:
+    """As many as a window, of lengths in another order."""
+    return step_batches(family, count, (step + 1) % STEPS)[::-1]
+
+
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     """Decay for matrices only."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
@@ -115,13 +130,18 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def reference(
-    family: str, count: int, tied: bool, checkpointing: bool, optimizer_name: str = "adamw"
+    family: str, count: int, tied: bool, checkpointing: bool, optimizer_name: str = "adamw", evaluates: bool = False
 ) -> dict[str, Any]:
     """The mean of the model's own loss over `count` microbatches per step, in one process."""
     model = build(family, tied, checkpointing)
     optimizer = PLAIN[optimizer_name](model) if optimizer_name in SECTIONS else optimizer_for(model)
-    losses, norms = [], []
+    losses, norms, evaluated = [], [], []
     for step in range(STEPS):
+        if evaluates:
+            with torch.no_grad():
+                own = [model.eval()(**batch).loss.item() for batch in evaluation_batches(family, count, step)]
+            evaluated.append(sum(own) / count)
+            model.train()
         window = 0.0
         for batch in step_batches(family, count, step):
             loss = model(**batch).loss / count
@@ -131,12 +151,14 @@ def reference(
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights, "evaluated": evaluated}
 
 
 def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu") -> dict[str, Any]:
     """The same through `engine.train_batch`; this rank's weights under the full model's names."""
     import hf_dist
+    from hf_dist.sharding.held import held_slice
 
     model = build(case.family, case.tied, case.checkpointing)
     if case.experts:
@@ -149,16 +171,20 @@ def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu"
         example_batch=step_batches(case.family, 1, 0)[0],
         device=device,
     )
-    losses, norms = [], []
+    losses, norms, evaluated = [], [], []
     for step in range(STEPS):
-        window = step_batches(case.family, case.microbatches * case.dp, step)
-        losses.append(float(engine.train_batch(iter(window[engine.mesh.dp.rank :: case.dp]))))
+        count = case.microbatches * case.dp
+        if case.evaluates:
+            other = evaluation_batches(case.family, count, step)
+            evaluated.append(float(engine.eval_batch(iter(other[engine.mesh.data.rank :: case.dp]))))
+        window = step_batches(case.family, count, step)
+        losses.append(float(engine.train_batch(iter(window[engine.mesh.data.rank :: case.dp]))))
         norms.append(engine.get_global_grad_norm())
-    after = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
+    after = {n: (held_slice(p).whole, id(p)) for n, p in model.named_parameters()}
     assert after.items() <= before.items(), "object, name or shape changed"
     with hf_dist.gathered(model):
         weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return {"losses": losses, "norms": norms, "weights": weights, "evaluated": evaluated}
 
 
 def run_cases(rank: int, world: int, cases: list[PipelineCase], device: str = "cpu") -> list[Any]:

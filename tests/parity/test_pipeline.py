@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,20 @@ def llama_case(cell: Cell) -> PipelineCase:
     return PipelineCase("Llama", schedule=schedule, virtual=virtual, **rest)
 
 
+CUT = [
+    PipelineCase("Llama", stage=0, tp=2, evaluates=True),
+    PipelineCase("Llama", stage=1, tp=2, checkpointing=True, microbatches=5),
+    PipelineCase("Llama", stage=2, schedule="gpipe", tp=2, tied=True, checkpointing=True),
+    PipelineCase("Llama", stage=3, schedule="interleaved_1f1b", virtual=2, tp=2, checkpointing=True),
+    PipelineCase("Llama", stage=1, schedule="interleaved_1f1b", virtual=2, tp=2, tied=True, overlap=True),
+    PipelineCase("Llama", stage=1, schedule="zb_h1", tp=2, tied=True, microbatches=5),
+    PipelineCase("Llama", stage=3, schedule="zb_h1", tp=2, overlap=True, evaluates=True),
+    PipelineCase("Llama", stage=3, tp=2, overlap=True, checkpointing=True, offload=True),
+]
+"""Parts of sequences travel between stages: microbatches of several lengths in flight, on every schedule."""
+CUT += [replace(case, dp=2) for case in CUT] if FULL_GRID else []  # eight ranks
+
+
 def llama_cases() -> list[PipelineCase]:
     """Every pair of settings, and every stage with every schedule on two ranks; all cells with HF_DIST_FULL_GRID=1."""
     two_ranks = cells({"stage": AXES["stage"], "schedule": SCHEDULES}, full=True)
@@ -53,12 +68,12 @@ def llama_cases() -> list[PipelineCase]:
         PipelineCase("Llama", 2, 2, 3, optimizer="lamb"),
         PipelineCase("Llama", 2, 2, 2, tied=True, optimizer="adafactor"),
     ]
-    return list(dict.fromkeys(cases))
+    return list(dict.fromkeys([*cases, *CUT]))
 
 
 GRID: dict[str, list[PipelineCase]] = {}
 for llama in llama_cases():
-    GRID.setdefault(f"pp{llama.pp}-dp{llama.dp}", []).append(llama)
+    GRID.setdefault(f"pp{llama.pp}-dp{llama.dp}-tp{llama.tp}", []).append(llama)
 results = runner(GRID)
 
 

@@ -23,8 +23,17 @@ USED_OFTEN_ON_FOUR = [
     PipelineCase("Qwen3Moe", 2, 2, 3, "zb_h1", microbatches=5, experts="eager"),
     PipelineCase("GptOss", 2, 2, 2, "zb_h1", experts="eager", offload=True),
 ]
+CUT = [  # parts of the sequence travel between stages; encoder and decoder have stacks of their own
+    PipelineCase(family, 2, 1, stage, "interleaved_1f1b", 2, tp=2, checkpointing=checkpointing)
+    for family, stage, checkpointing in (
+        ("Bart", 1, True),
+        ("Phi3", 3, False),
+        ("Qwen3Moe", 2, True),
+        ("Falcon", 0, False),
+    )
+]
 GRID = {"families": FAMILIES[::2], "more families": FAMILIES[1::2]}
-GRID |= {"used often": USED_OFTEN, "used often, 4 ranks": USED_OFTEN_ON_FOUR}
+GRID |= {"cut": CUT, "used often": USED_OFTEN, "used often, 4 ranks": USED_OFTEN_ON_FOUR}
 results = runner(GRID)
 
 

@@ -63,7 +63,7 @@ class Job:
         config = config_of(self.stage, **more)
         config["gradient_accumulation_steps"] = self.microbatches
         config["hf_dist"]["tiled_loss"] = "auto"
-        if "tp" in self.sizes and "pp" not in self.sizes:
+        if "tp" in self.sizes:
             config["hf_dist"]["sequence_regions"] = True
         if "dp_shard" in self.sizes:
             config["zero_optimization"]["mics_shard_size"] = self.sizes["dp_shard"]
@@ -138,9 +138,9 @@ def without_values() -> Iterator[None]:
 
     plan_tensors, whole_columns = build.plan_tensors, crossings.whole_columns
 
-    def planned(*args: Any) -> Any:
+    def planned(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return plan_tensors(*args)
+            return plan_tensors(*args, **kwargs)
 
     def own_columns(columns: torch.Tensor, *args: Any) -> torch.Tensor:
         """Of the logits; the tiny copy that plans are verified with has them whole."""

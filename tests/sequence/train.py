@@ -129,7 +129,7 @@ def config_of(case: Case) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     exchange = list(case.exchange) if isinstance(case.exchange, tuple) else case.exchange
     ours: dict[str, Any] = {"stall_report_seconds": 0, "sequence_parallel": exchange}
-    if case.tp > 1 and case.pp == 1:
+    if case.tp > 1:
         ours["sequence_regions"] = "auto"
     if case.budget:
         ours["memory_budget"] = "1GB"

@@ -12,6 +12,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.parity.train import relative
+from tests.tensor import past_blocks
 from tests.tensor.on_ranks import (
     HIDDEN,
     LENGTH,
@@ -65,6 +66,12 @@ def test_what_is_kept_of_a_blocks_input_is_one_part_of_the_sequence() -> None:
 def test_forwards_of_two_lengths_run_again_in_one_backward() -> None:
     for at_once, in_turn in run_ranks(two_lengths, WORLD):
         assert relative(at_once, in_turn) < 1e-5
+
+
+def test_code_that_adds_past_blocks_keeps_whole_sequences_between_stages() -> None:
+    for rank in run_ranks(past_blocks.losses, 4):
+        assert rank["auto"] == pytest.approx(past_blocks.expected(), rel=1e-5)
+        assert "sequence_regions: true is not available for PastForCausalLM together with pipeline" in rank["True"]
 
 
 def test_a_file_is_read_by_slices(tmp_path: Path) -> None:
