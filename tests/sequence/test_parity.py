@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from tests.parity.train import relative
-from tests.sequence.train import Case, ranks_of, reference
+from tests.sequence.train import Case, check
 
 TWO = (
     *(Case(stage=stage) for stage in (0, 1, 2, 3)),
@@ -72,29 +69,6 @@ FOUR = (
     Case("bert", stage=2, pp=2, accumulation=4, kinds=("plain", "ragged")),
 )
 THREE = (Case("llama-odd", stage=3, cp=3), Case(exchange="auto", cp=3, stage=2), Case(exchange="ring", cp=3, stage=1))
-
-
-def check(cases: tuple[Case, ...], index: int, world: int) -> None:
-    everyone = ranks_of(cases, world)
-    assert not isinstance(everyone, str), everyone
-    for ranks in everyone:
-        assert not isinstance(ranks[index], str), ranks[index]
-    expected = reference(cases[index], world // cases[index].cp // cases[index].pp // cases[index].tp)
-    if cases[index].dtype != "fp32":  # weights and activations are rounded; a fault is larger than that
-        for ranks in everyone:
-            assert ranks[index]["losses"] == pytest.approx(expected["losses"], rel=5e-3)
-            first = ranks[index]["norms"][0]
-            assert math.isnan(first) or math.isinf(first) or first == pytest.approx(expected["norms"][0], rel=2e-2)
-        return
-    for ranks in everyone:
-        assert ranks[index]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert ranks[index]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-    seen = set()
-    for ranks in everyone:
-        for name, weight in ranks[index]["weights"].items():
-            assert relative(weight, expected["weights"][name]) < 1e-5, name
-            seen.add(name)
-    assert seen == expected["weights"].keys()
 
 
 @pytest.mark.parametrize("index", range(len(TWO)), ids=[str(case) for case in TWO])

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pytest import approx
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tests.attempts import attempts
+from tests.parity.train import relative
 from tests.sequence.families import make_batch, make_model
 from tests.sequence.standins import use_kernel
 
 STEPS, LR, EPS, CLIP = 3, 1e-2, 1e-3, 0.5
+LOSS = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+"""Relative; in half precision weights and activations are rounded, and a fault is larger than that."""
+WEIGHT = {"fp32": 1e-5, "bf16": 2.5e-2, "fp16": 3e-3}
+"""The mixed grid has at most 1.3e-2 and 8e-4; three steps move matrices by 5e-2 to 5e-1."""
 KINDS = ("plain", "ragged", "masked", "packed")
+HALF = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
+"""A loss scale that overflows nowhere: every step counts."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class Case:
     lora: bool = False
     shard: int | None = None
     offload: bool = False
+    offload_param: bool = False
+    files: bool = False
+    """Weights are streamed from a folder of `save_pretrained`; the trained ones come back through `hf-dist export`."""
     tiled: bool | None = None
     length: int | None = None
     pp: int = 1
@@ -50,7 +62,9 @@ class Case:
             self.exchange if isinstance(self.exchange, str) else f"ulysses{self.exchange[0]}ring{self.exchange[1]}"
         )
         flags = [
-            name for name in ("checkpointing", "lora", "offload", "tiled", "on_host", "budget") if getattr(self, name)
+            name
+            for name in ("checkpointing", "lora", "offload", "offload_param", "files", "tiled", "on_host", "budget")
+            if getattr(self, name)
         ]
         more = [f"shard{self.shard}"] if self.shard else []
         more += [f"length{self.length}"] if self.length else []
@@ -60,9 +74,16 @@ class Case:
         return "-".join([self.family, exchange, f"z{self.stage}", f"cp{self.cp}", *more, *flags])
 
 
-def build(case: Case) -> nn.Module:
-    """The model of a case, trained as it says."""
-    model = make_model(case.family)
+def build(case: Case, folder: str | None = None) -> nn.Module:
+    """The model of a case, trained as it says; streamed from `folder` if there is one."""
+    if folder is None:
+        model = make_model(case.family)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        import hf_dist
+
+        model = hf_dist.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -127,6 +148,8 @@ def config_of(case: Case) -> dict[str, Any]:
         zero["mics_shard_size"] = case.shard
     if case.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if case.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
     exchange = list(case.exchange) if isinstance(case.exchange, tuple) else case.exchange
     ours: dict[str, Any] = {"stall_report_seconds": 0, "sequence_parallel": exchange}
     if case.tp > 1:
@@ -143,19 +166,41 @@ def config_of(case: Case) -> dict[str, Any]:
         "pipeline": {"stages": case.pp},
         "tensor_parallel": {"autotp_size": case.tp},
         "expert_parallel": {"enabled": case.ep > 1, "autoep_size": case.ep},
-        **({case.dtype: {"enabled": True}} if case.dtype != "fp32" else {}),
+        **HALF.get(case.dtype, {}),
         "activation_checkpointing": {"mlp_tiles": case.tiles, "cpu_checkpointing": case.on_host},
         "zero_optimization": zero,
         "hf_dist": ours,
     }
 
 
-def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
-    """The same through `hf_dist.initialize`; weights come back on the first data rank of each stage."""
+def exported(engine: Any, case: Case, folder: str, rank: int) -> dict[str, torch.Tensor]:
+    """On rank 0, weights that stock `from_pretrained` reads from what `hf-dist export` makes of a checkpoint."""
+    from hf_dist.checkpoint.export import export
+
+    engine.save_checkpoint(f"{folder}/{case}")
+    engine.writer.wait()
+    if rank > 0:
+        return {}
+    export(f"{folder}/{case}", f"{folder}/{case}-exported", dtype="fp32")
+    model = make_model(case.family)
+    if case.lora:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, f"{folder}/{case}-exported")
+    else:
+        model = type(model).from_pretrained(f"{folder}/{case}-exported")
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def train_on_rank(rank: int, world: int, case: Case, folder: str = "") -> dict[str, Any]:
+    """The same through `hf_dist.initialize`; weights come back on the first data rank of each stage.
+
+    `folder`: has the folders of `save_pretrained`, one per family, for cases with `files`.
+    """
     import hf_dist
     from hf_dist import collectives
 
-    model = build(case)
+    model = build(case, f"{folder}/{case.family}" if case.files else None)
     if case.kernel:
         use_kernel(model, case.kernel)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=EPS, foreach=True)
@@ -179,6 +224,8 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
             collectives.all_reduce(engine.mesh.dp, total).wait()
         losses.append(total.item())
         norms.append(engine.get_global_grad_norm())
+    if case.files:
+        return {"losses": losses, "norms": norms, "weights": exported(engine, case, folder, rank)}
     if case.ep > 1:  # inside `gathered` a rank has its own experts
         from hf_dist.hf.state_dict import full_state_dict
 
@@ -188,9 +235,9 @@ def train_on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def run_cases(rank: int, world: int, cases: list[Case]) -> list[Any]:
+def run_cases(rank: int, world: int, cases: list[Case], folder: str = "") -> list[Any]:
     """Every case; one that raises gives its traceback."""
-    return attempts(rank, world, (functools.partial(train_on_rank, rank, world, case) for case in cases))
+    return attempts(rank, world, (functools.partial(train_on_rank, rank, world, case, folder) for case in cases))
 
 
 @functools.cache
@@ -198,7 +245,31 @@ def ranks_of(cases: tuple[Case, ...], world: int) -> Any:
     """One spawn for all cases."""
     from tests.harness import run_ranks
 
-    try:
-        return run_ranks(run_cases, world, args=(list(cases),), timeout=max(240, 15 * len(cases)))
-    except RuntimeError as error:
-        return str(error)
+    with tempfile.TemporaryDirectory() as folder:
+        for family in {case.family for case in cases if case.files}:
+            make_model(family).save_pretrained(f"{folder}/{family}")
+        try:
+            return run_ranks(run_cases, world, args=(list(cases), folder), timeout=max(240, 15 * len(cases)))
+        except RuntimeError as error:
+            return str(error)
+
+
+def check(cases: tuple[Case, ...], index: int, world: int) -> None:
+    """Losses and norms of every rank, and every weight, are those of one process in fp32."""
+    everyone = ranks_of(cases, world)
+    assert not isinstance(everyone, str), everyone
+    for ranks in everyone:
+        assert not isinstance(ranks[index], str), ranks[index]
+    case = cases[index]
+    expected = reference(case, world // case.cp // case.pp // case.tp)
+    seen = set()
+    for ranks in everyone:
+        assert ranks[index]["losses"] == approx(expected["losses"], rel=LOSS[case.dtype])
+        if case.dtype == "fp32":
+            assert ranks[index]["norms"] == approx(expected["norms"], rel=1e-5)
+        else:  # later norms are of weights that were rounded in another way
+            assert ranks[index]["norms"][0] == approx(expected["norms"][0], rel=2e-2)
+        for name, weight in ranks[index]["weights"].items():
+            assert relative(weight, expected["weights"][name]) < WEIGHT[case.dtype], name
+            seen.add(name)
+    assert seen == expected["weights"].keys()
