@@ -1,4 +1,4 @@
-"""What the ranks of a simulated pipeline run: the first data rank of every stage; the others do as it does."""
+"""What the ranks of a simulated pipeline run: the first rank of every stage; the others of a stage do as it does."""
 
 from __future__ import annotations
 
@@ -31,11 +31,18 @@ class PipelineSetting:
     microbatches: int = 4
     evaluates: bool = False
     """Also between steps."""
+    tensor: int = 1
+    """Ranks that share every layer, with parts of the sequence between its products and between the stages."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Those that are simulated."""
-        return tuple(range(0, self.stages * self.data, self.data))
+        return tuple(range(0, self.stages * self.alike, self.alike))
+
+    @property
+    def alike(self) -> int:
+        """Ranks of a stage."""
+        return self.data * self.tensor
 
     @property
     def virtual(self) -> int:
@@ -50,25 +57,41 @@ class PipelineSetting:
     def config(self) -> dict[str, Any]:
         """The JSON."""
         pipeline = {"stages": self.stages, "schedule": self.schedule, "virtual_stages": self.virtual}
-        own = {"stall_report_seconds": 0, "check_load": False, "tiled_loss": False}
-        return config_of(self.stage, pipeline=pipeline, gradient_accumulation_steps=self.microbatches, hf_dist=own)
+        own: dict[str, Any] = {"stall_report_seconds": 0, "check_load": False, "tiled_loss": False}
+        more: dict[str, Any] = {}
+        if self.tensor > 1:
+            own |= {"sequence_regions": True, "tiled_loss": "auto"}
+            more["tensor_parallel"] = {"autotp_size": self.tensor}
+        return config_of(
+            self.stage, pipeline=pipeline, gradient_accumulation_steps=self.microbatches, hf_dist=own, **more
+        )
+
+    def model(self) -> Any:
+        """On the device of the context."""
+        return replace(SMALL, width=64, inner=128, vocabulary=256, layers=self.layers).llama()
 
 
 def train(rank: int, meet: str, setting: PipelineSetting, without: str = "") -> Trace:
     """The trace of some windows on one rank; `without`: see `training.train`."""
     import hf_dist
+    from hf_dist.sharding.units import find_unit_modules
+    from hf_dist.tensor_parallel.choose import choose_plan
     from tests.gpu_sim.breakages import BREAKAGES
 
     def represented(other: int) -> int:
-        return other - other % setting.data
+        return other - other % setting.alike
 
-    world = setting.stages * setting.data
+    world = setting.stages * setting.alike
+    if setting.tensor > 1:  # verified with elements, and remembered for when there are none
+        with torch.device("meta"):
+            model = setting.model()
+        choose_plan(model, setting.tensor, find_unit_modules, None, True)
     with simulated_rank(world, rank, meet=meet, represented=represented) as (recorder, _), recorder:
         if without:
             BREAKAGES[without]()
         StandIn.answer = _without_elements  # type: ignore[method-assign]
         with torch.device(GPU):
-            model = replace(SMALL, width=64, inner=128, vocabulary=256, layers=setting.layers).llama()
+            model = setting.model()
         engine = hf_dist.initialize(model, config=setting.config(), device=GPU)
         recorder.trace.mark("built")
         for number in range(STEPS):

@@ -23,8 +23,9 @@ AXES: dict[str, Any] = {
     "stages": (2, 4),
     "zero": ((1, 0), (2, 1), (2, 3)),
     "evaluates": (False, True),
+    "tensor": (1, 2),
 }
-"""zero: data ranks and ZeRO's stage."""
+"""zero: data ranks and ZeRO's stage; tensor: ranks that share every layer, and parts of the sequence."""
 
 
 def runs(cell: Cell) -> bool:
@@ -39,12 +40,19 @@ WITHOUT = "connecting the channels, with receives posted before the sends they d
 
 def setting(cell: Cell) -> PipelineSetting:
     data, stage = cell["zero"]
-    return PipelineSetting(cell["schedule"], cell["stages"], data, stage, evaluates=cell["evaluates"])
+    return PipelineSetting(
+        cell["schedule"], cell["stages"], data, stage, evaluates=cell["evaluates"], tensor=cell["tensor"]
+    )
 
 
 def name(cell: Cell) -> str:
     data, stage = cell["zero"]
-    return f"{cell['schedule']}{cell['stages']}" + f"-zero{stage}" * (data > 1) + "-evaluates" * cell["evaluates"]
+    more = (
+        f"-zero{stage}" * (data > 1)
+        + "-evaluates" * cell["evaluates"]
+        + f"-tensor{cell['tensor']}" * (cell["tensor"] > 1)
+    )
+    return f"{cell['schedule']}{cell['stages']}{more}"
 
 
 @functools.cache
