@@ -8,6 +8,9 @@ input. The weight gradient is computed at a separate node, which autograd reache
     backward    dx of v, of k, of q; start the sum; dW of v, of k, of q; wait for the sum
 
 [Note: order of nodes] Among ready nodes autograd runs the one created last, so tokens are created after `wait`.
+
+A pipeline that splits a backward (`pipeline/backward.py`) runs `start` a second time, for the tokens alone. Only they lead to
+the weights, so that weight gradients are deferred, and nothing is summed again.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ __all__ = ["Crossed", "crossed_early", "splits_backward"]
 
 Enter = Callable[[Peers, torch.Tensor, torch.Size, int], torch.Tensor]
 Begin = Callable[[Peers, torch.Tensor, torch.Size, int], Started]
+Weights = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def splits_backward(module: nn.Module) -> bool:
@@ -62,7 +66,7 @@ class Crossed:
             return self.tensor
 
         def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            out: torch.Tensor = _Product.apply(x, weight, bias, due)
+            out: torch.Tensor = _Product.apply(x, lambda: (weight, bias), due)
             return out
 
         return LinearInput.of(self.tensor, product)
@@ -105,9 +109,12 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = ctx.total
-        total.started = total.begin(total.peers, grad, ctx.shape, total.extra)
-        return (total.started.tensor, None, *(token.new_zeros(0) for token in ctx.tokens))
+        total, (waiting, _) = ctx.total, ctx.next_functions[0]
+        summed = None
+        if waiting is not None and torch._C._will_engine_execute_node(waiting):
+            total.started = total.begin(total.peers, grad, ctx.shape, total.extra)
+            summed = total.started.tensor
+        return (summed, None, *(token.new_zeros(0) for token in ctx.tokens))
 
 
 class _Token(torch.autograd.Function):
@@ -134,13 +141,14 @@ class _Token(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, due: _Due) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.due = due
-        return functional.linear(x, weight, bias)
+    def forward(ctx: Any, x: torch.Tensor, weights: Weights, due: _Due) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weights, ctx.due = weights, due  # no arguments: the product does not lead to them
+        return functional.linear(x, *weights())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         ctx.due.parts.append((grad, x))
-        return (grad.reshape(-1, grad.shape[-1]) @ weight).view(x.shape), None, None, None
+        weight, _ = ctx.weights()
+        return (grad.reshape(-1, grad.shape[-1]) @ weight).view(x.shape), None, None

@@ -6,7 +6,12 @@ import functools
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from hf_dist.pipeline.backward import StageGraph
+from hf_dist.tensor_parallel import crossings
+from hf_dist.tensor_parallel.peers import Started
 from tests.harness import run_ranks
 from tests.tensor.overlapped import order
 from tests.tensor.test_properties import BLOCKS, WORLD
@@ -33,3 +38,38 @@ def test_as_many_bytes_travel(regions: bool) -> None:
     for rank in ran():
         assert rank[True, regions][1] == rank[False, regions][1]
         assert sum(rank[True, regions][1].values()) > 0
+
+
+class _Alone:
+    """A split between one rank, which counts its sums."""
+
+    size, rank, sums = 1, 0, 0
+
+    def start_sum(self, tensor: torch.Tensor) -> Started:
+        self.sums += 1
+        return Started(tensor.clone(), lambda: None)
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_a_split_backward_defers_the_weight_gradients_and_sums_once(is_leaf: bool) -> None:
+    """`is_leaf`: the crossing comes first in its stage."""
+    torch.manual_seed(0)
+    first, *products = (nn.Linear(4, 4) for _ in range(3))
+    received, peers = torch.randn(2, 3, 4, requires_grad=True), _Alone()
+    found: list[list[torch.Tensor]] = []
+    for early in (False, True):
+        x = received.view_as(received) if is_leaf else first(received)
+        crossed = crossings.to_replicated_early(x, peers, products) if early else None  # type: ignore[arg-type]
+        out = sum(p(crossed.entering(p) if crossed else x).tanh() for p in products)
+        graph = StageGraph([received], [out])
+        graph.backward_input([torch.ones(2, 3, 4)])
+        assert [p.weight.grad for p in products] == [None, None]
+        graph.backward_weight()
+        weights = [received, *(w for p in products for w in p.parameters())]
+        found.append([w.grad.clone() for w in weights if w.grad is not None])
+        for w in (*weights, *first.parameters()):
+            w.grad = None
+    assert peers.sums == 1
+    assert len(found[0]) == 5
+    for plain, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, plain)
