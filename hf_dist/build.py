@@ -97,7 +97,18 @@ def initialize(
         mesh.data.size,
     )
     example = Example(lambda: dict(example_batch) if example_batch is not None else example_of(model))
-    return build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler, example=example)
+    engine = build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler, example=example)
+    for change in _changes:
+        change(engine)
+    return engine
+
+
+_changes: list[Callable[[Engine], None]] = []
+
+
+def after_initialize(*changes: Callable[[Engine], None]) -> None:
+    """From now on call these, in this order, with every engine of `initialize`: the methods of HF's models that must change."""
+    _changes.extend(change for change in changes if change not in _changes)
 
 
 def mesh_for(

@@ -174,21 +174,34 @@ def config_of(case: Case) -> dict[str, Any]:
 
 
 def exported(engine: Any, case: Case, folder: str, rank: int) -> dict[str, torch.Tensor]:
-    """On rank 0, weights that stock `from_pretrained` reads from what `hf-dist export` makes of a checkpoint."""
+    """On rank 0, weights that stock `from_pretrained` reads from what `hf-dist export` makes of a checkpoint.
+
+    The folder of `model.save_pretrained` has the same ones.
+    """
     from hf_dist.checkpoint.export import export
 
     engine.save_checkpoint(f"{folder}/{case}")
     engine.writer.wait()
+    engine.model.save_pretrained(f"{folder}/{case}-saved")
     if rank > 0:
         return {}
     export(f"{folder}/{case}", f"{folder}/{case}-exported", dtype="fp32")
-    model = make_model(case.family)
+    found, saved = (read(case, f"{folder}/{case}-{how}") for how in ("exported", "saved"))
+    if case.dtype == "fp32":  # else masters are exported, and weights saved
+        wrong = [name for name, value in found.items() if not torch.equal(value, saved[name])]
+        assert not wrong, wrong
+    return found
+
+
+def read(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """Weights of a model, or of its base with adapters, that stock code reads."""
+    model: Any = make_model(case.family)
     if case.lora:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, f"{folder}/{case}-exported")
+        model = PeftModel.from_pretrained(model, folder)
     else:
-        model = type(model).from_pretrained(f"{folder}/{case}-exported")
+        model = type(model).from_pretrained(folder)
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
