@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,7 @@ REWARD = [
     *("--per_device_eval_batch_size", "3"),  # 16 rows do not divide
 ]
 SETFIT = """
+import os
 import sys
 from datasets import Dataset
 from setfit import SetFitModel, Trainer, TrainingArguments
@@ -70,7 +72,8 @@ args = TrainingArguments(folder, batch_size=2, max_steps=4, save_strategy="steps
                          body_learning_rate=5e-3, load_best_model_at_end=False)
 trainer = Trainer(model=model, args=args, train_dataset=data)
 trainer.train()
-trainer.model.save_pretrained(folder + "/final")
+# Every rank calls it, into a folder of its own: two that write one file lose keys of it, stock ones too.
+trainer.model.save_pretrained(folder + ("/final" if os.environ["RANK"] == "0" else "/other"))
 """
 
 
@@ -130,9 +133,20 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], di
 
 
 def parsed(folder: Path) -> dict[str, Any]:
-    """What is in a folder; SetFit writes the keys of its configuration in the order of a set."""
+    """What is in a folder; SetFit writes the keys of its configuration in the order of a set, and a head of scikit-learn."""
     found = read(folder)
-    return {name: json.loads(value) if name.endswith(".json") else value for name, value in found.items()}
+    texts = {name: json.loads(value) for name, value in found.items() if name.endswith(".json")}
+    heads = {name: fitted(folder / name) for name in found if name.endswith(".pkl")}
+    return {**found, **texts, **heads}
+
+
+def fitted(head: Path) -> dict[str, torch.Tensor]:
+    """What scikit-learn has fitted on embeddings whose last bits differ."""
+    import joblib  # comes with SetFit
+
+    arrays = {name: value for name, value in vars(joblib.load(head)).items() if isinstance(value, np.ndarray)}
+    assert arrays
+    return {name: torch.as_tensor(value) for name, value in arrays.items()}
 
 
 def save_data(root: Path) -> None:
