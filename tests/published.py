@@ -24,6 +24,8 @@ from hf_dist.estimate.search import Found, Search
 from tests.scale import mixed
 
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+AUTOMODEL = "NeMo AutoModel 26.04, docs/performance-summary.md, DGX-H100"
+CORE = "Megatron-Core, megatron/core/transformer/moe/README.md"
 BRIDGE = "Megatron-Bridge 25.11, docs/performance-summary.md"
 FP8 = Hardware(flops=800e12)
 """Jobs in FP8: the products take about half the time, everything else is as in bf16."""
@@ -69,6 +71,12 @@ JOBS = {
     "deepseek-v3-256": Published(
         "deepseek-v3", 256, 4096, 4096, 186, {"pp": 4, "ep": 64}, "3139", f"{BRIDGE}, DGX-GB200", GB200
     ),
+    "70b-64-auto": Published("70b", 64, 128, 8192, 80, {"cp": 2}, "867", AUTOMODEL),
+    "qwen3-30b-8-auto": Published("qwen3-30b", 8, 512, 4096, 80, {"ep": 8}, "12040", AUTOMODEL),
+    "deepseek-v3-256-auto": Published("deepseek-v3", 256, 512, 4096, 80, {"pp": 4, "ep": 64}, "1002", AUTOMODEL),
+    # The page names throughput of the first only: 468 TFLOP/s.
+    "mixtral-8x7b-64": Published("mixtral-8x7b", 64, 256, 4096, 80, {"pp": 4, "ep": 8}, "468 TFLOP/s", CORE),
+    "mixtral-8x22b-128": Published("mixtral-8x22b", 128, 256, 4096, 80, {"tp": 4, "pp": 8, "ep": 2}, "not told", CORE),
 }
 AXES = ("pp", "tp", "cp", "ep")
 

@@ -330,8 +330,8 @@ def _all_or_none(axis: MeshAxis, final: Path) -> together:
     def explain(error: Exception) -> str:
         if not isinstance(error, (CheckpointError, OSError)):  # a bug, perhaps in a user's override: show where
             failure.print_traceback(error)
-        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return reason.splitlines()[0] if reason else type(error).__name__
+        told = str(error).strip().splitlines()[:1]  # safetensors begins with an empty line
+        return " ".join(told) if isinstance(error, CheckpointError) else ": ".join([type(error).__name__, *told])
 
     def failed(text: str) -> CheckpointError:
         return CheckpointError(

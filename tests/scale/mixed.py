@@ -100,6 +100,14 @@ QWEN_3: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+MIXTRAL: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": dict(),  # the defaults
+    "mixtral-8x22b": dict(
+        hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48, num_key_value_heads=8,
+    ),
+}  # fmt: skip
+
+
 def model_of(name: str) -> Any:
     """A stock HF model; make it on meta or on fake tensors."""
     if name in LLAMA_3:
@@ -111,6 +119,10 @@ def model_of(name: str) -> Any:
 
         alike = dict(head_dim=128, vocab_size=151936, num_experts=128, num_experts_per_tok=8)
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**alike, **QWEN_3[name], use_cache=False)).train()
+    if name in MIXTRAL:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        return MixtralForCausalLM(MixtralConfig(**MIXTRAL[name], use_cache=False)).train()
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     return DeepseekV3ForCausalLM(DeepseekV3Config(use_cache=False)).train()  # the defaults are the 671B
@@ -271,15 +283,34 @@ def main() -> None:
     arguments = parser.parse_args()
     head = ["model", "ranks", "layout", "rows", *AXES]
     head += ["at rest GB", "peak GB", "planned", "set-up s", "FSDP2 GB"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * 4}{'--:|' * (len(head) - 4)}"]
+    top = [f"| {' | '.join(head)} |", f"|{'---|' * 4}{'--:|' * (len(head) - 4)}"]
+    made: dict[str, str] = {}
     for name in arguments.only:
-        lines.append(line(name))
-        print(lines[-1], flush=True)
-    lines += ["", f"{datetime.date.today()}, torch {torch.__version__}."]
+        made[name] = line(name)
+        print("\n".join([*(top if len(made) == 1 else ()), made[name]]), flush=True)
     if arguments.write:
-        text = RESULTS.read_text(encoding="utf-8")
-        start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
-        RESULTS.write_text(text[:start] + "\n\n" + "\n".join(lines) + "\n\n" + text[stop:], encoding="utf-8")
+        write(top, made)
+
+
+def write(top: list[str], made: dict[str, str]) -> None:
+    """Put the rows of these jobs into the table; other rows stay."""
+    text = RESULTS.read_text(encoding="utf-8")
+    start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
+    old = text[start:stop].splitlines()
+    kept = {f"{model}-{ranks}": row for row in old if (model := _cell(row, 1)) in _MODELS and (ranks := _cell(row, 2))}
+    rows = {name: made.get(name) or kept[name] for name in JOBS if name in made or name in kept}
+    dated = f"{datetime.date.today()}, torch {torch.__version__}"
+    notes = [row for row in old if row and not row.startswith("|")] if len(made) < len(JOBS) else []
+    notes.append(f"{dated}: {', '.join(made)}." if notes else f"{dated}.")
+    lines = [*top, *rows.values(), "", *notes]
+    RESULTS.write_text(text[:start] + "\n\n" + "\n".join(lines) + "\n\n" + text[stop:], encoding="utf-8")
+
+
+_MODELS = {job.model for job in JOBS.values()}
+
+
+def _cell(row: str, number: int) -> str:
+    return row.split("|")[number].strip() if row.startswith("|") else ""
 
 
 if __name__ == "__main__":
