@@ -169,7 +169,9 @@ def test_only_accelerates_launcher_is_recognized(command: str, words: str | None
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="accelerate starts it")
 def test_accelerate_launch_with_a_yaml_of_deepspeed_continues_or_says_what_to_type(tmp_path: Path) -> None:
     (tmp_path / "zero3.yaml").write_text(YAML.replace("LAUNCHER", "standard").replace("MACHINES", "1"))
-    (tmp_path / "train.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:])")
+    (tmp_path / "train.py").write_text(
+        "import os, sys; open(f'rank{os.environ[\"RANK\"]}', 'w').write(repr(sys.argv[1:]))"
+    )
     options = ["--machine_rank", "0", "--num_processes", "2", "--main_process_port", str(free_port())]
     told = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     for words in (["train.py", "a b"], ["-m", "hf_dist.run", "train.py", "a b"]):
@@ -178,7 +180,7 @@ def test_accelerate_launch_with_a_yaml_of_deepspeed_continues_or_says_what_to_ty
         done = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True)
         if words[0] == "-m":
             assert done.returncode == 0, done.stderr
-            assert sorted(done.stdout.splitlines()) == ["rank 0 ['a b']", "rank 1 ['a b']"]
+            assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["['a b']"] * 2
         else:
             first = f"hf_dist needs no deepspeed. Type: {shlex.join(['hf-dist', 'launch', *arguments])}"
             assert done.returncode == 1 and first in done.stderr.splitlines()
