@@ -97,18 +97,7 @@ def initialize(
         mesh.data.size,
     )
     example = Example(lambda: dict(example_batch) if example_batch is not None else example_of(model))
-    engine = build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler, example=example)
-    for change in _changes:
-        change(engine)
-    return engine
-
-
-_changes: list[Callable[[Engine], None]] = []
-
-
-def after_initialize(*changes: Callable[[Engine], None]) -> None:
-    """From now on call these, in this order, with every engine of `initialize`: the methods of HF's models that must change."""
-    _changes.extend(change for change in changes if change not in _changes)
+    return build_engine(model, resolved, mesh, batch, optimizer=optimizer, lr_scheduler=lr_scheduler, example=example)
 
 
 def mesh_for(
@@ -222,11 +211,21 @@ def build_engine(
         verify(split, model, engine.evaluate)
     # Last: a schedule reads and writes the param groups that the optimizer will step.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
+    for change in _changes:
+        change(engine)
     watchdog.watch(engine)
     if trainable:
         keep_by_budget(engine)
         say(start_up_report(engine, tensors))
     return engine
+
+
+_changes: list[Callable[[Engine], None]] = []
+
+
+def after_build(*changes: Callable[[Engine], None]) -> None:
+    """From now on call these, in this order, with every new engine: what changes methods of HF's models, unknown here."""
+    _changes.extend(change for change in changes if change not in _changes)
 
 
 def _cut(

@@ -5,8 +5,9 @@ to import, stays out of those parts.
 """
 
 import hf_dist.hf.model_files  # noqa: F401
-from hf_dist.build import after_initialize
+from hf_dist.build import after_build
+from hf_dist.hf.generation import let_generate
 from hf_dist.hf.peft import let_adapters_work
 from hf_dist.hf.saving import let_save_pretrained
 
-after_initialize(let_adapters_work, let_save_pretrained)
+after_build(let_adapters_work, let_generate, let_save_pretrained)

@@ -35,17 +35,15 @@ from hf_dist.hf.data import make_seekable, note_dropping
 from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_scheduler
 from hf_dist.hf.evaluation import ShorterBatch
 from hf_dist.hf.gathers import GathersMixin
-from hf_dist.hf.generation import let_generate
 from hf_dist.hf.listed import listed_gradients
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.local_sgd import let_local_sgd_work
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer, set_beside
 from hf_dist.hf.parallelism import given_parallelism, with_parallelism
-from hf_dist.hf.peft import inactive_adapters_trainable, let_adapters_work, refuse_prompt_learning
+from hf_dist.hf.peft import inactive_adapters_trainable, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.router_loss import cover_trl
-from hf_dist.hf.saving import let_save_pretrained
 from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_keyword
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
@@ -258,12 +256,9 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
             engine.window.asks = _held_weakly(self._ends_window)
             if self.engines and engine.scaler is not None:
                 engine.scaler = self.engines[0].scaler  # one loss may span several models, so they share one loss scale
-            let_adapters_work(engine)
             cover_trl(engine)
             self._give_no_sync(model)
             (self.engines if trainable else self.frozen).append(engine)
-            let_generate(engine)
-            let_save_pretrained(engine)
         if model not in self._models:
             self._models.append(model)
         return model

@@ -24,10 +24,9 @@ from hf_dist.checkpoint.save import SaveRequest
 from hf_dist.config import DistConfig, load_config
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError, ConfigError, ModelError, Problem
-from hf_dist.hf.generation import let_generate
 from hf_dist.hf.loading import streaming
 from hf_dist.hf.model_files import load_weights, read_plan
-from hf_dist.hf.peft import inactive_adapters_trainable, let_adapters_work, refuse_prompt_learning
+from hf_dist.hf.peft import inactive_adapters_trainable, refuse_prompt_learning
 from hf_dist.lightning.agreement import agreed, part_to_shard
 from hf_dist.lightning.packages import imported_package, joined, module_of
 from hf_dist.mesh import join_job
@@ -192,16 +191,13 @@ class DistStrategy:
         model = part_to_shard(self.lightning_module)
         refuse_prompt_learning(model)
         with inactive_adapters_trainable(model):
-            engine = initialize(
+            return initialize(
                 model,
                 config=agreed(self.config, trainer),
                 optimizer=optimizer,
                 device=self.root_device,
                 timeout=self._timeout,
             )
-        let_adapters_work(engine)
-        let_generate(engine)
-        return engine
 
     def _engine(self) -> Engine:
         if self.engine is None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_dist import collectives
+from hf_dist import collectives, on_one_rank
 from hf_dist.offload import host
 from hf_dist.pipeline import p2p
 from tests.gpu_sim import costs
@@ -155,6 +155,11 @@ class Communicators:
         name, ranks = self._of(group)
         self._exchange(name, ranks, None)
 
+    def lines(self, axis: Any, called: str) -> list[str]:
+        """In place of `on_one_rank._gathered`: which call every rank makes, and where."""
+        name, ranks = self._of(axis.group)
+        return self._exchange(name, ranks, called)
+
     def _exchange(self, name: str, ranks: tuple[int, ...], item: Any) -> list[Any]:
         self._asked[name] += 1
         with _disable_current_modes():
@@ -249,6 +254,7 @@ def as_nccl(
             for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(dist, name, stand_in, create=True))
             stack.enter_context(mock.patch.object(dist.distributed_c10d, "ProcessGroupNCCL", options, create=True))
+            stack.enter_context(mock.patch.object(on_one_rank, "_gathered", model.lines))
             stack.enter_context(mock.patch.object(collectives, "_all_gather", model.all_gather))
             stack.enter_context(mock.patch.object(collectives, "_reduce_scatter", model.reduce_scatter))
             transport = p2p.P2PTransport

@@ -53,16 +53,24 @@ def generating(family: str) -> Any:
     return model
 
 
-def on_ranks(folder: Path, family: str, stage: int) -> Record:
-    """Tokens by way of generating, and how many gathers a call took: with room for the weights, without, and in `gathered`."""
+def on_ranks(folder: Path, family: str, stage: int, loop: str) -> Record:
+    """Tokens by way of generating, and how many gathers a call took: with room for the weights, without, and in `gathered`.
+
+    `loop`: who shards the model, an accelerator or `initialize`."""
     import hf_dist
     from hf_dist import collectives
     from hf_dist.hf import generation
 
-    accelerator = hf_dist.DistAccelerator(dist_config={"zero_optimization": {"stage": stage}})
-    model = accelerator.prepare(generating(family))
-    rank = accelerator.process_index
-    record: Record = {"groups": len(accelerator.engine.sharded.groups)}
+    config = {"zero_optimization": {"stage": stage}}
+    model = generating(family)
+    if loop == "accelerator":
+        accelerator = hf_dist.DistAccelerator(dist_config=config)
+        model = accelerator.prepare(model)
+        engine = accelerator.engine
+    else:
+        engine = hf_dist.initialize(model, config={**config, "train_micro_batch_size_per_gpu": 1})
+    rank = engine.mesh.world.rank
+    record: Record = {"groups": len(engine.sharded.groups)}
     free = generation.free_nbytes
     for room in ("room", "none"):
         generation.free_nbytes = free if room == "room" else lambda device: 0  # type: ignore[assignment]
@@ -76,7 +84,7 @@ def on_ranks(folder: Path, family: str, stage: int) -> Record:
     with hf_dist.gathered(model):  # other numbers of calls on each rank
         for _ in range(1 + 2 * rank):
             record["block"] = generate(model, rank, "greedy")
-    record["at rest"] = sum(g.resident for g in accelerator.engine.sharded.groups)
+    record["at rest"] = sum(g.resident for g in engine.sharded.groups)
     return record
 
 

@@ -13,7 +13,11 @@ from tests.hf.generation_jobs import HOW, SIZES, alone, evaluated, loss_of_rows,
 from tests.hf.on_ranks import run_jobs
 
 JOBS = "tests.hf.generation_jobs:"
-GENERATED = [("llama", stage) for stage in (0, 1, 2, 3)] + [("t5", 1), ("t5", 3)]
+GENERATED = [
+    *(("llama", stage, "accelerator") for stage in (0, 1, 2, 3)),
+    *(("t5", stage, "accelerator") for stage in (1, 3)),
+    ("llama", 3, "initialize"),
+]
 WAYS: dict[str, dict[str, Any]] = {
     "tokens": {"kind": "tokens"},
     "classes": {"kind": "classes"},
@@ -43,7 +47,14 @@ SETS: list[Job] = [
     *((JOBS + "evaluated", evaluation(*case)) for case in EVALUATED),
     *((JOBS + "seq2seq", prediction(*case)) for case in BEAMS),
 ]
-ON_RANKS: list[Job] = [*((JOBS + "on_ranks", {"family": f, "stage": s}) for f, s in GENERATED), *SETS]
+
+
+def generated(family: str, stage: int, loop: str) -> Job:
+    """On ranks."""
+    return JOBS + "on_ranks", {"family": family, "stage": stage, "loop": loop}
+
+
+ON_RANKS: list[Job] = [*(generated(*case) for case in GENERATED), *SETS]
 Outcomes = Callable[..., Any]
 
 
@@ -63,12 +74,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return of
 
 
-@pytest.mark.parametrize(("family", "stage"), GENERATED, ids=lambda v: str(v))
+@pytest.mark.parametrize(("family", "stage", "loop"), GENERATED, ids=lambda v: str(v))
 def test_generate_equals_one_process_with_other_prompts_on_each_rank(
-    family: str, stage: int, outcomes: Outcomes
+    family: str, stage: int, loop: str, outcomes: Outcomes
 ) -> None:
     for rank in (0, 1):
-        record = outcomes((JOBS + "on_ranks", {"family": family, "stage": stage}), 2, rank)
+        record = outcomes(generated(family, stage, loop), 2, rank)
         for how in HOW:
             expected = alone(family, rank, how)
             assert record["room", how] == expected, how
@@ -76,9 +87,11 @@ def test_generate_equals_one_process_with_other_prompts_on_each_rank(
         assert record["block"] == alone(family, rank, "greedy")
 
 
-@pytest.mark.parametrize(("family", "stage"), GENERATED, ids=lambda v: str(v))
-def test_generate_gathers_once_per_call_where_the_weights_fit(family: str, stage: int, outcomes: Outcomes) -> None:
-    record = outcomes((JOBS + "on_ranks", {"family": family, "stage": stage}), 2)
+@pytest.mark.parametrize(("family", "stage", "loop"), GENERATED, ids=lambda v: str(v))
+def test_generate_gathers_once_per_call_where_the_weights_fit(
+    family: str, stage: int, loop: str, outcomes: Outcomes
+) -> None:
+    record = outcomes(generated(family, stage, loop), 2)
     expected = record["groups"] if stage == 3 else 0
     for how in HOW:
         assert record["room", how, "gathers"] == expected, how
