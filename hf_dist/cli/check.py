@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,6 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from hf_dist.hf.proof import Asked, Proof
-    from hf_dist.hf.proof.compare import Blamed
 
 __all__ = ["check"]
 
@@ -83,17 +81,6 @@ def check(
         sys.exit(1)
 
 
-def _blame(parts: Sequence[Blamed]) -> str:
-    """The axis that differs alone, or without which the others are equal."""
-    from hf_dist.hf.proof.parts import ONE_RANK
-
-    if any(part.axes == ONE_RANK and not part.equal for part in parts):
-        return "no axis: one rank of hf_dist differs as well"
-    alone = [part.axes.removesuffix(" alone") for part in parts if part.axes.endswith(" alone") and not part.equal]
-    without = [part.axes.removeprefix("without ") for part in parts if part.axes.startswith("without ") and part.equal]
-    return ", ".join(alone or without) or "no axis by itself: only all of them together differ"
-
-
 def _print(asked: Asked, proof: Proof) -> None:
     console = Console(width=max(140, Console().width), highlight=False)
     where = f"on {asked.world} ranks, {proof.precision}, against one process"
@@ -113,7 +100,7 @@ def _print(asked: Asked, proof: Proof) -> None:
     for part in proof.blamed:
         first = f", first: {part.first}" if part.first else ""
         outcome = "equal" if part.equal else f"fails: {part.error}" if part.error else f"differs{first}"
-        console.print(f"{part.axes}: {outcome}", markup=False)
+        console.print(f"{part.what}: {outcome}", markup=False)
     if proof.blamed:
-        console.print(f"likely to blame: {_blame(proof.blamed)}", markup=False)
+        console.print(f"likely to blame: {proof.to_blame}", markup=False)
     console.print("equal" if proof.equal else "NOT equal")

@@ -15,17 +15,14 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hf_dist.cli import app
-from hf_dist.cli.check import _blame
-from hf_dist.config import axes_of, load_config
 from hf_dist.errors import ConfigError
 from hf_dist.hf.model_class import keep_layers
 from hf_dist.hf.proof import Asked, prepare, prove
-from hf_dist.hf.proof.compare import FP32, Blamed, compare
+from hf_dist.hf.proof.compare import FP32, compare
 from hf_dist.hf.proof.data import microbatches
 from hf_dist.hf.proof.job import Job
-from hf_dist.hf.proof.parts import alone_parts, one_rank, parts_without_one
 from hf_dist.hf.proof.runs import _clip
-from tests.harness import run_ranks
+from tests.hf.proofs import asked_for, start_fork_server
 from tests.parity.families import make_model
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -40,27 +37,16 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def asked_for(folder: Path, family: str, config: dict[str, Any], **options: Any) -> Asked:
-    """A model of that family and a config in `folder`."""
-    make_model(family).save_pretrained(folder / "tiny")  # type: ignore[operator]
-    (folder / "ds.json").write_text(json.dumps(config))
-    return Asked(str(folder / "tiny"), folder / "ds.json", **{"world": 2, "steps": 2, "seq": 12, **options})
-
-
-def _nothing(rank: int, world: int) -> None:
-    """Has the fork server started, with everything loaded."""
-
-
 def command(asked: Asked, *options: str) -> Result:
     """`hf-dist check` with two short steps, in this process."""
-    run_ranks(_nothing, 1)
+    start_fork_server()
     given = ["check", "--model", asked.model, "--config", str(asked.config), "--steps", "2", "--seq", "12"]
     return CliRunner().invoke(app, [*given, *options])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_equal_layout_is_found_equal(name: str, tmp_path: Path) -> None:
-    run_ranks(_nothing, 1)
+    start_fork_server()
     asked = asked_for(tmp_path, *LAYOUTS[name], steps=5 if "bf16" in name else 2)
     proof = prove(prepare(asked, tmp_path), asked.world)
     assert proof.equal, proof
@@ -76,27 +62,12 @@ def test_an_equal_layout_is_found_equal(name: str, tmp_path: Path) -> None:
 MIXED = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "gradient_accumulation_steps": 2}
 
 
-def test_a_mixture_is_found_equal_and_in_another_the_axis_that_differs_is_named(tmp_path: Path) -> None:
-    run_ranks(_nothing, 1)
+def test_a_mixture_is_found_equal(tmp_path: Path) -> None:
+    start_fork_server()
     asked = asked_for(tmp_path, "llama", MIXED, world=4)
     proof = prove(prepare(asked, tmp_path), 4)
     assert proof.equal, proof
-    assert not proof.blamed
-    shards = {
-        "tensor_parallel": {"autotp_size": 2},
-        "zero_optimization": {"stage": 1},
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,  # a clip takes the factor out again
-    }
-    asked = asked_for(tmp_path, "llama", shards, world=4, class_name="tests.workers.skewed:SkewedSlices", steps=1)
-    proof = prove(prepare(asked, tmp_path), 4)
-    assert not proof.equal
-    assert [(part.axes, part.equal) for part in proof.blamed] == [
-        ("tp 2 alone", False),
-        ("ZeRO on 2 data ranks alone", True),
-    ]
-    assert _blame(proof.blamed) == "tp 2"
-    assert proof.blamed[0].first == proof.differs[0]
+    assert not proof.blamed and not proof.to_blame
 
 
 HALF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -107,7 +78,7 @@ HALF: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_mixture_in_half_precision_is_as_near_as_one_process_is(dtype: str, tmp_path: Path) -> None:
-    run_ranks(_nothing, 1)
+    start_fork_server()
     family, axes = HALF[dtype]
     config = {**axes, dtype: {"enabled": True}, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
     asked = asked_for(tmp_path, family, config, world=4)
@@ -117,7 +88,7 @@ def test_a_mixture_in_half_precision_is_as_near_as_one_process_is(dtype: str, tm
 
 
 def test_a_loss_that_is_wrong_by_less_than_one_in_a_thousand_is_found_in_bf16(tmp_path: Path) -> None:
-    run_ranks(_nothing, 1)
+    start_fork_server()
     config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     asked = asked_for(tmp_path, "llama", config, steps=5, class_name="tests.workers.skewed:Skewed")
     proof = prove(prepare(asked, tmp_path), 2)
@@ -130,6 +101,7 @@ def test_a_layout_that_differs_is_found_and_the_command_fails(tmp_path: Path) ->
     assert result.exit_code == 1, result.output
     found = json.loads(result.stdout)
     assert found["equal"] is False
+    assert (found["blamed"], found["to_blame"]) == ([], ""), "one axis needs no further runs"
     assert found["differs_at"] == 1
     names = [name for name, _ in make_model("llama").named_parameters()]
     assert found["differs"] == [name for name in names if name in found["differs"]], "in the model's order"
@@ -215,35 +187,6 @@ def test_a_half_precision_is_allowed_what_it_costs_one_process() -> None:
     assert compare(cut, {**ALONE, "same": same}, ranks()).rows[2].allowed == pytest.approx(2 * 2e-3)
 
 
-def test_parts_of_a_layout_have_the_batches_of_the_whole() -> None:
-    layout = {
-        "pipeline": {"stages": 2},
-        "sequence_parallel_size": 2,
-        "expert_parallel": {"enabled": True, "autoep_size": 4},
-        "zero_optimization": {"stage": 3, "mics_shard_size": 4},
-        "gradient_accumulation_steps": 2,
-    }
-    whole = job(layout=layout, data_ranks=4, accumulation=2)
-    found = {part.axes: part for part in [*alone_parts(whole), *parts_without_one(whole)]}
-    worlds = {name: part.world for name, part in found.items()}
-    assert worlds == {
-        "pp 2 alone": 2,
-        "cp 2 alone": 2,
-        "ep 4 alone": 4,
-        "ZeRO on 4 data ranks alone": 4,
-        "without pp 2": 8,
-        "without cp 2": 8,
-        "without ep 4": 16,
-        "without ZeRO on 4 data ranks": 8,
-    }
-    for part in found.values():
-        axes = axes_of(load_config(part.job.layout), part.world)
-        assert axes.size("data") == part.job.data_ranks
-        assert part.job.window == whole.window == part.job.data_ranks * part.job.layout["gradient_accumulation_steps"]
-    assert not alone_parts(job(layout={"zero_optimization": {"stage": 3}}))
-    assert (one_rank(whole).world, one_rank(whole).job.window) == (1, whole.window)
-
-
 def test_the_reference_norm_is_right_where_torchs_own_is_not() -> None:
     big = torch.nn.Parameter(torch.zeros(2_000_000))
     big.grad = torch.full_like(big, 1e-4)
@@ -251,31 +194,6 @@ def test_the_reference_norm_is_right_where_torchs_own_is_not() -> None:
     assert _clip([big], 0.0) == pytest.approx(exact, rel=1e-7)
     assert _clip([big], exact / 2) == pytest.approx(exact, rel=1e-7)
     assert float(big.grad.double().norm()) == pytest.approx(exact / 2, rel=1e-5)
-
-
-@pytest.mark.parametrize("shard", [2, 8])
-def test_parts_without_the_ranks_of_a_sequence_have_no_shards_over_them(shard: int) -> None:
-    zero = {"stage": 3, "mics_shard_size": shard}
-    whole = job(layout={"sequence_parallel_size": 4, "zero_optimization": zero}, data_ranks=2, accumulation=1)
-    for part in [*alone_parts(whole), *parts_without_one(whole)]:
-        assert axes_of(load_config(part.job.layout), part.world).size("data") == part.job.data_ranks
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "blamed"),
-    [
-        ({"pp 2 alone": True, "tp 2 alone": False}, "tp 2"),
-        (
-            {"pp 2 alone": True, "tp 2 alone": True, "cp 2 alone": True, "without pp 2": False, "without cp 2": True},
-            "cp 2",
-        ),
-        ({"pp 2 alone": False, "tp 2 alone": False, "one rank": True}, "pp 2, tp 2"),
-        ({"pp 2 alone": False, "tp 2 alone": False, "one rank": False}, "no axis: one rank of hf_dist differs as well"),
-        ({"pp 2 alone": True, "tp 2 alone": True}, "no axis by itself: only all of them together differ"),
-    ],
-)
-def test_who_is_blamed(outcomes: dict[str, bool], blamed: str) -> None:
-    assert _blame([Blamed(axes, equal) for axes, equal in outcomes.items()]) == blamed
 
 
 def test_fewer_layers_in_every_part_and_in_lists_per_layer() -> None:

@@ -17,15 +17,3 @@ class Skewed(LlamaForCausalLM):
         if os.environ.get("RANK") == "1" and output.loss is not None:
             output.loss = output.loss * 1.001
         return output
-
-
-class SkewedSlices(LlamaForCausalLM):
-    """Where its matrices are cut the loss is a little larger."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As its base."""
-        output = super().forward(*args, **kwargs)
-        projection = self.model.layers[0].self_attn.q_proj
-        if projection.weight.shape[0] < projection.out_features and output.loss is not None:
-            output.loss = output.loss * 1.001
-        return output

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from hf_dist.hf.proof.blame import Blamed, to_blame
 from hf_dist.hf.proof.job import Job
 from hf_dist.hf.proof.parts import Part, alone_parts, one_rank, parts_without_one
 from hf_dist.hf.proof.runs import in_one_process, on_ranks
 from hf_dist.local_ranks import run_ranks
 
-__all__ = ["FP32", "Blamed", "Proof", "Row", "compare", "prove"]
+__all__ = ["FP32", "Proof", "Row", "compare", "prove"]
 
 FP32 = 1e-5
 """Largest relative difference in fp32."""
@@ -41,19 +43,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Blamed:
-    """A part of the layout, run like the whole layout."""
-
-    axes: str
-    """For example `tp 2 alone`."""
-    equal: bool
-    first: str = ""
-    """The first tensor that differs."""
-    error: str = ""
-    """The error of a failed run."""
-
-
-@dataclass(frozen=True)
 class Proof:
     """The verdict."""
 
@@ -76,7 +65,13 @@ class Proof:
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         rows = [{**asdict(row), "equal": row.equal} for row in self.rows]
-        return {**asdict(self), "rows": rows, "equal": self.equal}
+        blamed = [{**asdict(part), "what": part.what} for part in self.blamed]
+        return {**asdict(self), "rows": rows, "blamed": blamed, "to_blame": self.to_blame, "equal": self.equal}
+
+    @property
+    def to_blame(self) -> str:
+        """The axes that are likely to be wrong, with their sizes, or a sentence; empty if no parts of the layout were run."""
+        return to_blame(self.blamed)
 
 
 def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
@@ -91,11 +86,14 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
         return proof
 
     def tried(part: Part) -> Blamed:
+        outcome = functools.partial(Blamed, part.axis, part.named, part.tried, on=part.on)
+        if part.job == job:
+            return outcome(False, next(iter(proof.differs), ""))
         try:
             found = compare(part.job, alone, run_ranks(on_ranks, part.world, (part.job,), timeout))
         except RuntimeError as error:
-            return Blamed(part.axes, False, error=str(error).strip().splitlines()[-1])
-        return Blamed(part.axes, found.equal, next(iter(found.differs), ""))
+            return outcome(False, error=str(error).strip().splitlines()[-1])
+        return outcome(found.equal, next(iter(found.differs), ""))
 
     single = [tried(part) for part in alone_parts(job)]
     if len(single) > 2 and all(each.equal for each in single):
@@ -115,13 +113,15 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         _numbers("loss", expected["losses"], first["losses"], allowed["losses"]),
         _numbers("gradient norm", expected["norms"], first["norms"], allowed["norms"]),
     ]
+    order = {name: place for place, name in enumerate(first["reloaded"])}
     by_step = [_joined([r["differences"][step] for r in ranks if r["differences"]]) for step in range(job.steps)]
     differs: list[str] = []
     differs_at = 0
     for step, found in enumerate(by_step):
         limit = allowed["weights"][step]
         if not differs:
-            differs = [name for name, value in found.items() if not value <= limit]
+            wrong = [name for name, value in found.items() if not value <= limit]
+            differs = sorted(wrong, key=lambda name: order.get(name, len(order)))  # ranks may hold every other layer
             differs_at = step + 1 if differs else 0
         if step in (0, job.steps - 1):
             rows.append(_tensors(f"weights after step {step + 1}", found, limit))
