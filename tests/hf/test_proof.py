@@ -18,9 +18,10 @@ from hf_dist.cli import app
 from hf_dist.errors import ConfigError
 from hf_dist.hf.model_class import keep_layers
 from hf_dist.hf.proof import Asked, prepare, prove
-from hf_dist.hf.proof.compare import FP32, compare
+from hf_dist.hf.proof.compare import compare
 from hf_dist.hf.proof.data import microbatches
 from hf_dist.hf.proof.job import Job
+from hf_dist.hf.proof.limits import FP32, limits
 from hf_dist.hf.proof.runs import _clip
 from tests.hf.proofs import asked_for, start_fork_server
 from tests.parity.families import make_model
@@ -185,6 +186,22 @@ def test_a_half_precision_is_allowed_what_it_costs_one_process() -> None:
     assert any("allowed is what its distance from fp32 makes likely" in note for note in proof.notes)
     cut = job(layout={"bf16": {"enabled": True}, "tensor_parallel": {"autotp_size": 2}})
     assert compare(cut, {**ALONE, "same": same}, ranks()).rows[2].allowed == pytest.approx(2 * 2e-3)
+
+
+def test_a_choice_of_a_router_may_differ_in_fp16() -> None:
+    names = (("layers.0.gate", "layers.0.experts"), ("layers.1.gate", "layers.1.experts"))
+    # One process has sent a token of layer 0 elsewhere in the second step; the layout one of layer 1.
+    quiet, loud = dict.fromkeys(sum(names, ()), 3e-4) | {"dense": 5e-4}, {"layers.0.gate": 1e-3}
+    same = {"losses": [4.0], "norms": [1.0], "differences": [quiet, quiet | loud, quiet | loud]}
+    plain = {"losses": [4.0], "norms": [1.0]}
+    allowed = limits(plain, same, 3, cut=False, routed=names)
+    rms = math.sqrt((4 * 3e-4**2 + 2 * 1e-3**2) / 6)
+    for name in sum(names, ()):
+        assert allowed.of(name) == pytest.approx(math.sqrt(2) * 6.0 * rms)
+    assert allowed.of("dense") == pytest.approx(math.sqrt(2) * 1e-3)
+    assert allowed.of("dense", 0) == pytest.approx(math.sqrt(2) * 5e-4)
+    assert limits(plain, same, 3, cut=False).of("layers.1.gate") == allowed.of("dense")
+    assert limits(plain, None, 3, cut=True).of("layers.1.gate") == FP32
 
 
 def test_the_reference_norm_is_right_where_torchs_own_is_not() -> None:

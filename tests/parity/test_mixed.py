@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.covering import FULL_GRID, Cell, cells
-from tests.sequence.train import Case, check
+from tests.sequence.train import Case, check, expected_of, ranks_of, wrong
 
 AXES: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2),
@@ -36,7 +36,7 @@ HALF: dict[str, tuple[Any, ...]] = {
     **{name: COLUMNS[name] for name in ("offload", "files")},
     "dtype": ("bf16", "fp16"),
 }
-"""Cells of their own: every pair of the others is compared in fp32."""
+"""Cells of their own: every pair of the others is compared in fp32. How near they have to be is the rule of `hf-dist check`."""
 LOWEST_STAGE = dict(zip(COLUMNS["offload"], (0, 1, 3), strict=True))
 
 
@@ -85,6 +85,16 @@ EIGHT = cases(8) if FULL_GRID else ()
 @pytest.mark.parametrize("index", range(len(FOUR)), ids=[str(case) for case in FOUR])
 def test_four_ranks_of_mixed_axes_equal_one_process(index: int) -> None:
     check(FOUR, index, 4)
+
+
+@pytest.mark.parametrize("index", [i for i, case in enumerate(FOUR) if case.dtype != "fp32"])
+def test_a_loss_that_is_wrong_by_less_than_one_in_a_thousand_fails_in_half_precision(index: int) -> None:
+    expected, allowed = expected_of(FOUR, FOUR[index], 4)
+    found = [ranks[index] for ranks in ranks_of(FOUR, 4)]
+    assert not wrong(found, expected, allowed)
+    for factor in (1 + 5e-4, 1 - 5e-4):
+        off = [{**ranks, "losses": [*ranks["losses"][:-1], ranks["losses"][-1] * factor]} for ranks in found]
+        assert wrong(off, expected, allowed) == ["losses"] * len(found)
 
 
 @pytest.mark.skipif(not FULL_GRID, reason="eight ranks: HF_DIST_FULL_GRID=1")

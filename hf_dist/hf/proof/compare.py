@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_dist.hf.proof.blame import Blamed, to_blame
 from hf_dist.hf.proof.job import Job
+from hf_dist.hf.proof.limits import FP32, limits, relative
 from hf_dist.hf.proof.parts import Part, alone_parts, one_rank, parts_without_one
 from hf_dist.hf.proof.runs import in_one_process, on_ranks
 from hf_dist.local_ranks import run_ranks
 
-__all__ = ["FP32", "Proof", "Row", "compare", "prove"]
-
-FP32 = 1e-5
-"""Largest relative difference in fp32."""
-STUDENT = {3: 12.9, 4: 8.6, 5: 6.9, 6: 6.0, 7: 5.4, 8: 5.0, 10: 4.6, 20: 3.9}
-"""Steps -> multiple of the rms of so many samples that another sample exceeds once in a thousand times (Student's t)."""
+__all__ = ["Proof", "Row", "compare", "prove"]
 
 
 @dataclass(frozen=True)
@@ -108,26 +104,27 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     fp32 = job.precision == "fp32"
     expected = alone["plain"] if fp32 else alone["same"]
     first = ranks[0]
-    allowed = _allowed(job, alone)
+    cut = job.layout.get("tensor_parallel", {}).get("autotp_size", 1) > 1
+    routed = job.routed if job.precision == "fp16" else ()
+    allowed = limits(alone["plain"], None if fp32 else alone["same"], job.steps, cut=cut, routed=routed)
     rows = [
-        _numbers("loss", expected["losses"], first["losses"], allowed["losses"]),
-        _numbers("gradient norm", expected["norms"], first["norms"], allowed["norms"]),
+        _numbers("loss", expected["losses"], first["losses"], allowed.losses),
+        _numbers("gradient norm", expected["norms"], first["norms"], allowed.norms),
     ]
     order = {name: place for place, name in enumerate(first["reloaded"])}
     by_step = [_joined([r["differences"][step] for r in ranks if r["differences"]]) for step in range(job.steps)]
     differs: list[str] = []
     differs_at = 0
     for step, found in enumerate(by_step):
-        limit = allowed["weights"][step]
         if not differs:
-            wrong = [name for name, value in found.items() if not value <= limit]
+            wrong = [name for name, value in found.items() if not value <= allowed.of(name, step)]
             differs = sorted(wrong, key=lambda name: order.get(name, len(order)))  # ranks may hold every other layer
             differs_at = step + 1 if differs else 0
         if step in (0, job.steps - 1):
-            rows.append(_tensors(f"weights after step {step + 1}", found, limit))
-    rows.append(_tensors("saved, read by from_pretrained", first["reloaded"], allowed["weights"][-1]))
+            rows.append(_tensors(f"weights after step {step + 1}", found, functools.partial(allowed.of, step=step)))
+    rows.append(_tensors("saved, read by from_pretrained", first["reloaded"], allowed.of))
     going, resumed = first["next"]["going on"], first["next"]["resumed"]
-    rows.append(_numbers("next step, loss", [expected["losses"][-1]], [going[0]], allowed["losses"]))
+    rows.append(_numbers("next step, loss", [expected["losses"][-1]], [going[0]], allowed.losses))
     rows.append(_numbers("resumed, loss and norm", going, resumed, FP32))
     notes = [
         f"{job.optimizer}, learning rate {job.optimizer_params.get('lr', 'its own')}; dropout is 0; data of {job.window} "
@@ -140,33 +137,6 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     return Proof(rows, job.precision, notes, differs, differs_at)
 
 
-def _allowed(job: Job, alone: Mapping[str, Any]) -> dict[str, Any]:
-    if job.precision == "fp32":
-        return {"losses": FP32, "norms": FP32, "weights": [FP32] * job.steps}
-    plain, same, apart = alone["plain"], alone["same"], _apart(job)
-    return {
-        "losses": max(FP32, apart * _likely(plain["losses"], same["losses"])),
-        "norms": max(FP32, apart * _likely(plain["norms"], same["norms"])),
-        "weights": [max(FP32, apart * max(found.values())) for found in same["differences"]],
-    }
-
-
-def _apart(job: Job) -> float:
-    """How much farther the layout may be from one process in half precision than that process is from fp32.
-
-    Both round, and variances add. Where matrices are cut, each part of a sum is rounded, and the sum: three times the variance.
-    """
-    cut = job.layout.get("tensor_parallel", {}).get("autotp_size", 1) > 1
-    return math.sqrt(1 + (3 if cut else 1))
-
-
-def _likely(plain: Sequence[float], same: Sequence[float]) -> float:
-    """The largest distance between a run in half precision and fp32 that is likely, from one such run."""
-    each = [_relative([a], [b]) for a, b in zip(plain, same, strict=True)]
-    factor = STUDENT[max(n for n in STUDENT if n <= max(len(each), min(STUDENT)))]
-    return factor * math.sqrt(sum(value**2 for value in each) / len(each))
-
-
 def _joined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the results of several pipeline stages; a quantity that two stages hold must be right in both."""
     joined: dict[str, float] = {}
@@ -176,20 +146,16 @@ def _joined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return joined
 
 
-def _relative(expected: Sequence[float], got: Sequence[float]) -> float:
-    pairs = list(zip(expected, got, strict=False))
-    return max((abs(b - a) / (abs(a) or 1.0) if math.isfinite(b) else math.inf for a, b in pairs), default=math.inf)
-
-
 def _numbers(what: str, expected: Sequence[float], got: Sequence[float], allowed: float) -> Row:
-    worst = max(range(min(len(expected), len(got))), key=lambda i: _relative(expected[i : i + 1], got[i : i + 1]))
+    worst = max(range(min(len(expected), len(got))), key=lambda i: relative(expected[i : i + 1], got[i : i + 1]))
     if len(expected) > 2:
         what = f"{what}, {min(len(expected), len(got))} steps"
-    return Row(what, f"{expected[worst]:.6f}", f"{got[worst]:.6f}", _relative(expected, got), allowed)
+    return Row(what, f"{expected[worst]:.6f}", f"{got[worst]:.6f}", relative(expected, got), allowed)
 
 
-def _tensors(what: str, found: Mapping[str, float], allowed: float) -> Row:
-    worst = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
-    first = next((name for name, value in found.items() if not value <= allowed), "")
-    value = math.inf if math.isnan(found[worst]) else found[worst]
-    return Row(what, f"{len(found)} tensors", f"worst: {worst}", value, allowed, first)
+def _tensors(what: str, found: Mapping[str, float], allowed: Callable[[str], float]) -> Row:
+    """`allowed`: for each tensor. The worst is the one that is nearest to it, or farthest beyond."""
+    values = {name: math.inf if math.isnan(value) else value for name, value in found.items()}
+    worst = max(values, key=lambda name: values[name] / allowed(name))
+    first = next((name for name, value in values.items() if value > allowed(name)), "")
+    return Row(what, f"{len(found)} tensors", f"worst: {worst}", values[worst], allowed(worst), first)

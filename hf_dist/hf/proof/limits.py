@@ -1,0 +1,80 @@
+"""How far a layout may be from one process; in half precision, as far as its distance from fp32 makes likely."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["FP32", "Limits", "limits", "relative"]
+
+FP32 = 1e-5
+"""Largest relative difference in fp32."""
+STUDENT = {3: 12.9, 4: 8.6, 5: 6.9, 6: 6.0, 7: 5.4, 8: 5.0, 10: 4.6, 20: 3.9}
+"""Steps -> multiple of the rms of so many samples that another sample exceeds once in a thousand times (Student's t)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest relative differences."""
+
+    losses: float
+    norms: float
+    tensors: list[float]
+    """By step."""
+    routed: float = 0.0
+    """Of tensors beside a router, at any step; more than that of others, or 0."""
+    beside_router: Collection[str] = ()
+    """Names of those tensors."""
+
+    def of(self, name: str, step: int = -1) -> float:
+        """For one tensor after a step."""
+        return max(self.tensors[step], self.routed if name in self.beside_router else 0.0)
+
+
+def limits(
+    plain: Mapping[str, Any],
+    same: Mapping[str, Any] | None,
+    steps: int,
+    *,
+    cut: bool,
+    routed: Collection[Collection[str]] = (),
+) -> Limits:
+    """`plain`, `same`: `losses` and `norms` of one process in fp32 and in the layout's precision, None if that is fp32; `same`
+    has the `differences` of its tensors from `plain` by step, too. `cut`: whether the layout cuts matrices. `routed`: names
+    of the experts' and the router's tensors, by layer, if the precision is fp16.
+
+    Both the layout and one process round, and variances add. Where matrices are cut, each part of a sum is rounded, and the
+    sum: three times the variance. A tensor's distance is a sum over many roundings, and one sample tells it. Not so beside a
+    router in fp16: now and then rounding sends one token to another expert, in one run and not in the other. The worst tensor
+    of each layer after each step is a sample of that. In bf16 so many tokens change that one sample tells their number.
+    """
+    if same is None:
+        return Limits(FP32, FP32, [FP32] * steps)
+    apart = math.sqrt(1 + (3 if cut else 1))
+    found = same["differences"]
+    choices = [max(after[name] for name in names) for after in found for names in routed]
+    return Limits(
+        max(FP32, apart * _likely(_distances(plain["losses"], same["losses"]))),
+        max(FP32, apart * _likely(_distances(plain["norms"], same["norms"]))),
+        [max(FP32, apart * max(after.values())) for after in found],
+        apart * _likely(choices) if choices else 0.0,
+        frozenset(name for names in routed for name in names),
+    )
+
+
+def relative(expected: Sequence[float], got: Sequence[float]) -> float:
+    """The largest relative difference between numbers; infinite where one is not finite."""
+    pairs = list(zip(expected, got, strict=False))
+    return max((abs(b - a) / (abs(a) or 1.0) if math.isfinite(b) else math.inf for a, b in pairs), default=math.inf)
+
+
+def _distances(plain: Sequence[float], same: Sequence[float]) -> list[float]:
+    return [relative([a], [b]) for a, b in zip(plain, same, strict=True)]
+
+
+def _likely(samples: Sequence[float]) -> float:
+    """The largest distance that is likely, from some."""
+    factor = STUDENT[max(n for n in STUDENT if n <= max(len(samples), min(STUDENT)))]
+    return factor * math.sqrt(sum(value**2 for value in samples) / len(samples))
