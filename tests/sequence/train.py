@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hf_dist.hf.proof.job import routed_parameters
 from hf_dist.hf.proof.limits import Limits, limits
 from hf_dist.hf.proof.limits import relative as relative_numbers
+from hf_dist.hf.proof.runs import routed_parameters
 from tests.attempts import attempts
 from tests.parity.train import relative
 from tests.sequence.families import make_batch, make_model

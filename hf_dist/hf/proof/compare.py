@@ -105,8 +105,8 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     expected = alone["plain"] if fp32 else alone["same"]
     first = ranks[0]
     cut = job.layout.get("tensor_parallel", {}).get("autotp_size", 1) > 1
-    routed = job.routed if job.precision == "fp16" else ()
-    allowed = limits(alone["plain"], None if fp32 else alone["same"], job.steps, cut=cut, routed=routed)
+    same = None if fp32 else alone["same"]
+    allowed = limits(alone["plain"], same, job.steps, cut=cut, routed=alone.get("routed", ()))
     rows = [
         _numbers("loss", expected["losses"], first["losses"], allowed.losses),
         _numbers("gradient norm", expected["norms"], first["norms"], allowed.norms),

@@ -15,11 +15,10 @@ from torch import nn
 from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ModelError
-from hf_dist.experts.spread import find_experts
 from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
 from hf_dist.hf.proof.data import microbatches
 
-__all__ = ["Asked", "Job", "prepare", "routed_parameters"]
+__all__ = ["Asked", "Job", "prepare"]
 
 LEARNING_RATE = 1e-3
 EPS = 1e-3
@@ -69,8 +68,6 @@ class Job:
     steps: int
     data_ranks: int
     accumulation: int
-    routed: tuple[tuple[str, ...], ...] = ()
-    """Names of the parameters of each mixture of experts: the experts, their router and what else its module has."""
 
     @property
     def window(self) -> int:
@@ -134,15 +131,7 @@ def prepare(asked: Asked, folder: Path) -> Job:
         steps=asked.steps,
         data_ranks=data_ranks,
         accumulation=accumulation,
-        routed=routed_parameters(model),
     )
-
-
-def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """See `Job.routed`."""
-    inside = [f"{path.rpartition('.')[0]}." for path in find_experts(model)]
-    names = [name for name, _ in model.named_parameters()]
-    return tuple(tuple(name for name in names if name.startswith(prefix)) for prefix in inside)
 
 
 def _batch(read: DistConfig, data_ranks: int) -> tuple[int, int]:

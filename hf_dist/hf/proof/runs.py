@@ -16,13 +16,14 @@ from torch import nn
 from transformers import BatchEncoding
 
 from hf_dist.build import initialize
+from hf_dist.experts.spread import find_experts
 from hf_dist.hf.model_class import model_class
 from hf_dist.hf.proof.job import Job
 from hf_dist.sharding.full_params import gathered
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.precision import DTYPES
 
-__all__ = ["in_one_process", "on_ranks", "quiet"]
+__all__ = ["in_one_process", "on_ranks", "quiet", "routed_parameters"]
 
 Differences = dict[str, float]
 """Parameter, in the model's order -> norm of its difference to one process, relative to the norm in one process."""
@@ -54,11 +55,13 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
 
     `plain`: torch without an engine, in fp32. `same`: the precision of the config in one process, with its distance from
-    `plain`; only if the precision is not fp32.
+    `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is fp16.
     """
-    result = {"plain": _plain(job)}
+    result: dict[str, Any] = {"plain": _plain(job)}
     if job.precision != "fp32":
         result["same"] = _engine_steps(job, job.alone, 0, reference="plain", keep="same")
+    if job.precision == "fp16":
+        result["routed"] = routed_parameters(job.make_model())
     return result
 
 
@@ -146,6 +149,13 @@ def _engine_steps(
         engine.writer.wait()
         result["engine"] = engine
     return result
+
+
+def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each mixture of experts: the experts, their router and what else its module has."""
+    inside = [f"{path.rpartition('.')[0]}." for path in find_experts(model)]
+    names = [name for name, _ in model.named_parameters()]
+    return tuple(tuple(name for name in names if name.startswith(prefix)) for prefix in inside)
 
 
 def _share(job: Job, step: int, data_rank: int, data_ranks: int) -> Iterator[BatchEncoding]:
