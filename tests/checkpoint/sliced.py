@@ -1,7 +1,8 @@
-"""Run on ranks: models whose parameters are slices of the stored ones, as tensor and expert parallelism will hold them.
+"""Run on ranks: models whose parameters are slices of the stored ones, as tensor and expert parallelism hold them.
 
-No engine makes such slices yet. Two ranks of the mesh's pipeline axis stand in for the two that share a parameter: each cuts
-all of its parameters, and the engine's own layouts, loading and saving do the rest.
+Any cut of any parameter, also those that no plan makes (`tensor/test_layouts.py` and `experts/test_resume.py` have those an
+engine makes). Two ranks of the mesh's pipeline axis stand in for the two that share a parameter: each cuts all of its
+parameters, and the engine's own layouts, loading and saving do the rest.
 """
 
 from __future__ import annotations

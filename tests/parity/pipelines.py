@@ -1,9 +1,9 @@
-"""Five steps on pipeline stages x data ranks, and the same in one process with plain torch on the same microbatches."""
+"""A few steps on pipeline stages x data ranks, and the same in one process with plain torch on the same microbatches."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.attempts import attempts
 from tests.parity.optimizers import EPS, LR, PLAIN, SECTIONS
-from tests.parity.train import CLIP, STEPS
+from tests.parity.train import CLIP
 from tests.pipeline.zoo import make_microbatches, make_model
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -45,6 +45,8 @@ class PipelineCase:
     """`tensor_parallel.tp_overlap_comm`."""
     evaluates: bool = False
     """Also evaluates other microbatches before each step."""
+    steps: int = 3
+    """The first has no optimizer state, the second has one of the same lengths, the third compares what both did."""
 
     def __str__(self) -> str:
         flags = [name for name in ("tied", "checkpointing", "reshard", "offload", "evaluates") if getattr(self, name)]
@@ -63,9 +65,25 @@ class PipelineCase:
         return self.pp * self.dp * self.tp
 
     @property
-    def work(self) -> tuple[str, int, bool, bool, str, bool]:
-        """What the reference depends on."""
-        return self.family, self.microbatches * self.dp, self.tied, self.checkpointing, self.optimizer, self.evaluates
+    def blocks(self) -> int:
+        """Of a Llama: stages are uneven, and four ranks have blocks for two stages each. Slices cost more, and have fewer."""
+        return min(8, 2 * max(2, self.pp) + 1) if self.tp == 1 else max(3, self.pp * self.virtual)
+
+    @property
+    def model(self) -> tuple[str, bool, bool, int]:
+        """Arguments of `build`."""
+        return self.family, self.tied, self.checkpointing, self.blocks
+
+    @property
+    def work(self) -> tuple[tuple[str, bool, bool, int], int, str, bool, int]:
+        """What the reference depends on; recomputation gives the same bits."""
+        return (
+            replace(self, checkpointing=False).model,
+            self.microbatches * self.dp,
+            self.optimizer,
+            self.evaluates,
+            self.steps,
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -89,8 +107,8 @@ class PipelineCase:
         }
 
 
-def build(family: str, tied: bool, checkpointing: bool) -> nn.Module:
-    """Blocks enough for every cell: 8 for Llama, what the zoo has for others."""
+def build(family: str, tied: bool, checkpointing: bool, blocks: int = 8) -> nn.Module:
+    """`blocks`: of Llama; others have what the zoo gives them."""
     if family != "Llama":
         return make_model(family, tied=tied, checkpointing=checkpointing)
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,7 +116,7 @@ def build(family: str, tied: bool, checkpointing: bool) -> nn.Module:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=101, hidden_size=32, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=101, hidden_size=32, num_hidden_layers=blocks, num_attention_heads=4, num_key_value_heads=2,
             intermediate_size=48, use_cache=False, tie_word_embeddings=tied,
         )
     )  # fmt: skip
@@ -109,12 +127,15 @@ def build(family: str, tied: bool, checkpointing: bool) -> nn.Module:
 
 def step_batches(family: str, count: int, step: int) -> list[dict[str, torch.Tensor]]:
     """Ragged microbatches of the whole window, other ones in every step."""
-    return make_microbatches(family, STEPS * count)[step * count :][:count]
+    return _microbatches(family, count * (step + 1))[step * count :]
+
+
+_microbatches = functools.cache(make_microbatches)
 
 
 def evaluation_batches(family: str, count: int, step: int) -> list[dict[str, torch.Tensor]]:
     """As many as a window, of lengths in another order."""
-    return step_batches(family, count, (step + 1) % STEPS)[::-1]
+    return step_batches(family, count, step + 1)[::-1]
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
@@ -130,13 +151,13 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def reference(
-    family: str, count: int, tied: bool, checkpointing: bool, optimizer_name: str = "adamw", evaluates: bool = False
+    built: tuple[str, bool, bool, int], count: int, optimizer_name: str, evaluates: bool, steps: int
 ) -> dict[str, Any]:
     """The mean of the model's own loss over `count` microbatches per step, in one process."""
-    model = build(family, tied, checkpointing)
+    family, model = built[0], build(*built)
     optimizer = PLAIN[optimizer_name](model) if optimizer_name in SECTIONS else optimizer_for(model)
     losses, norms, evaluated = [], [], []
-    for step in range(STEPS):
+    for step in range(steps):
         if evaluates:
             with torch.no_grad():
                 own = [model.eval()(**batch).loss.item() for batch in evaluation_batches(family, count, step)]
@@ -160,7 +181,7 @@ def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu"
     import hf_dist
     from hf_dist.sharding.held import held_slice
 
-    model = build(case.family, case.tied, case.checkpointing)
+    model = build(*case.model)
     if case.experts:
         model.set_experts_implementation(case.experts)
     before = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}
@@ -172,7 +193,7 @@ def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu"
         device=device,
     )
     losses, norms, evaluated = [], [], []
-    for step in range(STEPS):
+    for step in range(case.steps):
         count = case.microbatches * case.dp
         if case.evaluates:
             other = evaluation_batches(case.family, count, step)
@@ -198,7 +219,7 @@ def run_cases(rank: int, world: int, cases: list[PipelineCase], device: str = "c
 
     def run(case: PipelineCase) -> Any:
         def planned(model: Any, batch: Any, num_stages: int, **more: Any) -> Any:
-            key = (case.family, case.tied, case.checkpointing, case.precision, case.experts, num_stages)
+            key = (case.model, case.precision, case.experts, num_stages)
             if key not in plans:
                 plans[key] = plan(model, batch, num_stages, **more)
             return plans[key]

@@ -32,16 +32,18 @@ def llama_case(cell: Cell) -> PipelineCase:
 
 
 CUT = [
-    PipelineCase("Llama", stage=0, tp=2, evaluates=True),
+    PipelineCase("Llama", stage=0, tp=2, microbatches=3, evaluates=True),
     PipelineCase("Llama", stage=1, tp=2, checkpointing=True, microbatches=5),
-    PipelineCase("Llama", stage=2, schedule="gpipe", tp=2, tied=True, checkpointing=True),
+    PipelineCase("Llama", stage=2, schedule="gpipe", tp=2, microbatches=3, tied=True, checkpointing=True),
     PipelineCase("Llama", stage=3, schedule="interleaved_1f1b", virtual=2, tp=2, checkpointing=True),
-    PipelineCase("Llama", stage=1, schedule="interleaved_1f1b", virtual=2, tp=2, tied=True, overlap=True),
-    PipelineCase("Llama", stage=1, schedule="zb_h1", tp=2, tied=True, microbatches=5),
-    PipelineCase("Llama", stage=3, schedule="zb_h1", tp=2, overlap=True, evaluates=True),
-    PipelineCase("Llama", stage=3, tp=2, overlap=True, checkpointing=True, offload=True),
+    PipelineCase(
+        "Llama", stage=1, schedule="interleaved_1f1b", virtual=2, tp=2, microbatches=3, tied=True, overlap=True
+    ),
+    PipelineCase("Llama", stage=1, schedule="zb_h1", tp=2, tied=True, microbatches=3),
+    PipelineCase("Llama", stage=3, schedule="zb_h1", tp=2, microbatches=3, overlap=True, evaluates=True),
+    PipelineCase("Llama", stage=3, tp=2, microbatches=3, overlap=True, checkpointing=True, offload=True),
 ]
-"""Parts of sequences travel between stages: microbatches of several lengths in flight, on every schedule."""
+"""Parts of sequences travel between stages: microbatches of three lengths in flight, on every schedule."""
 CUT += [replace(case, dp=2) for case in CUT] if FULL_GRID else []  # eight ranks
 
 
@@ -73,7 +75,7 @@ def llama_cases() -> list[PipelineCase]:
 
 GRID: dict[str, list[PipelineCase]] = {}
 for llama in llama_cases():
-    GRID.setdefault(f"pp{llama.pp}-dp{llama.dp}-tp{llama.tp}", []).append(llama)
+    GRID.setdefault(f"{llama.world} ranks", []).append(llama)
 results = runner(GRID)
 
 

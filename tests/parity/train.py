@@ -1,4 +1,4 @@
-"""The same five steps in one process with plain torch, and on ranks with the engine."""
+"""The same steps in one process with plain torch, and on ranks with the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.attempts import attempts
 from tests.parity.families import ROWS, make_batches, make_model, summed_loss
 from tests.parity.optimizers import PLAIN, SECTIONS, adamw
 
-STEPS = 5
+STEPS = 3
 CLIP = 1.0
 
 

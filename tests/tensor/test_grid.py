@@ -25,8 +25,8 @@ GRID = rows(AXES)
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "index"),
-    [pytest.param(*row, i, id=str(case)) for row, cases in GRID.items() for i, case in enumerate(cases)],
+    ("world", "index"),
+    [pytest.param(world, i, id=str(case)) for world, cases in GRID.items() for i, case in enumerate(cases)],
 )
-def test_equals_one_process_on_the_joined_batch(name: str, world: int, index: int) -> None:
-    check(GRID[name, world], index)
+def test_equals_one_process_on_the_joined_batch(world: int, index: int) -> None:
+    check(GRID[world], index)
