@@ -32,15 +32,15 @@ from hf_dist.tensor_parallel.plan import (
     stock_name,
     unwrapped,
 )
+from hf_dist.tensor_parallel.products import after, before, experts, look_up, rotary_part, sum_then_bias
 from hf_dist.tensor_parallel.sequence import Regions, Stack, find_regions, recorded_routers, routers_in
-from hf_dist.tensor_parallel.slices import KEY, Kept, kept_slices
+from hf_dist.tensor_parallel.sizes import local_sizes
+from hf_dist.tensor_parallel.slices import Kept, kept_slices
 from hf_dist.tensor_parallel.whole_experts import compute_own_rows
 
 __all__ = ["SplitModel"]
 
 Keep = Callable[[nn.Parameter, TensorSlice], None]
-Change = Callable[[torch.Tensor], torch.Tensor]
-_Number = tuple["weakref.ref[nn.Module]", str, Any, Any]
 
 
 def _forgetting(split: weakref.ref[SplitModel]) -> Callable[[torch.Tensor], None]:
@@ -86,7 +86,7 @@ class SplitModel:
         modules = dict(base.named_modules())
         self._readers = self._products_of(modules) if overlap else {}
         """Module with a column product -> the modules that read the same input, by their place in the model."""
-        self._numbers = self._local_numbers(modules)
+        self._sizes = local_sizes(modules, plan, peers.size, self._kept)
         names = [
             name.removeprefix(self.prefix) for name, block in blocks.items() if not isinstance(block, nn.Embedding)
         ]
@@ -119,43 +119,7 @@ class SplitModel:
         for module in dict.fromkeys([*blocks.values(), model]):  # nothing reads their inner activations after them
             module.register_forward_hook(self._forget, always_call=True)
 
-    # ------------------------------------------------------------------- numbers
-
-    def _local_numbers(self, modules: Mapping[str, nn.Module]) -> list[_Number]:
-        """(module, attribute, whole value, local value) for sizes that the model's code reads."""
-        size, found = self.peers.size, list[_Number]()
-        for pattern, attribute in sorted(self.plan.divided):
-            for name, module in modules.items():
-                value = getattr(module, attribute, None)
-                if pattern_of(name) == pattern and isinstance(value, int):
-                    if value % size:
-                        raise ModelError(f"{KEY}: {size} does not divide {name}.{attribute} ({value})")
-                    found.append((weakref.ref(module), attribute, value, value // size))
-        for name, module in modules.items():
-            is_stock = stock_name(name) == name and ".lora_" not in name  # in an adapted layer, the wrapper
-            own = self._kept(name) if is_stock else None
-            if own is not None:
-                found += self._sizes_of(name, module, own, modules)
-        return found
-
-    def _sizes_of(self, name: str, module: nn.Module, own: Kept, modules: Mapping[str, nn.Module]) -> list[_Number]:
-        base: Any = getattr(module, "base_layer", module)
-        found: list[_Number] = []
-        if type(base).__name__ == "Conv1D":
-            found.append((weakref.ref(base), "nf", base.nf, own.held.shape[1]))
-        if isinstance(base, nn.Embedding) and base.padding_idx is not None and own.held.shape[0] != own.held.whole[0]:
-            ((first, last),) = own.held.ranges[0]
-            here = base.padding_idx - first if first <= base.padding_idx < last else None
-            found.append((weakref.ref(base), "padding_idx", base.padding_idx, here))
-        if own.sharing > 1:
-            path = name.rpartition(".")[0]
-            parent: Any = modules[path]
-            if parent.num_key_value_groups % own.sharing:
-                raise ModelError(f"{KEY}: {self.peers.size} does not divide the heads of the queries of {path}")
-            groups = parent.num_key_value_groups // own.sharing
-            number: _Number = (weakref.ref(parent), "num_key_value_groups", parent.num_key_value_groups, groups)
-            found.append(number)
-        return found
+    # --------------------------------------------------------------------- sizes
 
     def _kept(self, module: str) -> Kept | None:
         """The kept part of a module's weight."""
@@ -165,8 +129,11 @@ class SplitModel:
     def compute_with_whole(self, is_whole: bool) -> None:
         """Set whether parameters are whole: then nothing crosses, and modules report the sizes of the whole model. Local."""
         self.is_whole = is_whole
-        for module, attribute, whole, here in self._numbers:
-            setattr(module(), attribute, whole if is_whole else here)
+        for size in self._sizes:
+            size.show(is_whole)
+
+    def _off(self) -> bool:
+        return self.is_whole
 
     def continues(self, block: str, args: Any, kwargs: Any) -> None:
         """A pipeline stage begins at `block`, called with whole hidden states that parts of a sequence replace. Local."""
@@ -228,28 +195,12 @@ class SplitModel:
     def _enter_columns(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None if self.is_whole or not args else (self.replicated(args[0], module), *args[1:])
 
-    def _before(self, module: nn.Module, change: Change) -> None:
-        """Apply `change` to the first argument of `module`."""
-
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            return None if self.is_whole or not args else (change(args[0]), *args[1:])
-
-        module.register_forward_pre_hook(hook)
-
-    def _after(self, module: nn.Module, change: Change) -> None:
-        """Apply `change` to the output of `module`, before all other hooks, which expect the value the model continues with."""
-
-        def hook(_: nn.Module, args: Any, output: Any) -> Any:
-            return None if self.is_whole else change(output)
-
-        module.register_forward_hook(hook, prepend=True)
-
     def _install_stacks(self, modules: Mapping[str, nn.Module]) -> None:
         """Install the crossings of regions, if there are any."""
         regions = self.regions
         recorded = recorded_routers(modules.values()) if regions.stacks else {}
         for owner, blocks in regions.stacks.items():
-            stack = Stack(self.peers, lambda: self.is_whole, self._streams)
+            stack = Stack(self.peers, self._off, self._streams)
             caller = modules[owner.rpartition(".")[0]] if isinstance(modules[owner], nn.ModuleList) else modules[owner]
             stack.install(caller, [modules[block] for block in blocks])
             self._stacks |= dict.fromkeys(blocks, stack)
@@ -304,14 +255,14 @@ class SplitModel:
         if style in GATHERED:
             if next(module.parameters(), None) is not None:  # else it belongs to another pipeline stage
                 width = self._whole_width(name)[0]
-                self._after(module, lambda out: crossings.whole_columns_replicated(out, peers, width))
+                after(module, self._off, lambda out: crossings.whole_columns_replicated(out, peers, width))
         elif style in ROW:
             if style != "rowwise":
-                self._before(module, lambda x: x[..., slice(*crossings.columns_of(peers, x.shape[-1]))])
+                before(module, self._off, lambda x: x[..., slice(*crossings.columns_of(peers, x.shape[-1]))])
             if peers.rank > 0:  # the end of the region sums the ranks' outputs
-                self._sum_then_bias(module, add=False)
+                sum_then_bias(module, peers, self._off, add=False)
         elif style == "moe_identity_expert":
-            self._before(module, lambda x: x / peers.size)
+            before(module, self._off, lambda x: x / peers.size)
 
     def _cross(self, name: str, module: nn.Module, style: str, base: nn.Module, *, is_head: bool) -> None:
         peers = self.peers
@@ -330,21 +281,22 @@ class SplitModel:
                 self._gather(name, module, is_head=is_head)
         elif style in ROW:
             if style != "rowwise":
-                self._before(module, lambda x: crossings.to_columns(x, peers, x.shape[-1]))
-            self._sum_then_bias(module)
+                before(module, self._off, lambda x: crossings.to_columns(x, peers, x.shape[-1]))
+            sum_then_bias(module, peers, self._off)
         elif style == "embedding_rowwise":
-            self._look_up(name, module)
+            if (kept := self._kept(name)) is not None:
+                look_up(module, peers, self._off, kept)
         elif style == "embedding_colwise":
             self._gather(name, module, is_head=False)
         elif style == "mla_kv_a_proj":
             config: Any = base.config
-            self._rotary_part(module, config.get_text_config().qk_rope_head_dim)
+            rotary_part(module, peers, self._off, config.get_text_config().qk_rope_head_dim)
         elif style == "moe_tp_experts":
-            self._experts(module)
+            experts(module, peers, self._off, self.replicated)
         elif style == "moe_identity_expert":
-            self._before(module, lambda x: x / peers.size)
+            before(module, self._off, lambda x: x / peers.size)
         elif style == "all_reduce":
-            self._after(module, lambda out: crossings.to_invariant(out, peers))
+            after(module, self._off, lambda out: crossings.to_invariant(out, peers))
 
     def _gather(self, name: str, module: nn.Module, *, is_head: bool) -> None:
         """V -> I. Logits stay split until something other than the loss reads them."""
@@ -360,8 +312,8 @@ class SplitModel:
             self.vocabulary = VocabularySplit(peers, first, width, gather, lambda: not self.is_whole)
             model = self._model()
             if isinstance(module, nn.Linear) and model is not None:
-                self._head = WholeHead(model, module, peers, width, lambda: self.is_whole)
-        self._after(module, lambda out: out if isinstance(out, LazyLogits) else gather(out))
+                self._head = WholeHead(model, module, peers, width, self._off)
+        after(module, self._off, lambda out: out if isinstance(out, LazyLogits) else gather(out))
 
     def _whole_width(self, name: str) -> tuple[int, int]:
         """(columns of a module's whole output, the first local one)."""
@@ -370,80 +322,6 @@ class SplitModel:
             raise ModelError(f"the plan gathers the output of {name}, and cuts no weight of it")
         dim = next(d for d, some in enumerate(kept.held.ranges) if some != ((0, kept.held.whole[d]),))
         return kept.held.whole[dim], kept.held.ranges[dim][0][0]
-
-    def _sum_then_bias(self, module: nn.Module, *, add: bool = True) -> None:
-        """P -> I, then the bias once, after the sum. Without `add` the output stays P, and the bias counts as zeros.
-
-        The bias still gets a gradient of zeros; otherwise the host would have to ask in each step whether another rank had one.
-        """
-        biases: list[Any] = []
-
-        def hide(row: nn.Module, args: Any) -> None:
-            base: Any = getattr(row, "base_layer", row)
-            bias = None if self.is_whole else base._parameters.get("bias")
-            biases.append(bias)
-            if bias is not None and not add:
-                base._parameters["bias"] = crossings.zeros_of(bias)
-            elif bias is not None:
-                # GPT-2's Conv1D always adds its bias.
-                base._parameters["bias"] = torch.zeros_like(bias) if type(base).__name__ == "Conv1D" else None
-
-        def show(row: nn.Module, args: Any, output: Any) -> Any:
-            base: Any = getattr(row, "base_layer", row)
-            bias = biases.pop() if biases else None
-            if bias is not None:
-                base._parameters["bias"] = bias
-            if self.is_whole or output is None or not add:
-                return None
-            summed = crossings.to_invariant(output, self.peers)
-            return summed if bias is None else summed + bias
-
-        module.register_forward_pre_hook(hide)
-        module.register_forward_hook(show, prepend=True, always_call=True)
-
-    def _look_up(self, name: str, module: nn.Module) -> None:
-        """Rows of other ranks count as zero, so the sum contains every row once."""
-        kept = self._kept(name)
-        if kept is None:
-            return
-        ((first, last),) = kept.held.ranges[0]
-        elsewhere: list[torch.Tensor] = []
-
-        def mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if self.is_whole or not args:
-                return None
-            outside = (args[0] < first) | (args[0] >= last)
-            elsewhere[:] = [outside]
-            return (torch.where(outside, 0, args[0] - first), *args[1:])
-
-        def gather(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-            if self.is_whole or not elsewhere:
-                return None
-            own = output.masked_fill(elsewhere.pop().unsqueeze(-1), 0.0)
-            return crossings.to_invariant(own, self.peers)
-
-        module.register_forward_pre_hook(mask)
-        module.register_forward_hook(gather, prepend=True)
-
-    def _rotary_part(self, module: nn.Module, width: int) -> None:
-        def both(output: torch.Tensor) -> torch.Tensor:
-            compressed, rotary = output.split([output.shape[-1] - width, width], -1)
-            return torch.cat([compressed, crossings.to_replicated(rotary, self.peers)], -1)
-
-        self._after(module, both)
-
-    def _experts(self, module: nn.Module) -> None:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self.is_whole:
-                return None
-            changed = list(args)
-            for position in (0, 2):  # hidden states and expert weights; between them the chosen experts
-                if len(changed) > position and isinstance(changed[position], torch.Tensor):
-                    changed[position] = self.replicated(changed[position])
-            return tuple(changed), kwargs
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        self._after(module, lambda out: crossings.to_invariant(out, self.peers))
 
     # -------------------------------------------------------------- what it is
 
