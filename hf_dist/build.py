@@ -238,7 +238,7 @@ def _cut(
     if mesh.pp.size > 1:  # each rank then loads only its own stages
         example = example or Example(lambda: example_of(model))
         if mesh.cp.size > 1:
-            example = replace(example, batch=functools.partial(as_split, model, example.batch))
+            example = replace(example, batch=as_split(model, example.batch))
         cut = cut_model(model, config.pipeline, mesh, precision, example)
         if plan is not None and plan.sequence and cut.split.plan.in_place:
             plan = plan_tensors(model, config, mesh, in_place=True)

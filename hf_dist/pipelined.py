@@ -80,7 +80,7 @@ def cut_model(
     Does not read lazy weights. Raises `ModelError` if the model cannot be split correctly, `TopologyError` for an impossible
     partition.
     """
-    batch = collectives.broadcast_object(mesh.world, example.batch() if mesh.world.rank == 0 else None)
+    batch = _shared(mesh, example.batch)
     num_stages = config.stages * config.virtual_stages
     split = plan_stages(model, batch, num_stages, method=config.partition_method, run=example.run)
     plans = collectives.all_gather_object(mesh.world, (split.plan.bounds, sorted(split.plan.owners.items())))
@@ -107,6 +107,24 @@ def cut_model(
     kept = frozenset[str]().union(*names)
     elsewhere = {name: ref for name, ref in references.items() if name not in kept}
     return CutModel(split, staged, PipelineShare(names, holders, elsewhere, whole), visits)
+
+
+def _shared(mesh: ParallelMesh, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Rank 0's batch on every rank. Collective over world. What fails on rank 0 fails on all, so none waits for the batch."""
+    made: Mapping[str, Any] | str | None = None
+    failure: Exception | None = None
+    if mesh.world.rank == 0:
+        try:
+            made = make()
+        except Exception as error:  # whatever a user's loader raises
+            failure, made = error, str(error) if isinstance(error, ModelError) else f"rank 0: {error!r}"
+    made = collectives.broadcast_object(mesh.world, made)
+    if failure is not None:
+        raise failure
+    if isinstance(made, str):
+        raise ModelError(made)
+    assert made is not None
+    return made
 
 
 def example_of(model: nn.Module) -> dict[str, Any]:

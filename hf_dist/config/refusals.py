@@ -313,6 +313,12 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
     Elsewhere(
         "an encoder with a decoder", _RING, "sequence/pairs.py", "to an encoder of another length, which a ring cannot"
     ),
+    Elsewhere(
+        "an encoder with a decoder, between pipeline stages",
+        _SEQUENCE,
+        "sequence/split.py",
+        "whose rows are not split in a pipeline",
+    ),
     Elsewhere("inputs other than text", _SEQUENCE, "sequence/inputs.py", "and only text is split over ranks"),
     Elsewhere("custom masks", _SEQUENCE, "sequence/inputs.py", "masks cannot be split over ranks"),
     Elsewhere("`output_attentions`", _SEQUENCE, "sequence/inputs.py", "asks for attention over whole rows"),

@@ -7,6 +7,7 @@ and all ranks compute the same loss. Weights, gradients and optimizer are not af
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -196,15 +197,22 @@ def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int
     return SplitSequence(model, sequence_axes(mesh, model, wanted))
 
 
-def as_split(model: nn.Module, batch: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """`batch()` plus the arguments that a forward on parts adds, on whole rows, to plan a pipeline with."""
-    given = batch()
-    arguments = Arguments.of(model, _inner(model))
+def as_split(model: nn.Module, batch: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+    """Makes `batch()` plus the arguments that a forward on parts adds, on whole rows, to plan a pipeline with.
+
+    Local. Raises `ModelError` on every rank for a model whose parts cannot be stages; only one rank calls the result.
+    """
     if is_pair(_inner(model)):
         raise ModelError(
             f"{_KEY}: {type(model).__name__} has an encoder and a decoder, whose rows are not split in a pipeline. Remove "
             "pipeline.stages or the key."
         )
+    return functools.partial(_with_arguments_of_parts, model, batch)
+
+
+def _with_arguments_of_parts(model: nn.Module, batch: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    given = batch()
+    arguments = Arguments.of(model, _inner(model))
     ids = given.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         return given

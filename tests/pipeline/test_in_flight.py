@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,3 +103,28 @@ def test_bytes_between_stages_equal_the_formula(schedule: str, ranks: list[Any])
     for stage in range(STAGES):
         neighbours = (stage < STAGES - 1) + (stage > 0)  # forward to the next stage, backward to the one before
         assert ranks[stage][schedule][3] == MICROBATCHES * neighbours * hidden
+
+
+def without_example(rank: int, world: int) -> list[str]:
+    """What a model says that has none, and one whose example cannot be made. Only rank 0 makes them."""
+    import hf_dist
+    from hf_dist import pipelined
+
+    def broken(model: Any) -> Any:
+        raise OSError("no rows")
+
+    said = []
+    for example_of in (pipelined.example_of, broken):
+        with mock.patch("hf_dist.build.example_of", example_of):
+            try:
+                hf_dist.initialize(torch.nn.Linear(2, 2), config={"pipeline": {"stages": world}})
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_an_example_that_rank_0_cannot_make_is_told_to_all() -> None:
+    first, second = run_ranks(without_example, 2, timeout=60)
+    assert first[0] == second[0]
+    assert first[0].startswith("ModelError: Linear cannot be cut into pipeline stages without an example")
+    assert (first[1], second[1]) == ("OSError: no rows", "ModelError: rank 0: OSError('no rows')")

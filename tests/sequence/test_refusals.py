@@ -51,6 +51,7 @@ def _conv_bert(t: Any) -> Any:
 
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "encoder and decoder in a ring": (_bart, {"sequence_parallel": "ring"}, "attends from a decoder to an encoder"),
+    "encoder and decoder between stages": (_bart, {"ranks": 4, "stages": 2}, "whose rows are not split in a pipeline"),
     "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
     "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
     "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
@@ -105,11 +106,12 @@ def attempt(rank: int, world: int) -> dict[str, str]:
 
     said: dict[str, str] = {}
 
-    def config(**ours: Any) -> dict[str, Any]:
+    def config(stages: int = 1, **ours: Any) -> dict[str, Any]:
         return {
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": 3},
-            "sequence_parallel_size": world,
+            "sequence_parallel_size": world // stages,
+            "pipeline": {"stages": stages},
             "hf_dist": {"stall_report_seconds": 0, **ours},
         }
 
