@@ -56,11 +56,11 @@ def main() -> None:
     parser = HfArgumentParser((ExampleArguments, DistTrainingArguments))
     parser.set_defaults(output_dir="runs/resume", num_train_epochs=2, learning_rate=3e-3, logging_steps=1)
     parser.set_defaults(save_strategy="steps", save_steps=20, save_total_limit=2)
-    # The same step on any number of processes: fewer processes run more microbatches.
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     parser.set_defaults(per_device_train_batch_size=MICRO_BATCH)
-    parser.set_defaults(gradient_accumulation_steps=GLOBAL_BATCH // (MICRO_BATCH * processes))
     example, args = parser.parse_args_into_dataclasses()
+    # The same step in any layout: fewer readers of the data run more microbatches. (Processes that share a model or a
+    # sequence read the same rows, and `world_size` counts them once.)
+    args.gradient_accumulation_steps = GLOBAL_BATCH // (MICRO_BATCH * args.world_size)
 
     set_seed(args.seed)
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -70,7 +70,8 @@ def main() -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"{len(losses)} steps on {args.world_size} processes, loss {losses[0]:.3f} -> {losses[-1]:.6f}")
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        print(f"{len(losses)} steps on {processes} processes, loss {losses[0]:.3f} -> {losses[-1]:.6f}")
 
 
 if __name__ == "__main__":
