@@ -47,5 +47,5 @@ def launched(
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
     else:
         done = forked.run(command, cwd=folder, env=env, apart=True, timeout=timeout)
-    assert (done.returncode != 0) == fails, done.stderr[-4000:]
+    assert (done.returncode != 0) == fails, done.stderr[-12000:]
     return done

@@ -30,14 +30,8 @@ RANKS_ALIKE = [
     *("--save_steps", "2", "--logging_steps", "1", "--report_to", "none", "--use_cpu", "--seed", "5"),
 ]
 FLAG = [
-    "--train_data",
-    "triples.jsonl",
-    "--cache_path",
-    "cache",
-    "--train_group_size",
-    "2",
-    "--model_name_or_path",
-    "encoder",
+    *("--train_data", "triples.jsonl", "--cache_path", "cache", "--train_group_size", "2"),
+    *("--model_name_or_path", "encoder"),
 ]
 FACTORY = [
     *("--disable_gradient_checkpointing", "true"),
@@ -45,18 +39,8 @@ FACTORY = [
     *("--finetuning_type", "full", "--do_train", "true", "--max_grad_norm", "0.5", "--overwrite_cache", "true"),
 ]
 REWARD = [
-    *(
-        "--stage",
-        "rm",
-        "--dataset",
-        "choices",
-        "--eval_dataset",
-        "choices",
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "2",
-    ),
+    *("--stage", "rm", "--dataset", "choices", "--eval_dataset", "choices", "--eval_strategy", "steps"),
+    *("--eval_steps", "2"),
     *("--per_device_eval_batch_size", "3"),  # 16 rows do not divide
 ]
 SETFIT = """
@@ -85,6 +69,8 @@ class Client:
     package: str
     words: list[str]
     folders: tuple[str, ...] = ("checkpoint-4",)
+    fault: str = ""
+    """Words of an error that plain DDP ends with in some versions: then there is nothing to compare with."""
 
 
 CLIENTS: dict[str, Client] = {
@@ -106,7 +92,7 @@ CLIENTS: dict[str, Client] = {
     "factory, dpo": Client(
         "llamafactory", ["factory.py", *RANKS_ALIKE, *FACTORY, "--stage", "dpo", "--dataset", "choices"]
     ),
-    "factory, rm": Client("llamafactory", ["factory.py", *RANKS_ALIKE, *FACTORY, *REWARD]),
+    "factory, rm": Client("llamafactory", ["factory.py", *RANKS_ALIKE, *FACTORY, *REWARD], fault="share memory"),
     "factory, rm, lora": Client(
         "llamafactory", ["factory.py", *RANKS_ALIKE, *FACTORY, *REWARD, "--finetuning_type", "lora", "--lora_rank", "4"]
     ),
@@ -180,7 +166,13 @@ def test_the_folders_are_those_of_ddp(name: str, stage: int, written: Any) -> No
     client = CLIENTS[name]
     if importlib.util.find_spec(client.package) is None:
         pytest.skip(f"{client.package} is not installed")
-    ours, stock = (copy.deepcopy(written(name, s)) for s in (stage, 0))
+    try:
+        stock = copy.deepcopy(written(name, 0))
+    except AssertionError as error:
+        if client.fault and client.fault in str(error):
+            pytest.skip(f"plain DDP fails with these versions: {client.fault}")
+        raise
+    ours = copy.deepcopy(written(name, stage))
     for folder in client.folders:
         assert any(file.endswith(".safetensors") for file in stock[folder])
         texts = [name for name in stock[folder] if name.endswith(".json")]
