@@ -1,10 +1,11 @@
-"""Sizes in messages: three digits in powers of 1000, the units of disks, `max_shard_size` and `memory_budget`."""
+"""Sizes and durations in messages: three digits in powers of 1000, the units of disks, `max_shard_size` and `memory_budget`."""
 
 from __future__ import annotations
 
-__all__ = ["scaled", "size_text"]
+__all__ = ["scaled", "seconds_text", "size_text"]
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PARTS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _ROUNDS_UP = 0.9995
 """From this fraction of the next unit on, three digits use that unit: 999.6 kB is 1 MB."""
 
@@ -20,3 +21,11 @@ def scaled(number: float) -> str:
 def size_text(nbytes: float) -> str:
     """A number of bytes, such as `80 GB`, `1.24 MB` or `512 B`."""
     return f"{scaled(nbytes)}B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration, such as `1250 s`, `12.4 s`, `3.21 ms` or `45 µs`."""
+    size = abs(seconds)
+    factor, unit = next((pair for pair in _PARTS if size >= _ROUNDS_UP * pair[0]), _PARTS[-1])
+    number = seconds / factor
+    return f"{number:.0f} {unit}" if abs(number) >= 999.5 else f"{number:.3g} {unit}"

@@ -134,6 +134,16 @@ def test_a_layout_of_slices_and_one_of_experts_can_be_asked_for() -> None:
     assert experts is not None and experts.time.sent["ep"] > 0 and experts.time.parts["ep"] > 0
 
 
+def test_experts_weights_are_read_by_products_and_not_for_every_token() -> None:
+    """Bytes of other kernels are scaled with the tokens, so a grouped product must not be one of them."""
+    moved = {}
+    for tokens in (64, 128):
+        found = Planner(meta("qwen3_moe"), 1, Workload(1, tokens)).activations(start())
+        assert not isinstance(found, str)
+        moved[tokens] = sum(block.work.moved for block in found.blocks)
+    assert moved[128] == pytest.approx(2 * moved[64], rel=0.01)
+
+
 def test_bytes_that_leave_a_machine() -> None:
     assert Link(8, 8).split(800) == (800, 0)
     assert Link(8, 1).split(800) == (0, 800)

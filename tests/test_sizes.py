@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hf_dist.sizes import scaled, size_text
+from hf_dist.sizes import scaled, seconds_text, size_text
 from tests.test_architecture import python_files, relative
 
 
@@ -28,6 +28,22 @@ from tests.test_architecture import python_files, relative
 )
 def test_a_size_has_three_digits_and_never_an_exponent(nbytes: float, text: str) -> None:
     assert size_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1250.4, "1250 s"),
+        (12.36, "12.4 s"),
+        (0.9999, "1 s"),
+        (3.21e-3, "3.21 ms"),
+        (45e-6, "45 µs"),
+        (0.0, "0 µs"),
+        (2e-8, "0.02 µs"),
+    ],
+)
+def test_durations_have_a_unit_in_which_they_are_read(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 def test_a_count_has_the_prefix_alone() -> None:

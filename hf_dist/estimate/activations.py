@@ -24,7 +24,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
 
 from hf_dist import trees
 from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep_costly
@@ -34,12 +33,14 @@ from hf_dist.config import DistConfig, settled
 from hf_dist.estimate.sliced import Crossed, MetaPeers, Sliced, crossed_backward
 from hf_dist.loss.chunks import loss_nbytes
 from hf_dist.loss.tiles import TILE_BYTES, saves_memory
-from hf_dist.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
+from hf_dist.pipeline.meta import PRODUCTS, MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.sharding.precision import precision_for
 
 _PLAIN_LOSS_NBYTES = 12
 """Bytes per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits are freed by then."""
-_NO_KERNEL = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten._unsafe_view}
+_NO_KERNEL = frozenset(
+    {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten._unsafe_view}
+)
 _ALL = -2
 """Marks the return values of `all`."""
 
@@ -370,7 +371,7 @@ class _Recorder(TorchDispatchMode):
 def _moved(func: Any, given: Any, out: Any) -> int:
     """Bytes that the kernel of an operation reads and writes; 0 for products, views and what only allocates."""
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    if is_view or func._overloadpacket in _NO_KERNEL or func._overloadpacket in flop_registry:
+    if is_view or func._overloadpacket in _NO_KERNEL | PRODUCTS:
         return 0
     tensors = {id(t): t for t in tree_leaves((given, out)) if isinstance(t, torch.Tensor)}
     return sum(t.numel() * t.element_size() for t in tensors.values() if not isinstance(t, nn.Parameter))

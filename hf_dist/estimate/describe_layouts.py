@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hf_dist.estimate.search import MOST_TRIED_OF_AXIS, Found
 from hf_dist.estimate.step_time import PARTS
 from hf_dist.picture import Picture
-from hf_dist.sizes import size_text
+from hf_dist.sizes import seconds_text, size_text
 
 __all__ = ["draw_layouts", "layout_dict", "layout_table", "other_lines"]
 
@@ -27,7 +27,7 @@ _MOST_REASONS = 3
 def layout_table(found: Sequence[Found]) -> list[str]:
     """One line per layout below a header, fastest first."""
     head = (
-        *("", "layout", "microbatches", "runs again", "tokens/s", "step s", "exposed", "bubble"),
+        *("", "layout", "microbatches", "runs again", "tokens/s", "step", "exposed", "bubble"),
         *("at rest", "peak", "inside", "between", "loses by"),
     )
     rows = [head, *(_row(number, each, found[0]) for number, each in enumerate(found, start=1))]
@@ -44,7 +44,7 @@ def _row(number: int, found: Found, first: Found) -> tuple[str, ...]:
         f"{layout.micro} x {layout.microbatches}{parts}",
         layout.recomputed,
         f"{found.speed:.0f}",
-        f"{time.seconds:.2f}",
+        seconds_text(time.seconds),
         f"{time.exposed / time.seconds:.1%}",
         f"{time.bubble:.1%}",
         size_text(found.at_rest),
@@ -62,7 +62,7 @@ def other_lines(others: Mapping[str, Found | None], first: Found) -> list[str]:
         if found is None:
             lines.append(f"with {axis}: none of the {MOST_TRIED_OF_AXIS} fastest fits")
         else:
-            step = f"{found.time.seconds:.2f} s, {size_text(found.plan.device_need)}"
+            step = f"{seconds_text(found.time.seconds)}, {size_text(found.plan.device_need)}"
             lines.append(f"with {axis}: {found.layout.text}, {step}; loses by {reason(found, first)}")
     return lines
 
@@ -80,7 +80,7 @@ def reason(found: Found, first: Found) -> str:
         return "nothing: as fast"
 
     def text(parts: Sequence[tuple[str, float]]) -> str:
-        return ", ".join(f"{named.get(name, name)} {seconds:.2f} s" for name, seconds in parts)
+        return ", ".join(f"{named.get(name, name)} {seconds_text(seconds)}" for name, seconds in parts)
 
     saved = first.loses(found)[:1]
     return text(more) + (f"; saves {text(saved)}" if saved else "")
@@ -120,7 +120,7 @@ def draw_layouts(found: Sequence[Found]) -> Picture:
             seconds = each.time.parts[part]
             length = width * seconds / longest
             if length > 0.2:
-                picture.box(x, y, length, height, _COLOURS[part], title=f"{part} {seconds:.2f} s")
+                picture.box(x, y, length, height, _COLOURS[part], title=f"{part} {seconds_text(seconds)}")
             x += length
-        picture.words(x + 6, y + 17, f"{each.time.seconds:.2f} s, {size_text(each.plan.device_need)}")
+        picture.words(x + 6, y + 17, f"{seconds_text(each.time.seconds)}, {size_text(each.plan.device_need)}")
     return picture

@@ -101,7 +101,7 @@ class Layout:
             "gradient_accumulation_steps": self.microbatches,
             "zero_optimization.stage": self.stage,
         }
-        if self.dp_replicate > 1 and self.stage == 3:
+        if self.dp_replicate > 1 and self.placements.params is Placement.SHARD:
             found["zero_optimization.mics_shard_size"] = self.dp_shard * self.cp
         if self.pp > 1:
             found |= {"pipeline.stages": self.pp}

@@ -17,12 +17,15 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_dist import trees
 
-__all__ = ["RANDOM", "MetaTrace", "meta_twin", "on_meta", "to_meta"]
+__all__ = ["PRODUCTS", "RANDOM", "MetaTrace", "meta_twin", "on_meta", "to_meta"]
 
 RANDOM = -1
 """The source of a tensor that was drawn at random: another process draws different values."""
 
 aten = torch.ops.aten
+
+PRODUCTS = frozenset({*flop_registry, aten._grouped_mm})
+"""Operations whose floating-point operations `MetaTrace` counts. torch's counter does not know grouped products."""
 _NO_VALUES = {
     *(aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_empty),
     *(aten.new_full, aten.new_empty_strided, aten.rand_like, aten.randn_like),
