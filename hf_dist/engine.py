@@ -19,11 +19,10 @@ from hf_dist.checkpoint import random_state, resume
 from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.config import BatchSizes, DistConfig, settled
-from hf_dist.errors import ModelError
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.experts.router_loss import RouterLoss
 from hf_dist.local_sgd.outer import OuterOptimizer, refuse_other_weights
-from hf_dist.log import say, warn_once
+from hf_dist.log import warn_once
 from hf_dist.loss import TiledLoss
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import sent
@@ -38,7 +37,7 @@ from hf_dist.optim.skipped import SkippedSteps
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling
 from hf_dist.optim.stepping import check_whole, stepping_of
 from hf_dist.optim.taken_over import load_schedule, saved_options
-from hf_dist.optim.unused import describe_unused, unused_parameters
+from hf_dist.optim.unused import UnusedParameters
 from hf_dist.pipelined import Pipeline
 from hf_dist.runner import Runner, Step, Whole
 from hf_dist.sequence import SplitSequence
@@ -101,7 +100,7 @@ class Engine:
         """Optimizer steps so far, skipped ones included."""
         self.skips = SkippedSteps()
         """Steps whose gradients were not finite."""
-        self._told_unused = False
+        self._unused = UnusedParameters(sharded, allowed=config.zero_optimization.ignore_unused_parameters)
 
     # ------------------------------------------------------------------ the parts
 
@@ -323,7 +322,7 @@ class Engine:
         if not overflow:
             self.window.unscale()
             used = summary.used
-            self._look_at_unused(used)
+            self._unused.look(used)
             unit = self.sharded.read_first() if self.outer is None else None  # a meeting may change the weights
             first = None if unit is None else (unit, self.sharded.gather_ahead)
             self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip), first)
@@ -355,22 +354,6 @@ class Engine:
     def _skips_on_device(self, norm: torch.Tensor) -> bool:
         assert self.fragments is not None
         return norm.is_cuda and self.fragments.on_device and self.window.puts_off()
-
-    def _look_at_unused(self, used: dict[tuple[int, int], bool]) -> None:
-        """Report at the first step that is not skipped which trainable parameters got no gradient; raise if not allowed."""
-        if not self._told_unused:
-            self._told_unused = True
-            text = describe_unused(self.sharded, unused_parameters(self.sharded, used))
-            if text:
-                say(text)
-        if used and not self.config.zero_optimization.ignore_unused_parameters:
-            names = list(unused_parameters(self.sharded, used))
-            if names:
-                raise ModelError(
-                    f"zero_optimization.ignore_unused_parameters is false, and {len(names)} trainable parameters had no "
-                    f"gradient on any rank in this step, the first is {names[0]}. Freeze them, use them in the loss, or remove "
-                    "the key."
-                )
 
     @property
     def has_own_options(self) -> bool:

@@ -5,11 +5,36 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hf_dist import collectives
+from hf_dist.errors import ModelError
+from hf_dist.log import say
 from hf_dist.sharding.runtime import ShardedModel
 
-__all__ = ["describe_unused", "unused_parameters"]
+__all__ = ["UnusedParameters", "describe_unused", "unused_parameters"]
 
 _MAX_NAMES = 8
+
+
+class UnusedParameters:
+    """Tells once, at the first step that is not skipped, which parameters got no gradient; raises if that is not allowed."""
+
+    def __init__(self, sharded: ShardedModel, *, allowed: bool) -> None:
+        self._sharded, self._allowed, self._told = sharded, allowed, False
+
+    def look(self, used: Mapping[tuple[int, int], bool]) -> None:
+        """`used`: of a step (see `unused_parameters`). The first call is collective over pp. Raises `ModelError`."""
+        if not self._told:
+            self._told = True
+            text = describe_unused(self._sharded, unused_parameters(self._sharded, used))
+            if text:
+                say(text)
+        if used and not self._allowed:
+            names = list(unused_parameters(self._sharded, used))
+            if names:
+                raise ModelError(
+                    f"zero_optimization.ignore_unused_parameters is false, and {len(names)} trainable parameters had no "
+                    f"gradient on any rank in this step, the first is {names[0]}. Freeze them, use them in the loss, or remove "
+                    "the key."
+                )
 
 
 def unused_parameters(sharded: ShardedModel, used: Mapping[tuple[int, int], bool]) -> dict[str, int]:

@@ -13,9 +13,10 @@ from hf_dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.offload.resting import opened
-from hf_dist.sharding.group import FlatGroup, _copy_overlap
+from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
+from hf_dist.sharding.lazy import copy_overlap
 from hf_dist.sharding.prepared import OWNER
 from hf_dist.sharding.slices import enter_whole, joined, leave_whole
 
@@ -213,5 +214,5 @@ def load_full_tensor(group: FlatGroup, slot: ParamSlot, value: torch.Tensor) -> 
     if tuple(value.shape) != slot.held.whole:
         raise ModelError(f"{slot.name}: the checkpoint has shape {tuple(value.shape)}, the model {slot.held.whole}")
     with opened(group.master, changed=True) as masters:
-        _copy_overlap(masters, group.resting[0], slot.held.take(value).to(masters.device).reshape(-1), slot.offset)
+        copy_overlap(masters, group.resting[0], slot.held.take(value).to(masters.device).reshape(-1), slot.offset)
     group.masters_changed()

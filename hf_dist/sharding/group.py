@@ -18,16 +18,15 @@ from hf_dist import collectives
 from hf_dist.boxes import TensorSlice
 from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.host import sent
 from hf_dist.offload.resting import Resident, Resting, Tier, opened
 from hf_dist.offload.storage import Storage
 from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.at_rest import plan_at_rest
-from hf_dist.sharding.group_axes import Combination, GroupAxes
+from hf_dist.sharding.group_axes import GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
-from hf_dist.sharding.lazy import WeightSource, lazy_source, read_overlap
+from hf_dist.sharding.lazy import WeightSource, copy_overlap, lazy_source, read_overlap
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare, raw_data
@@ -161,7 +160,7 @@ class FlatGroup:
                 read_overlap(mine, first, source, slot)
                 release(p)
             elif streamed or self.separate or self.master is not self.shard:
-                _copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
+                copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
             view = self.full[slot.offset : slot.stop].view(slot.shape)
             if not streamed and self.is_replicated:
                 view.copy_(p.detach())
@@ -427,25 +426,6 @@ class FlatGroup:
             handle = collectives.reduce_scatter(self.axes.shard, full, out)
         return collectives.Handle([handle], lambda: self.gradient.add(out))
 
-    def combine(self, row: Combination) -> collectives.Handle:
-        """Start to combine the window's gradient as one row of `axes.then` says. Collective over its axis, once per window.
-
-        Between pipeline stages, the ranks also exchange which parameters had a gradient.
-        """
-        values = self.gradient.on_device()
-        handles = [collectives.all_reduce(row.axis, values, row.operation)]
-        if not row.between_stages:
-            return collectives.Handle(handles, lambda: self.gradient.replace(values))
-        used = sent(torch.tensor(self.window.used, dtype=torch.float32), values.device)
-        handles.append(collectives.all_reduce(row.axis, used, "sum"))
-
-        def finish() -> None:
-            self.gradient.replace(values)
-            if not all(self.window.used):  # else the answer is known, and the host need not wait for it
-                self.window.used = (used > 0).tolist()
-
-        return collectives.Handle(handles, finish)
-
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes that weights and masters take at rest, by tier; host bytes include the space kept for gradients."""
         held = dict.fromkeys(Tier, 0)
@@ -472,25 +452,3 @@ class FlatGroup:
         """Forget the gradients of the window, whose reductions must be complete. Local."""
         self.window.drop()
         self.gradient.drop()
-
-
-def combine_together(groups: Sequence[FlatGroup], row: Combination) -> collectives.Handle:
-    """`combine` several groups with one collective; their gradients must share a dtype. Collective over `row.axis`."""
-    if len(groups) == 1 or row.between_stages:
-        return collectives.Handle([group.combine(row) for group in groups])
-    values = [group.gradient.on_device() for group in groups]
-    joined = torch.cat(values)
-
-    def finish() -> None:
-        for group, part in zip(groups, joined.split([v.numel() for v in values]), strict=True):
-            group.gradient.replace(part)
-
-    return collectives.Handle([collectives.all_reduce(row.axis, joined, row.operation)], finish)
-
-
-def _copy_overlap(target: torch.Tensor, target_start: int, source: torch.Tensor, source_start: int) -> None:
-    """Copy the part of `source` (its flat interval starts at `source_start`) that falls into `target`'s interval."""
-    first = max(target_start, source_start)
-    last = min(target_start + target.numel(), source_start + source.numel())
-    if first < last:
-        target[first - target_start : last - target_start].copy_(source[first - source_start : last - source_start])

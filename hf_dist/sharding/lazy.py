@@ -137,3 +137,11 @@ def read_overlap(target: torch.Tensor, target_start: int, source: WeightSource, 
     last = min(target_start + target.numel(), slot.stop)
     if first < last:
         source.read(first - slot.offset, last - slot.offset, target[first - target_start : last - target_start])
+
+
+def copy_overlap(target: torch.Tensor, target_start: int, source: torch.Tensor, source_start: int) -> None:
+    """Copy the part of `source` (its flat interval starts at `source_start`) that falls into `target`'s interval."""
+    first = max(target_start, source_start)
+    last = min(target_start + target.numel(), source_start + source.numel())
+    if first < last:
+        target[first - target_start : last - target_start].copy_(source[first - source_start : last - source_start])

@@ -10,7 +10,8 @@ from typing import Any
 from hf_dist.collectives import Handle
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import HostLink
-from hf_dist.sharding.group import FlatGroup, combine_together
+from hf_dist.sharding.combining import combine, combine_together
+from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination
 from hf_dist.sharding.order import IssueOrder
 from hf_dist.sharding.placement import Placement, StatePlacements
@@ -118,7 +119,7 @@ class Reducer:
             waiting = [(group, later) for later in group.axes.then[index:]]
             self._at_end += [pair for pair in waiting if pair not in self._at_end]  # several schedules may have run
         else:
-            self._combining.append(Handle([group.combine(row)], functools.partial(self._combine, group, index + 1)))
+            self._combining.append(Handle([combine(group, row)], functools.partial(self._combine, group, index + 1)))
 
     def _final(self, group: FlatGroup) -> None:
         if self.when_final is not None and not self._dropping:

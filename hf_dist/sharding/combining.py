@@ -1,0 +1,48 @@
+"""Combines the reduced gradients of a window over the other axes: copies, stages that share a weight, slices of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.offload.host import sent
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.group_axes import Combination
+
+__all__ = ["combine", "combine_together"]
+
+
+def combine(group: FlatGroup, row: Combination) -> collectives.Handle:
+    """Start to combine the window's gradient as one row of `axes.then` says. Collective over its axis, once per window.
+
+    Between pipeline stages, the ranks also exchange which parameters had a gradient.
+    """
+    values = group.gradient.on_device()
+    handles = [collectives.all_reduce(row.axis, values, row.operation)]
+    if not row.between_stages:
+        return collectives.Handle(handles, lambda: group.gradient.replace(values))
+    used = sent(torch.tensor(group.window.used, dtype=torch.float32), values.device)
+    handles.append(collectives.all_reduce(row.axis, used, "sum"))
+
+    def finish() -> None:
+        group.gradient.replace(values)
+        if not all(group.window.used):  # else the answer is known, and the host need not wait for it
+            group.window.used = (used > 0).tolist()
+
+    return collectives.Handle(handles, finish)
+
+
+def combine_together(groups: Sequence[FlatGroup], row: Combination) -> collectives.Handle:
+    """`combine` several groups with one collective; their gradients must share a dtype. Collective over `row.axis`."""
+    if len(groups) == 1 or row.between_stages:
+        return collectives.Handle([combine(group, row) for group in groups])
+    values = [group.gradient.on_device() for group in groups]
+    joined = torch.cat(values)
+
+    def finish() -> None:
+        for group, part in zip(groups, joined.split([v.numel() for v in values]), strict=True):
+            group.gradient.replace(part)
+
+    return collectives.Handle([collectives.all_reduce(row.axis, joined, row.operation)], finish)
