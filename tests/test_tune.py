@@ -80,6 +80,8 @@ def test_what_runs_out_of_memory_loses_and_larger_microbatches_are_not_tried(
 def test_other_mistakes_of_the_file_are_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="overlap_com"):
         run(tmp_path, monkeypatch, {"zero_optimization": {"stage": [2], "overlap_com": 1}}, lambda *_: 1.0)
+    with pytest.raises(ConfigError, match=r'Did you mean "zero_optimization"\?$'):  # the file has no such section yet
+        run(tmp_path, monkeypatch, {"zero_optimisation": {"stage": 1}}, lambda *given: 1.0)
     with pytest.raises(ConfigError, match="is not a list of sizes"):
         run(tmp_path, monkeypatch, {}, lambda *_: 1.0, micro_batch="1;2")
 

@@ -161,11 +161,14 @@ def _candidates(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
         made = copy.deepcopy(dict(data))
         for key in (_TUNING, "$schema", *_BATCH):
             made.pop(key, None)
+        has_section = _STAGE.partition(".")[0] in made
+        as_written = {} if has_section else {problem.path: problem for problem in examine(made)[1]}
         zero = made.setdefault("zero_optimization", {})
         zero["stage"] = stage
         _, problems = examine(made)
         if problems and (isinstance(listed, list) or stage == stages[-1]):
-            raise ConfigError(problems)
+            # A misspelt section is told of as the file has it, without the one that was added for the stage.
+            raise ConfigError([as_written.get(problem.path, problem) for problem in problems])
         if not problems:
             file = folder / f"stage{stage}.json"
             file.write_text(json.dumps(made, indent=2), encoding="utf-8")
