@@ -276,12 +276,14 @@ class CheckpointingMixin:
 
     # -------------------------------------------------------------------- resume
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *model: nn.Module | None) -> None:
         """Load the weights of a checkpoint. Before sharding nothing is read: each rank reads its part once it has its shard."""
         directory = Path(resume_from_checkpoint)
         program = foreign.program_of(directory)
-        if self.dist is None or (self.dist_engine is None and read_plan(directory) is None and program is None):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        unknown = read_plan(directory) is None and program is None
+        theirs = _is_theirs(super()._load_from_checkpoint)  # type: ignore[misc]
+        if self.dist is None or theirs or (self.dist_engine is None and unknown):
+            super()._load_from_checkpoint(resume_from_checkpoint, *model)  # type: ignore[misc]
         elif self.dist_engine is not None:
             self._restore_weights(directory)
 
@@ -292,7 +294,7 @@ class CheckpointingMixin:
         if plan is not None and not loads_by_itself(engine):
             load_weights(engine, directory, plan, names)
             return
-        with loading(engine):  # of another program: HF and PEFT know the names, or the model loads them itself
+        with loading(engine.sharded):  # of another program: HF and PEFT know the names, or the model loads them itself
             super()._load_from_checkpoint(str(directory))  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -349,6 +351,9 @@ class CheckpointingMixin:
             super()._load_best_model()  # type: ignore[misc]
             return
         self.checkpoint_writer.wait()
+        if _is_theirs(super()._load_best_model):  # type: ignore[misc]
+            super()._load_best_model()  # type: ignore[misc]
+            return
         best = Path(self.state.best_model_checkpoint)
         has_state = (best / folder.STATE).is_dir()
         if not has_state or loads_by_itself(engine):
@@ -457,3 +462,8 @@ class CheckpointingMixin:
             values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else None
             self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+
+def _is_theirs(method: Any) -> bool:
+    """Whether the next class's method is an override, of a library or a user, and not HF's."""
+    return bool(method.__module__ != "transformers.trainer")

@@ -164,7 +164,7 @@ def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: Any, **kwargs:
     name = args[1] if len(args) > 1 else kwargs.get("adapter_name", "default")
     if owner is None or name not in getattr(model, "peft_config", {}):
         return _refuse("load_adapter", model, name)
-    with loading(owner):
+    with loading(owner.sharded):
         return type(model).load_adapter(model, *args, **kwargs)
 
 

@@ -28,11 +28,10 @@ from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import all_tensors, full_tensors
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import replace_method
-from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.units import containers
 
-__all__ = ["is_spread", "keep_adapters", "lent", "lent_here", "let_save_pretrained", "own_way"]
+__all__ = ["keep_adapters", "lent", "lent_here", "let_save_pretrained", "own_way"]
 
 _LENT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose modules hold whole weights at this moment."""
@@ -75,7 +74,7 @@ def keep_adapters(engine: Engine) -> None:
     Does nothing for a model without adapters, or if each rank has all weights.
     """
     sharded = engine.sharded
-    if is_spread(sharded) and any(_is_peft(m) for m in containers(sharded.model, sharded.units)):
+    if sharded.is_spread and any(_is_peft(m) for m in containers(sharded.model, sharded.units)):
         writes = sharded.mesh.world.rank == 0
         found = {name: t.detach().to("cpu", copy=True) for name, t in all_tensors(sharded, frozen=False) if writes}
         _ADAPTERS[sharded.model] = (_changes(sharded), found)
@@ -241,8 +240,8 @@ def _save_pretrained(
         return stock()
     writes = sharded.mesh.world.rank == 0
     if sharded.model in _LENT or kwargs.get("state_dict") is not None:
-        return stock() if writes or not is_spread(sharded) else None
-    if not is_spread(sharded):
+        return stock() if writes or not sharded.is_spread else None
+    if not sharded.is_spread:
         with lent_here(sharded, rounded_only=not own_save_pretrained(model)):
             return stock()
     adapters = _kept_adapters(sharded) if _is_peft(model) else None
@@ -256,10 +255,3 @@ def _save_pretrained(
         return stock(state_dict=state) if writes else None
     with lent(sharded, model, keep=writes):
         return stock() if writes else None
-
-
-def is_spread(sharded: ShardedModel) -> bool:
-    """Whether no rank has all weights."""
-    mesh = sharded.mesh
-    cut = any(mesh.axes.size(axis) > 1 for axis in ("pp", "tp", "ep"))
-    return cut or (sharded.placements.params is Placement.SHARD and mesh.shard.size > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,16 @@ import torch
 from torch import nn
 
 from hf_dist.engine import Engine
+from hf_dist.errors import ModelError
+from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import all_tensors, load_full_tensor, unsharded, whole_tensors
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.units import containers
 
-_LOADING: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""Engines that are loading weights from a state dict."""
+_LOADING: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+"""Models that are loading weights from a state dict."""
 
 
 def full_state_dict(sharded: ShardedModel, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -74,16 +80,16 @@ def loads_by_itself(engine: Engine) -> bool:
 
 
 @contextmanager
-def loading(engine: Engine) -> Iterator[None]:
+def loading(sharded: ShardedModel, module: nn.Module | None = None) -> Iterator[None]:
     """Inside, `load_state_dict` of the model (or PEFT) writes the master weights at the file's full precision.
 
-    Collective: every rank enters, loads the same values, and leaves. Nested calls for the same engine do nothing
-    (the Trainer loads a folder of adapters through PEFT's `load_adapter`).
+    Collective: every rank enters, loads the same values, and leaves. Nested calls for the same model do nothing
+    (the Trainer loads a folder of adapters through PEFT's `load_adapter`). `module`: the one that loads, if not the model.
     """
-    if engine in _LOADING:
+    if sharded in _LOADING:
         yield
         return
-    own = {id(p): (group, i) for group in engine.sharded.groups for i, p in enumerate(group.params)}
+    own = {id(p): (group, i) for group in sharded.groups for i, p in enumerate(group.params)}
 
     def keep(module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
         # Runs before the model copies the values into weights of the compute dtype.
@@ -95,16 +101,48 @@ def loading(engine: Engine) -> Iterator[None]:
                 if not slot.held.everything and isinstance(state, dict):  # the slice in memory
                     state[name] = slot.held.take(state[name])
 
-    handle = engine.model.register_load_state_dict_pre_hook(keep)
-    _LOADING.add(engine)
+    def settle(group: FlatGroup, changed: bool) -> None:
+        if changed:  # where names in the state differ from the parameters', the masters do not have the values yet
+            group.adopt_full()
+
+    handle = (sharded.model if module is None else module).register_load_state_dict_pre_hook(keep)
+    _LOADING.add(sharded)
     try:
-        # The masters already have the values.
-        with unsharded(engine.model, settle=lambda group, changed: None, slices=True):
+        with unsharded(sharded.model, settle=settle, slices=True):
             yield
     finally:
-        _LOADING.discard(engine)
+        _LOADING.discard(sharded)
         handle.remove()
-    engine.sharded.weights_changed()
+    sharded.weights_changed()
+
+
+def let_load_state_dict(engine: Engine) -> None:
+    """Make `load_state_dict` of the prepared model, and of modules that contain all its units, fill the shards. Local.
+
+    For spread weights it becomes collective: every rank calls it, with the same values. For whole weights it stays as it is,
+    as inside `gathered`, where one rank may call it.
+    """
+    for module in containers(engine.model, engine.sharded.units):
+        replace_method(module, "load_state_dict", functools.partial(_load_state_dict, weakref.ref(engine.sharded)))
+
+
+def _load_state_dict(shards: weakref.ref[ShardedModel], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    sharded = shards()
+    stock = functools.partial(type(model).load_state_dict, model, *args, **kwargs)
+    if sharded is None:
+        return stock()
+    if kwargs.get("assign") or args[2:3] == (True,):
+        raise ModelError(
+            f"{type(model).__name__}.load_state_dict(assign=True): the model is sharded by hf_dist, and its optimizer would "
+            "go on with the parameters that it has. Load with assign=False, which copies the values, or before the model is "
+            "prepared."
+        )
+    whole = not sharded.is_spread or sharded.passes.paused or all(group.pins for group in sharded.groups)
+    if whole or sharded in _LOADING:
+        return stock()
+    every_rank(sharded.mesh, "model.load_state_dict()")
+    with loading(sharded, model):
+        return stock()
 
 
 def loaded_dtype(sharded: ShardedModel) -> torch.dtype | None:

@@ -113,6 +113,12 @@ class ShardedModel:
         return self.pipeline.whole if self.pipeline else self.model
 
     @property
+    def is_spread(self) -> bool:
+        """Whether no rank has all weights."""
+        cut = any(self.mesh.axes.size(axis) > 1 for axis in ("pp", "tp", "ep"))
+        return cut or (self.placements.params is Placement.SHARD and self.mesh.shard.size > 1)
+
+    @property
     def groups(self) -> list[FlatGroup]:
         """All groups, unit by unit."""
         return [g for u in self.units for g in u.groups]

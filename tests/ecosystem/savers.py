@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from datasets import Dataset
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.ecosystem.runs import arguments, over
 from tests.ecosystem.tiny import words
@@ -22,6 +22,10 @@ FOLDERS = ("checkpoint-2", "saved", "final")
 SAVING: dict[str, Any] = dict(
     max_steps=2, save_strategy="steps", save_steps=2, gradient_accumulation_steps=1, ddp_timeout=40
 )
+BEST: dict[str, Any] = dict(
+    save_steps=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True
+)
+"""The first checkpoint is the best: its loss is the larger one."""
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -96,7 +100,8 @@ def sentence_trainer(folder: Path, stage: int | None, kind: str, root: Path) -> 
         losses,
     )
 
-    args = arguments(folder, stage, False, SentenceTransformerTrainingArguments, **SAVING)
+    changes = {**SAVING, **BEST} if kind == "best" else SAVING
+    args = arguments(folder, stage, False, SentenceTransformerTrainingArguments, **changes)
     model, rows = bi_encoder(root, kind), pairs()
     loss: Any = losses.MultipleNegativesRankingLoss(model)
     torch.manual_seed(11)
@@ -106,7 +111,8 @@ def sentence_trainer(folder: Path, stage: int | None, kind: str, root: Path) -> 
         loss, rows = losses.SoftmaxLoss(model, 32, 3), labelled("label", [0, 1, 2])
     if kind == "gist":
         loss = losses.GISTEmbedLoss(model, SentenceTransformer(str(root / "encoder"), device="cpu"))
-    return over(stage, SentenceTransformerTrainer)(model, args, train_dataset=rows, loss=loss)
+    data: dict[str, Any] = dict(train_dataset=rows, eval_dataset=rows if kind == "best" else None)
+    return over(stage, SentenceTransformerTrainer)(model, args, **data, loss=loss)
 
 
 def cross_trainer(folder: Path, stage: int | None, root: Path) -> Any:
@@ -211,6 +217,17 @@ class MainAlone(tf.Trainer):
             self.model.save_pretrained(output_dir or self.args.output_dir)
 
 
+class Averaging(tf.Trainer):
+    """Ends with the mean of the best checkpoint and the one that it reads itself."""
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        mean = load_file(Path(str(self.state.best_model_checkpoint)) / "model.safetensors")
+        for name, tensor in load_file(Path(str(self.args.output_dir)) / "checkpoint-2" / "model.safetensors").items():
+            mean[name] = (mean[name] + tensor) / 2
+        self.model.load_state_dict(mean, strict=False)  # the tied head has no entry
+
+
 class Part(tf.Trainer):
     """Saves a part of the model, as those do that train a projector."""
 
@@ -311,6 +328,7 @@ OWN: dict[str, tuple[Any, Callable[[], Any]]] = {
     "cloning": (Cloning, lambda: make_model("llama")),
     "main_alone": (MainAlone, lambda: make_model("llama")),
     "llava": (Llava, lambda: make_model("llama")),
+    "averaging": (Averaging, lambda: make_model("llama")),
     "part": (Part, lambda: make_model("llama")),
     "renaming": (tf.Trainer, renaming),
     "value_head": (tf.Trainer, ValueHead),
@@ -320,8 +338,10 @@ OWN: dict[str, tuple[Any, Callable[[], Any]]] = {
 def own_code(folder: Path, kind: str, stage: int | None, root: str) -> dict[str, Any]:
     """Train, with a checkpoint; `save_model()` where all ranks may call it; what is in the folders, read by rank 0."""
     base, model = OWN[kind]
-    args = arguments(folder, stage, False, tf.TrainingArguments, **SAVING)
-    trainer = over(stage, base)(model(), args, train_dataset=texts(16), data_collator=pad)
+    changes = {**SAVING, **BEST} if kind == "averaging" else SAVING
+    args = arguments(folder, stage, False, tf.TrainingArguments, **changes)
+    rows = texts(16)
+    trainer = over(stage, base)(model(), args, train_dataset=rows, eval_dataset=rows, data_collator=pad)
     trainer.train()
     if kind != "main_alone":
         trainer.save_model(str(folder / "saved"))

@@ -17,7 +17,7 @@ from tests.hf.on_ranks import run_jobs
 
 SENTENCES = [
     *(("plain", stage) for stage in (0, 1, 3)),
-    *((kind, stage) for kind in ("dense", "lora") for stage in (1, 3)),
+    *((kind, stage) for kind in ("dense", "lora", "best") for stage in (1, 3)),
     *((kind, 3) for kind in ("cross", "sparse", "gist", "cached")),
     *(("softmax", stage) for stage in (1, 3)),
 ]
