@@ -276,14 +276,15 @@ class CheckpointingMixin:
 
     # -------------------------------------------------------------------- resume
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *model: nn.Module | None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint. Before sharding nothing is read: each rank reads its part once it has its shard."""
         directory = Path(resume_from_checkpoint)
         program = foreign.program_of(directory)
         unknown = read_plan(directory) is None and program is None
         theirs = _is_theirs(super()._load_from_checkpoint)  # type: ignore[misc]
         if self.dist is None or theirs or (self.dist_engine is None and unknown):
-            super()._load_from_checkpoint(resume_from_checkpoint, *model)  # type: ignore[misc]
+            given = () if model is None else (model,)  # sentence-transformers' override takes no model
+            super()._load_from_checkpoint(resume_from_checkpoint, *given)  # type: ignore[misc]
         elif self.dist_engine is not None:
             self._restore_weights(directory)
 

@@ -137,7 +137,18 @@ def deepcopy_gathered(loop: Loop) -> None:
         loop.step()
 
 
+def load_between_steps(loop: Loop) -> None:
+    """Back to a state from before, as a loop that keeps the best weights does; every rank loads."""
+    plain(loop, 2)
+    with full(loop):
+        kept = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+    plain(loop, 2)
+    loop.model.load_state_dict(kept)
+    plain(loop, 2)
+
+
 SCENARIOS = {
+    "load-between-steps": Scenario(Net, load_between_steps),
     "freeze-and-unfreeze": Scenario(Net, freeze_and_unfreeze),
     "freeze-at-once": Scenario(Net, freeze_all_but_the_head),
     "freeze-with-checkpointing": Scenario(models.Outside, freeze_and_unfreeze),
@@ -167,6 +178,7 @@ def errors(stage: int) -> dict[str, str]:
             found[name] = str(error)
 
     plain(loop, 1)
+    note("assigned", ModelError, lambda: model.load_state_dict(Net().state_dict(), assign=True))
     model.blocks[0].requires_grad_(True)
     note("unfrozen", ModelError, lambda: plain(loop, 1))
     if stage == 3:
@@ -229,6 +241,12 @@ def expected(name: str) -> dict[str, Any]:
 def test_user_code_has_the_effect_that_it_has_in_one_process(name: str, stage: int) -> None:
     for cases, _, _ in results():
         assert_equal(cases[CASES.index((name, stage))], expected(name))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_that_would_replace_the_parameters_is_refused(stage: int) -> None:
+    for _, found, _ in results():
+        assert "load_state_dict(assign=True)" in found[stage]["assigned"]
 
 
 @pytest.mark.parametrize("stage", range(4))
