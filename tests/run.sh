@@ -21,7 +21,11 @@ print(hashlib.sha256(f"{sys.version} {os.getcwd()}".encode() + inputs).hexdigest
 PY
 )"
 if [[ ! -x "$venv/bin/python" || ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]]; then
-    "$python" -m venv "$venv"
+    # An environment of another interpreter would keep its links to it, with the libraries of this one.
+    clear=()
+    which='import sys; print(sys.version, sys.base_prefix)'
+    if [[ "$("$venv/bin/python" -c "$which" 2>/dev/null)" != "$("$python" -c "$which")" ]]; then clear=(--clear); fi
+    "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv"
     echo "*" >"$venv/.gitignore"
     "$venv/bin/python" -m pip install --quiet --only-binary :all: -c tests/constraints.txt -e ".[test,examples]"
     echo "$wanted" >"$stamp"
