@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ CASES = [
     *((kind, 3, "colocate") for kind in ("full", "lora")),
     *((kind, 3, "online_dpo") for kind in ("full", "lora")),
 ]
+REAL = [(kind, stage, "client") for kind in ("full", "lora", "head") for stage in (1, 3)] if find_spec("vllm") else []
+"""With vLLM's own code, where vLLM is installed; `run.sh` does not install it."""
+CASES += REAL
 Outcomes = Callable[[int], dict[str, list[Any]]]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.ecosystem.tiny import lora
+from tests.ecosystem.vllm_client import real_client
 from tests.hf.recipes import make_model
 
 Tensors = dict[str, torch.Tensor]
@@ -79,7 +80,9 @@ def generation(model: Any, accelerator: Any, mode: str = "server") -> Any:
     from trl.generation import vllm_generation as trl
 
     trl.is_vllm_available, trl.VLLMClient = lambda: True, Server
-    if mode == "server":
+    if mode == "client":
+        trl.VLLMClient = real_client()
+    if mode in ("server", "client"):
         return trl.VLLMGeneration(model, accelerator, processing_class=None, mode="server")
     if mode == "online_dpo":
         return online_dpo(model, accelerator)
