@@ -11,6 +11,7 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -29,11 +30,17 @@ _ASK = getattr(signal, "SIGUSR2", 0)
 """Asks a rank where it is. SIGUSR1 asks a job for a checkpoint."""
 
 
+_PORTS = range(20_000, 32_768)
+"""Below those from which systems take the local ends of connections: nobody gets one of these unasked."""
+
+
 def free_port() -> int:
-    """A free TCP port."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A free TCP port, chosen at random; it stays free until another process asks for the same."""
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", random.SystemRandom().choice(_PORTS)))
+            return int(s.getsockname()[1])
+    raise RuntimeError(f"no free TCP port was found between {_PORTS.start} and {_PORTS.stop}")
 
 
 def run_ranks(
