@@ -197,18 +197,8 @@ def build_engine(
         pipeline=pipeline,
         scaler=DynamicLossScaler.from_config(config.fp16) if settled(config.fp16.enabled) and trainable else None,
     )
-    if trainable and (pipeline is None or mesh.pp.rank == pipeline.last):
-        kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else model.modules()
-        engine.tiled_loss = tiled_loss_for(model, set(kept), config, tensors.model.vocabulary if tensors else None)
-        engine.router_loss = router_loss_for(model, sharded.mesh, batch.accumulation, config.hf_dist.router_loss)
-    # After the tiled loss and the router loss: both must see arguments and outputs of whole rows.
-    split = engine.split_sequence = split_sequence(model, mesh, config.hf_dist.sequence_parallel)
-    if split is not None:
-        from hf_dist.sequence.verify import verify  # imports transformers
-
-        if engine.router_loss is not None:
-            engine.router_loss.split_over = split.axis_under_way
-        verify(split, model, engine.evaluate)
+    _set_up_loss(engine, tensors, trainable=trainable)
+    _split_rows(engine, mesh)
     # Last: a schedule reads and writes the param groups that the optimizer will step.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     for change in _changes:
@@ -226,6 +216,29 @@ _changes: list[Callable[[Engine], None]] = []
 def after_build(*changes: Callable[[Engine], None]) -> None:
     """From now on call these, in this order, with every new engine: what changes methods of HF's models, unknown here."""
     _changes.extend(change for change in changes if change not in _changes)
+
+
+def _set_up_loss(engine: Engine, tensors: TensorSplit | None, *, trainable: bool) -> None:
+    """The tiled loss, where this rank computes one, and the routers' loss. Local."""
+    sharded, config, pipeline = engine.sharded, engine.config, engine.pipeline
+    if trainable and (pipeline is None or sharded.mesh.pp.rank == pipeline.last):
+        kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else engine.model.modules()
+        vocabulary = tensors.model.vocabulary if tensors else None
+        engine.tiled_loss = tiled_loss_for(engine.model, set(kept), config, vocabulary)
+        engine.router_loss = router_loss_for(
+            engine.model, sharded.mesh, engine.batch.accumulation, config.hf_dist.router_loss
+        )
+
+
+def _split_rows(engine: Engine, mesh: ParallelMesh) -> None:
+    """Split sequences over ranks, if the mesh has ranks for it. After `_set_up_loss`, which must see whole rows."""
+    split = engine.split_sequence = split_sequence(engine.model, mesh, engine.config.hf_dist.sequence_parallel)
+    if split is not None:
+        from hf_dist.sequence.verify import verify  # imports transformers
+
+        if engine.router_loss is not None:
+            engine.router_loss.split_over = split.axis_under_way
+        verify(split, engine.model, engine.evaluate)
 
 
 def _cut(

@@ -38,9 +38,13 @@ from hf_dist.sharding.precision import precision_for
 
 _PLAIN_LOSS_NBYTES = 12
 """Bytes per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits are freed by then."""
-_NO_KERNEL = frozenset(
-    {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten._unsafe_view}
-)
+_NOT_COUNTED = PRODUCTS | {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten._unsafe_view,
+}
+"""Operations whose bytes are not counted: products, and what only allocates."""
 _ALL = -2
 """Marks the return values of `all`."""
 
@@ -371,7 +375,7 @@ class _Recorder(TorchDispatchMode):
 def _moved(func: Any, given: Any, out: Any) -> int:
     """Bytes that the kernel of an operation reads and writes; 0 for products, views and what only allocates."""
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    if is_view or func._overloadpacket in _NO_KERNEL | PRODUCTS:
+    if is_view or func._overloadpacket in _NOT_COUNTED:
         return 0
     tensors = {id(t): t for t in tree_leaves((given, out)) if isinstance(t, torch.Tensor)}
     return sum(t.numel() * t.element_size() for t in tensors.values() if not isinstance(t, nn.Parameter))
