@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hf_dist.cli import app
 from hf_dist.config import axes_of, load_config, resolve_without_trainer
 from hf_dist.estimate.describe_layouts import other_lines
+from hf_dist.estimate.fused import FusedKernels
 from hf_dist.estimate.hardware import Hardware, Link, link_of
 from hf_dist.estimate.layouts import Layout, Shape, Wanted, layouts
 from hf_dist.estimate.memory_plan import Limits
@@ -132,6 +135,67 @@ def test_a_layout_of_slices_and_one_of_experts_can_be_asked_for() -> None:
     experts = search("qwen3_moe").plan(Layout(ep=2, dp_shard=8, stage=3, microbatches=8))
     assert slices is not None and slices.time.sent["tp"] > 0 and slices.time.parts["tp"] > 0
     assert experts is not None and experts.time.sent["ep"] > 0 and experts.time.parts["ep"] > 0
+
+
+@pytest.mark.parametrize("regions", [True, False], ids=["regions", "plain"])
+def test_sums_that_begin_early_show_less_by_the_weight_gradients_beside_them(regions: bool) -> None:
+    """Slow links: the weight gradients are what hides; at once: they hide nothing."""
+    config = start().replaced({"hf_dist.sequence_regions": (regions, "test")})
+    layout, ranks = Layout(tp=2, dp_shard=4, stage=1, microbatches=16), 2
+    shown = {}
+    for flops in (1e10, 1e30):
+        hardware = Hardware(flops=flops, inside=1e6, ranks_per_machine=4)
+        found = Search(meta("llama"), config, WANTED, Limits(ROOM, None, 4), hardware).plan(layout)
+        assert found is not None
+        shown[flops] = found.time.parts["tp"]
+    made = meta("llama").config
+    head = made.hidden_size // made.num_attention_heads
+    columns = made.hidden_size + 2 * made.num_key_value_heads * head + 2 * made.intermediate_size
+    beside = 2 * WANTED.seq * made.hidden_size * columns // ranks * made.num_hidden_layers * layout.microbatches / 1e10
+    assert shown[1e30] - shown[1e10] == pytest.approx(beside, rel=1e-6)
+
+
+def test_a_pipeline_that_shards_in_every_microbatch_holds_less_and_sends_more() -> None:
+    plain = Layout(pp=2, dp_shard=4, stage=3, microbatches=16)
+    once, every = (search("llama").plan(each) for each in (plain, replace(plain, reshard=True)))
+    assert once is not None and every is not None
+    assert every.plan.waiting < once.plan.waiting and every.plan.device_need < once.plan.device_need
+    assert every.time.sent["shard"] > 10 * once.time.sent["shard"]
+    keys = every.layout.values
+    assert keys["pipeline.reshard_per_microbatch"] is True and "every microbatch" in every.layout.text
+
+
+def test_compiled_blocks_are_faster_and_in_no_stages_or_slices() -> None:
+    compiled = start().replaced({"compile.enabled": (True, "test")})
+    looked = Search(meta("llama"), compiled, WANTED, Limits(ROOM, None, 4), Hardware(ranks_per_machine=4))
+    found, usual = looked.best(4), search("llama").best(1)[0]
+    assert {(each.layout.pp, each.layout.tp) for each in found} == {(1, 1)}
+    assert looked.best_with(pp=2) is None
+    again = looked.plan(usual.layout)
+    assert again is not None and again.time.parts["compute"] < usual.time.parts["compute"]
+
+
+def test_kernels_between_two_products_run_as_one() -> None:
+    """Twelve numbers, counted by hand: a norm (one kernel before the product), SiLU and a product with itself (one between)."""
+    kernels = FusedKernels(lambda tensor: int(tensor.untyped_storage()._cdata))
+    x, square, scaled, up, gate, both, out, end = (torch.empty(n) for n in (4, 4, 4, 8, 8, 8, 4, 4))
+    moved = 0
+    kernels.waits([x], [square])
+    kernels.waits([x, square], [scaled])
+    moved += kernels.product([scaled], [up])
+    assert moved == 4 * (4 + 4)  # x is read once, the scaled one written
+    kernels.waits([up], [gate])
+    kernels.waits([gate, up], [both])
+    moved += kernels.product([both], [out])
+    assert moved == 4 * (8 + 8 + 8)
+    kernels.waits([out, x], [end])  # the residual
+    assert moved + kernels.product([end]) == 4 * (8 + 16 + 12)
+
+
+def test_what_is_left_out_without_a_plan_would_not_fit() -> None:
+    looked = search("llama")
+    for each in looked.best(8):
+        assert looked._least_nbytes(each.layout) <= each.plan.device_need
 
 
 def test_experts_weights_are_read_by_products_and_not_for_every_token() -> None:

@@ -61,6 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
         "tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True},
         "zero_optimization": {"stage": 3},
     },
+    "pp2-z3-every-microbatch": {
+        "pipeline": {"partition_method": "uniform", "stages": 2, "reshard_per_microbatch": True},
+        "zero_optimization": {"stage": 3},
+    },
     "pp2-tp2-zero-bubble-early": {
         "pipeline": {"partition_method": "uniform", "stages": 2, "schedule": "zb_h1"},
         "tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True},

@@ -14,8 +14,8 @@ from hf_dist.config import load_config, read_config
 from hf_dist.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from hf_dist.estimate.found import Found
     from hf_dist.estimate.memory_plan import Limits
-    from hf_dist.estimate.search import Found
 
 __all__ = ["AskedLayouts", "print_layouts"]
 

@@ -30,7 +30,8 @@ from hf_dist.activation.checkpoint import asks_for_checkpointing, is_block, keep
 from hf_dist.activation.host_copies import NUM_KEPT
 from hf_dist.activation.tiled_mlp import mlps_of
 from hf_dist.config import DistConfig, settled
-from hf_dist.estimate.sliced import Crossed, MetaPeers, Sliced, crossed_backward
+from hf_dist.estimate.fused import FusedKernels
+from hf_dist.estimate.sliced import Crossed, EarlySum, MetaPeers, Sliced, crossed_backward
 from hf_dist.loss.chunks import loss_nbytes
 from hf_dist.loss.tiles import TILE_BYTES, saves_memory
 from hf_dist.pipeline.meta import PRODUCTS, MetaTrace, meta_twin, on_meta, to_meta
@@ -38,13 +39,13 @@ from hf_dist.sharding.precision import precision_for
 
 _PLAIN_LOSS_NBYTES = 12
 """Bytes per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits are freed by then."""
-_NOT_COUNTED = PRODUCTS | {
+_NO_KERNEL = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
     torch.ops.aten.new_empty,
     torch.ops.aten._unsafe_view,
 }
-"""Operations whose bytes are not counted: products, and what only allocates."""
+"""Operations that only allocate."""
 _ALL = -2
 """Marks the return values of `all`."""
 
@@ -70,12 +71,16 @@ class Work:
     flops: int = 0
     """Operations of matrix products and attention."""
     moved: int = 0
-    """Bytes read and written by all other kernels, each unfused; parameters excluded."""
+    """Bytes read and written by all other kernels, each by itself; parameters excluded."""
+    fused: int = 0
+    """The same where the kernels between two products run as one (`fused.py`)."""
     attention: list[AttentionCall] = field(default_factory=list)
     crossed: Crossed = field(default_factory=dict)
     """Collectives over `tp`."""
     again: Crossed = field(default_factory=dict)
     """The collectives that recomputation repeats: it stops where the last tensor was saved."""
+    early: list[EarlySum] = field(default_factory=list)
+    """Sums of backward that may begin before weight gradients are computed (`tensor_parallel.tp_overlap_comm`)."""
 
 
 @dataclass
@@ -260,6 +265,7 @@ class _Recorder(TorchDispatchMode):
         self._shared: set[int] = set()
         """Arguments of blocks other than hidden states: masks, positions."""
         self._alive: list[Any] = []  # kept alive: a freed storage would pass its number to the next one
+        self._kernels = FusedKernels(self._number)
         self.ignore([*model.parameters(), *model.buffers()])
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         weight = getattr(head, "weight", None)
@@ -306,6 +312,7 @@ class _Recorder(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         assert self._block is not None
+        self._block.work.fused += self._kernels.product(_tensors(output))  # blocks are compiled one by one
         self._block.work.flops += self._trace.flops - self._before
         self._block = self._input = None
         self._send_from(self.found.rest)
@@ -314,9 +321,11 @@ class _Recorder(TorchDispatchMode):
         """Count the following collectives and moved bytes for this part of the model."""
         self._work = work
         if self._peers is not None:
-            self._peers.crossed = work.crossed
+            self._peers.crossed, self._peers.early = work.crossed, work.early
 
-    def attends(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> None:
+    def attends(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, *, causal: bool
+    ) -> None:
         """Record one attention call; causal kernels compute half of the scores."""
         work = self.found.rest if self._block is None else self._block.work
         widths = key.shape[-1] + value.shape[-1]
@@ -324,6 +333,7 @@ class _Recorder(TorchDispatchMode):
         flops = 2 * rows * heads * length * key.shape[-2] * widths // (2 if causal else 1)
         work.attention.append(AttentionCall(rows, length, heads, key.shape[1], widths, query.element_size(), flops))
         self._trace.flops += flops
+        work.fused += self._kernels.product([query, key, value], [out])
 
     def _enter_mlp(self, module: nn.Module, args: Any) -> None:
         self._mlp = self._number(args[0]) if args and isinstance(args[0], torch.Tensor) else None
@@ -368,17 +378,24 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._block is not None and keep_costly(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
             self.add_costly(*(t for t in tree_leaves(out) if isinstance(t, torch.Tensor)))
-        self._work.moved += _moved(func, (args, kwargs), out)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and func._overloadpacket not in _NO_KERNEL:
+            self._count(func._overloadpacket in PRODUCTS, _tensors((args, kwargs)), _tensors(out))
         return out
 
+    def _count(self, is_product: bool, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """Add the bytes that a kernel moves. Those of a product count with its operations."""
+        if is_product:
+            self._work.fused += self._kernels.product(given, made)
+            return
+        tensors = {id(t): t for t in (*given, *made)}
+        self._work.moved += sum(t.numel() * t.element_size() for t in tensors.values())
+        self._kernels.waits(given, made)
 
-def _moved(func: Any, given: Any, out: Any) -> int:
-    """Bytes that the kernel of an operation reads and writes; 0 for products, views and what only allocates."""
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    if is_view or func._overloadpacket in _NOT_COUNTED:
-        return 0
-    tensors = {id(t): t for t in tree_leaves((given, out)) if isinstance(t, torch.Tensor)}
-    return sum(t.numel() * t.element_size() for t in tensors.values() if not isinstance(t, nn.Parameter))
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Without parameters."""
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -416,8 +433,8 @@ def _fused_attention(recorder: _Recorder) -> Iterator[None]:
     ) -> torch.Tensor:
         if attn_mask is not None and attn_mask.requires_grad:  # T5's bias: no fused kernel computes its gradient
             return before(query, key, value, attn_mask, *args, **kwargs)
-        recorder.attends(query, key, value, causal=bool(kwargs.get("is_causal", False)))
         out, rows = _FusedAttention.apply(query, key, value, attn_mask)
+        recorder.attends(query, key, value, out, causal=bool(kwargs.get("is_causal", False)))
         recorder.add_costly(out, rows)
         return out
 

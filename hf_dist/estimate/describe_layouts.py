@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hf_dist.estimate.search import MOST_TRIED_OF_AXIS, Found
+from hf_dist.estimate.found import Found
+from hf_dist.estimate.search import MOST_TRIED_OF_AXIS
 from hf_dist.estimate.step_time import PARTS
 from hf_dist.picture import Picture
 from hf_dist.sizes import seconds_text, size_text

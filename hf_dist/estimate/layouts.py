@@ -64,11 +64,13 @@ class Layout:
     microbatches: int = 1
     recomputed: str = "nothing"
     virtual: int = 1
+    reshard: bool = False
+    """Whether a pipeline frees weights (stage 3) and reduces gradients (2, 3) in every microbatch, as others always do."""
 
     @property
     def place(self) -> tuple[int, ...]:
         """Where everything is held: all sizes except microbatches and recomputation."""
-        return (self.pp, self.tp, self.cp, self.ep, self.dp_replicate, self.dp_shard, self.stage)
+        return (self.pp, self.tp, self.cp, self.ep, self.dp_replicate, self.dp_shard, self.stage, self.reshard)
 
     @property
     def text(self) -> str:
@@ -76,13 +78,14 @@ class Layout:
         sizes = [(name, getattr(self, name)) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
         named = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "1 rank"
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
-        return f"{named}{experts}, ZeRO {self.stage}"
+        every = " every microbatch" if self.reshard else ""
+        return f"{named}{experts}, ZeRO {self.stage}{every}"
 
     @property
     def placements(self) -> StatePlacements:
         """What a rank holds of weights, gradients and optimizer state."""
         row = ZERO_STAGES[self.stage]
-        return once_per_window(row) if self.pp > 1 else row
+        return once_per_window(row) if self.pp > 1 and not self.reshard else row
 
     @property
     def rounds(self) -> Rounds:
@@ -107,8 +110,10 @@ class Layout:
             found |= {"pipeline.stages": self.pp}
         if self.virtual > 1:
             found |= {"pipeline.schedule": "interleaved_1f1b", "pipeline.virtual_stages": self.virtual}
+        if self.reshard:
+            found["pipeline.reshard_per_microbatch"] = True
         if self.tp > 1:
-            found["tensor_parallel.autotp_size"] = self.tp
+            found |= {"tensor_parallel.autotp_size": self.tp, "tensor_parallel.tp_overlap_comm": True}
         if self.cp > 1:
             found["sequence_parallel_size"] = self.cp
         if self.ep > 1:
@@ -137,8 +142,9 @@ def layouts(shape: Shape, wanted: Wanted) -> Iterator[Layout]:
             continue
         data = wanted.ranks // (pp * tp * cp)
         for ep in _experts(shape, data * cp):
-            for copies, stage in _stages(data, cp, ep, here // tp or 1, pp):
-                yield from _batches(wanted, shape, Layout(pp, tp, cp, ep, copies, data // copies, stage), data)
+            for copies, stage, reshard in _stages(data, cp, ep, here // tp or 1, pp):
+                place = Layout(pp, tp, cp, ep, copies, data // copies, stage, reshard=reshard)
+                yield from _batches(wanted, shape, place, data)
 
 
 def _batches(wanted: Wanted, shape: Shape, place: Layout, data: int) -> Iterator[Layout]:
@@ -153,17 +159,22 @@ def _batches(wanted: Wanted, shape: Shape, place: Layout, data: int) -> Iterator
             yield replace(place, micro=micro, microbatches=count, recomputed=recomputed, virtual=parts)
 
 
-def _stages(data: int, cp: int, ep: int, here: int, pp: int) -> Iterator[tuple[int, int]]:
-    """(replicas, stage): ZeRO over all ranks, or stage 3 within machines. A pipeline reduces once, so stage 2 equals 1."""
+def _stages(data: int, cp: int, ep: int, here: int, pp: int) -> Iterator[tuple[int, int, bool]]:
+    """(replicas, stage, every microbatch): ZeRO over all ranks, or stage 3 within machines.
+
+    A pipeline reduces once, so that stage 2 equals 1, unless it does so in every microbatch.
+    """
     shards = data * cp
     if shards == 1:
-        yield 1, 0
+        yield 1, 0, False
         return
     for stage in (1, 3) if pp > 1 else (1, 2, 3):
-        yield 1, stage
+        yield 1, stage, False
+    for stage in (2, 3) if pp > 1 else ():
+        yield 1, stage, True
     for among in (here, 2 * here, 4 * here):
         if among < shards and shards % among == 0 and among % cp == 0 and among % ep == 0 and among > 1:
-            yield shards // among, 3
+            yield shards // among, 3, False
 
 
 def _powers(most: int) -> list[int]:

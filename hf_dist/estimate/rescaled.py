@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_dist.estimate.activations import Activations, Block, Work
-from hf_dist.estimate.sliced import Crossed
+from hf_dist.estimate.sliced import Crossed, EarlySum
 
 __all__ = ["rescaled"]
 
@@ -22,7 +22,9 @@ def rescaled(found: Activations, measured: int, *, rows: int, own: int, whole: i
         inside = sum(call.flops for call in of.attention)
         calls = [replace(call, rows=rows, length=own, flops=round(attention * call.flops)) for call in of.attention]
         flops = round(factor * (of.flops - inside) + attention * inside)
-        return Work(flops, round(factor * of.moved), calls, crossed(of.crossed), crossed(of.again))
+        early = [EarlySum(round(factor * each.nbytes), round(factor * each.flops)) for each in of.early]
+        moved = round(factor * of.moved), round(factor * of.fused)
+        return Work(flops, *moved, calls, crossed(of.crossed), crossed(of.again), early)
 
     def block(of: Block) -> Block:
         names = ("input", "saved", "saved_input", "largest", "costly", "mlp")

@@ -7,9 +7,11 @@ scaled by tokens, and pipeline stages have equal numbers of blocks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,67 +19,38 @@ from torch import nn
 
 from hf_dist.axes import Axes
 from hf_dist.config import DistConfig
+from hf_dist.config.refusals import refused
 from hf_dist.errors import HfDistError, ModelError
 from hf_dist.estimate.activations import Activations
+from hf_dist.estimate.equal_stages import bubble, in_flight, of_stage
 from hf_dist.estimate.expert_traffic import choices
+from hf_dist.estimate.found import Found
 from hf_dist.estimate.hardware import Hardware
 from hf_dist.estimate.layer_traffic import layer_traffic, shared
 from hf_dist.estimate.layouts import Layout, Shape, Wanted, layouts
 from hf_dist.estimate.memory_plan import Limits, MemoryPlan
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.rescaled import rescaled
-from hf_dist.estimate.sliced import merged
+from hf_dist.estimate.sliced import EarlySum, merged
 from hf_dist.estimate.state_bytes import States
 from hf_dist.estimate.step_time import StepTime, Sum, step_time
 from hf_dist.estimate.wire import Traffic, state_traffic
 from hf_dist.experts.spread import expert_counts, expert_slices
 from hf_dist.local_sgd.outer import num_outer_states
-from hf_dist.offload.resting import Tier
-from hf_dist.pipeline import make_schedule, simulate
 from hf_dist.sequence.split import heads_of
-from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.units import find_unit_modules
 
-__all__ = ["MOST_TRIED_OF_AXIS", "Found", "Search"]
+__all__ = ["MOST_TRIED_OF_AXIS", "Search"]
 
 _TOKENS = 2048
 """Tokens of the row for which activations are measured."""
 _DISTINCT = 8
 """Number of different layouts that fit and are compared exactly."""
-_SHOWS = 1e-3
-"""Share of a step below which a difference is ignored."""
 _MOST_TRIED, MOST_TRIED_OF_AXIS = 400, 200
 """Most plans to try; most plans to try for one axis."""
 _CHOSEN = ("pp", "cp", "tp", "ep")
 """Axes that a layout may leave out."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A layout that fits."""
-
-    layout: Layout
-    plan: MemoryPlan
-    time: StepTime
-    tokens: int
-    """Tokens of a step over all ranks."""
-    ranks: int
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second and rank in the time model; only ratios are meaningful."""
-        return self.tokens / self.time.seconds / self.ranks
-
-    @property
-    def at_rest(self) -> int:
-        """Bytes on the device between two steps."""
-        return self.plan.states.nbytes.resident(Tier.DEVICE)
-
-    def loses(self, first: Found) -> list[tuple[str, float]]:
-        """(part of the step, additional seconds over `first`), largest first, without parts in which it is faster."""
-        mine, theirs = self.time.parts, first.time.parts
-        more = [(name, mine[name] - theirs[name]) for name in mine]
-        return sorted((pair for pair in more if pair[1] > _SHOWS * first.time.seconds), key=lambda pair: -pair[1])
 
 
 class Search:
@@ -91,8 +64,12 @@ class Search:
         limits: Limits,
         hardware: Hardware,
         beside: Callable[[DistConfig, Axes, int], int] = lambda *given: 0,
+        *,
+        fused: bool | None = None,
     ) -> None:
-        """`model` may be on meta; `config`: resolved, for everything that a layout does not decide."""
+        """`model` may be on meta; `config`: resolved, for everything that a layout does not decide; `fused`: whether blocks are
+        taken to be compiled, by default as `config` says."""
+        self.fused = config.compile.enabled if fused is None else fused
         self.model, self.config, self.wanted, self.limits, self.hardware = model, config, wanted, limits, hardware
         self.beside = beside
         self.planner = Planner(model, wanted.ranks, Workload(1, min(_TOKENS, wanted.seq)))
@@ -103,6 +80,8 @@ class Search:
         self._dense = sum(numels.values()) - self._experts
         self._ends = self._share_of_ends()
         self._states: dict[Any, States] = {}
+        self._no_tensors: dict[Any, int] = {}
+        self._contradicts: dict[Any, bool] = {}
         self.tried = 0
 
     def best(self, count: int = 5) -> list[Found]:
@@ -117,8 +96,8 @@ class Search:
                 found[layout.place] = one
         return sorted(found.values(), key=lambda each: each.time.seconds)[:count]
 
-    def best_with(self, **sizes: int) -> Found | None:
-        """The fastest layout that fits among those with these sizes, such as `tp=8, pp=8`; None if none fits."""
+    def best_with(self, **sizes: int | str) -> Found | None:
+        """The fastest layout that fits among those with these values, such as `tp=8, pp=8`; None if none fits."""
         return self._first(lambda layout: all(getattr(layout, name) == size for name, size in sizes.items()))
 
     def of_other_axes(self, found: Sequence[Found]) -> dict[str, Found | None]:
@@ -143,13 +122,39 @@ class Search:
         """A layout with its plan and time; None if it does not fit or is impossible."""
         self.tried += 1
         try:
-            plans = [self._memory(layout, rank) for rank in sorted({0, layout.pp - 1})]
-            if any(plan.over(self.limits) for plan in plans):
-                return None
-            fullest = max(plans, key=lambda plan: plan.device_need)
-            return Found(layout, fullest, self._time(layout, plans[0].states), self._tokens, self.wanted.ranks)
+            found = self.planned(layout)
         except HfDistError:
             return None
+        return None if found.plan.over(self.limits) else found
+
+    def planned(self, layout: Layout) -> Found:
+        """A layout with its plan and time, whether it fits or not. Raises `HfDistError` if it is impossible."""
+        plans = [self._memory(layout, rank) for rank in sorted({0, layout.pp - 1})]
+        fullest = max(plans, key=lambda plan: (plan.over(self.limits), plan.device_need))
+        return Found(layout, fullest, self._time(layout, plans[0].states), self._tokens, self.wanted.ranks)
+
+    def smallest_with(self, **sizes: int | str) -> Found | None:
+        """Among layouts with these sizes the one that needs least, whether it fits or not; None if there is none."""
+        least: Found | None = None
+        for layout in layouts(self.shape, self.wanted):
+            asked = {"micro": 1, "virtual": 1, "recomputed": "blocks", **sizes}
+            if any(getattr(layout, name) != value for name, value in asked.items()):
+                continue
+            try:
+                found = self.planned(layout)
+            except HfDistError:
+                continue
+            if least is None or found.plan.device_need < least.plan.device_need:
+                least = found
+        return least
+
+    def timed_by(self, hardware: Hardware, found: Found) -> Found:
+        """The same layout on other hardware."""
+        other = copy.copy(self)
+        other.hardware = hardware
+        names, _ = self._of_stage(found.layout.pp, found.layout.virtual, 0)
+        states = self._states_of(found.layout, found.layout.of(self.config), 0, names)
+        return replace(found, time=other._time(found.layout, states))
 
     @property
     def _tokens(self) -> int:
@@ -161,7 +166,7 @@ class Search:
     def _by_rough_time(self) -> list[Layout]:
         timed: list[tuple[float, int, Layout]] = []
         for layout in layouts(self.shape, self.wanted):
-            if self._least_nbytes(layout) > (self.limits.device or 1 << 62):
+            if self._is_refused(layout) or self._least_nbytes(layout) > (self.limits.device or 1 << 62):
                 continue
             try:
                 timed.append((self._time(layout).seconds, len(timed), layout))
@@ -174,12 +179,21 @@ class Search:
         numel = self._numel(layout)
         states, shards = layout.placements, layout.dp_shard * layout.cp
         sharded = 12 * numel // (shards if states.optim is Placement.SHARD else 1)
-        whole = 0 if states.params is Placement.SHARD else 2 * numel
+        whole = 0 if states.params is Placement.SHARD and states.stay is not Stay.WINDOW else 2 * numel
+        if layout.microbatches > 1:  # gradients of earlier microbatches, in half precision at least
+            whole += 2 * numel // (shards if states.grads is Placement.SHARD else 1)
         try:
             kept = self._microbatch(_alike(layout)).kept
         except HfDistError:
             return 0
         return sharded + whole + min(layout.microbatches, layout.pp) * kept // layout.pp
+
+    def _is_refused(self, layout: Layout) -> bool:
+        """Whether the keys of the layout contradict others of the config, as compiled blocks do stages."""
+        key = (layout.pp > 1, layout.tp > 1, layout.cp > 1, layout.ep > 1, layout.stage, layout.virtual > 1)
+        if key not in self._contradicts:
+            self._contradicts[key] = any(refused(layout.of(self.config)))
+        return self._contradicts[key]
 
     def _share_of_ends(self) -> float:
         """Share of all weights that are in the first block or before it."""
@@ -208,9 +222,10 @@ class Search:
             axes,
             layout,
             self.hardware,
-            bubble=_bubble(layout.pp, layout.microbatches, layout.virtual),
+            bubble=bubble(layout.pp, layout.microbatches, layout.virtual),
             numel=self._numel(layout),
             ends=min(1.0, self._ends * layout.pp),
+            early={each: count / layout.pp for each, count in microbatch.early.items()},
         )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a search lives as long as the command
@@ -220,8 +235,9 @@ class Search:
         one = replace(alike, pp=1)
         traffic = layer_traffic(found, self._axes(one), config, microbatches=1, layout=self.planner.layout(config))
         hidden = max(block.input for block in found.blocks)
-        work = Sum.of(found, alike.recomputed, self.hardware)
-        return _Microbatch(work, traffic, found.kept(config).device, hidden, len(found.blocks))
+        work = Sum.of(found, alike.recomputed, self.hardware, fused=self.fused)
+        early = Counter(each for block in found.blocks for each in block.work.early)
+        return _Microbatch(work, traffic, found.kept(config).device, hidden, len(found.blocks), early)
 
     def _layer_traffic(self, layout: Layout, microbatch: _Microbatch) -> Traffic:
         number = layout.microbatches
@@ -263,22 +279,30 @@ class Search:
         """The plan of one rank of a stage; stages have equal numbers of blocks."""
         config = layout.of(self.config)
         found = self._activations(layout)
-        names, paths = self._stage(layout.pp, layout.virtual, rank)
+        names, paths = self._of_stage(layout.pp, layout.virtual, rank)
         count = layout.microbatches
-        in_flight = 1
+        flying_here = 1
         if layout.pp > 1:
-            flying = _in_flight(layout.pp, min(count, 2 * layout.pp), layout.virtual)
-            in_flight = max(flying[s] for s in range(rank, len(flying), layout.pp))
+            flying = in_flight(layout.pp, min(count, 2 * layout.pp), layout.virtual)
+            flying_here = max(flying[s] for s in range(rank, len(flying), layout.pp))
         return MemoryPlan(
             self._states_of(layout, config, rank, names).with_config(config),
             found.kept(config, paths=paths),
-            in_flight,
+            flying_here,
             found.logits(config) if rank == layout.pp - 1 else 0,
             0,
             rank,
             "",
-            self.beside(config, self._axes(layout), self.planner.groups_of_model(config, self._holders(layout, rank))),
+            self._beside(layout, config, self._holders(layout, rank)),
         )
+
+    def _beside(self, layout: Layout, config: DistConfig, holders: int) -> int:
+        """Bytes on the device that belong to no tensor."""
+        key = (*layout.place, layout.virtual, holders)
+        if key not in self._no_tensors:
+            groups = self.planner.groups_of_model(config, holders)
+            self._no_tensors[key] = self.beside(config, self._axes(layout), groups)
+        return self._no_tensors[key]
 
     def _states_of(self, layout: Layout, config: DistConfig, rank: int, names: frozenset[str] | None) -> States:
         key = (*layout.place, layout.virtual, rank)
@@ -302,27 +326,8 @@ class Search:
         return int(layout.pp > 1 and bool(tied) and rank in (0, layout.pp - 1))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - a search lives as long as the command
-    def _stage(self, pp: int, virtual: int, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
-        """(parameters, blocks) of a pipeline rank; None for all."""
-        if pp == 1:
-            return None, None
-        blocks = [
-            path for path, module in find_unit_modules(self.model).items() if not isinstance(module, nn.Embedding)
-        ]
-        parts = pp * virtual
-        mine = {path for i, path in enumerate(blocks) if i * parts // len(blocks) % pp == rank}
-        first, last = blocks[0], blocks[-1]
-        inside = [f"{path}." for path in mine]
-        outside = [f"{path}." for path in blocks]
-        names, before = set(), True
-        for name, _ in self.model.named_parameters():
-            if any(name.startswith(prefix) for prefix in outside):
-                before = before and not name.startswith(f"{last}.") and not name.startswith(f"{first}.")
-                if any(name.startswith(prefix) for prefix in inside):
-                    names.add(name)
-            elif rank == (0 if before else pp - 1):
-                names.add(name)
-        return frozenset(names), frozenset(mine)
+    def _of_stage(self, pp: int, virtual: int, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+        return of_stage(self.model, pp, virtual, rank)
 
     def _activations(self, layout: Layout) -> Activations:
         config = layout.of(self.config)
@@ -366,6 +371,8 @@ class _Microbatch:
     hidden: int
     """Bytes of the hidden states between two blocks."""
     blocks: int
+    early: Mapping[EarlySum, int]
+    """Sums over `tp` that begin early -> how many."""
 
 
 def _has(axis: str, layout: Layout) -> bool:
@@ -378,17 +385,3 @@ def _alike(layout: Layout) -> Layout:
     stages = min(layout.pp, 2)  # whole sequences are sent between stages
     ep = layout.ep if layout.tp > 1 else 1  # spread experts are not split
     return Layout(stages, layout.tp, layout.cp, ep, micro=layout.micro, recomputed=layout.recomputed)
-
-
-def _schedule(stages: int, microbatches: int, virtual: int) -> Any:
-    return make_schedule("1f1b" if virtual == 1 else "interleaved_1f1b", stages, microbatches, virtual)
-
-
-@functools.cache
-def _in_flight(stages: int, microbatches: int, virtual: int) -> tuple[int, ...]:
-    return simulate(_schedule(stages, microbatches, virtual)).in_flight
-
-
-def _bubble(stages: int, microbatches: int, virtual: int) -> float:
-    """Bubble of the schedule, as `simulate` finds it for full rounds: share (p - 1) / (v m + p - 1) of the time."""
-    return (stages - 1) / (virtual * microbatches + stages - 1)

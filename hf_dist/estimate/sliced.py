@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +22,19 @@ from hf_dist.tensor_parallel.plan import SplitPlan, output_and_input, unwrapped
 from hf_dist.tensor_parallel.split import SplitModel
 from hf_dist.tensor_split import keep_along_tp, kinds_of_copies, plan_of
 
-__all__ = ["Crossed", "MetaPeers", "Sliced", "add", "crossed_backward", "merged", "sliced"]
+__all__ = ["Crossed", "EarlySum", "MetaPeers", "Sliced", "add", "crossed_backward", "merged", "sliced"]
 
 Crossed = dict[str, tuple[int, int]]
 """(number, bytes that one rank sends) by operation, as `hf_dist.collectives` counts them."""
+
+
+class EarlySum(NamedTuple):
+    """The sum of an input's gradient, and what can be computed meanwhile."""
+
+    nbytes: int
+    """Bytes that one rank sends."""
+    flops: int
+    """Operations of the weight gradients of all products that read the input."""
 
 
 def add(crossed: Crossed, op: str, nbytes: int, count: int = 1) -> None:
@@ -49,8 +59,22 @@ class MetaPeers(AtOnce):
         self.size, self.rank = size, size - 1  # the last rank has the largest part if sizes do not divide
         self.crossed: Crossed = {}
         """Counts the collectives of the running block."""
+        self.early: list[EarlySum] = []
+        """Sums of the running block that may begin early."""
+        self._read: torch.Tensor | None = None
         self.cuts_vocabulary = False
         """Whether each rank holds only some columns of the logits."""
+
+    def reads(self, product: nn.Module, tensor: torch.Tensor, *, is_region: bool) -> None:
+        """A product by columns reads `tensor`, whose gradient is a sum over the ranks."""
+        rows: Any = product.weight
+        flops = 2 * tensor.numel() * rows.shape[0]
+        if tensor is self._read:
+            self.early[-1] = EarlySum(self.early[-1].nbytes, self.early[-1].flops + flops)
+        elif tensor.requires_grad:
+            self._read = tensor
+            sent = (1 if is_region else 2) * (self.size - 1) * _nbytes(tensor) // self.size
+            self.early.append(EarlySum(sent, flops))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce."""
@@ -108,10 +132,21 @@ def _cut(model: nn.Module, plan: SplitPlan, size: int) -> tuple[SplitModel, Meta
     before = set(head._forward_hooks) if head is not None else set()
     split = SplitModel(model, plan, peers, keep=keep_along_tp, blocks=find_unit_modules(model))
     peers.cuts_vocabulary = split.vocabulary is not None
+    modules = dict(unwrapped(model)[0].named_modules())
+    early = split.products_together(modules)
+    for name, module in modules.items():
+        if id(module) in early:
+            inside = split.regions.contains(name) or name in split.regions.products
+            count = partial(_count_early, peers=peers, is_region=inside)
+            module.register_forward_hook(count)
     if head is not None and peers.cuts_vocabulary:
         for key in set(head._forward_hooks) - before:
             del head._forward_hooks[key]
     return split, peers
+
+
+def _count_early(module: nn.Module, args: Any, output: Any, *, peers: MetaPeers, is_region: bool) -> None:
+    peers.reads(module, args[0], is_region=is_region)
 
 
 def crossed_backward(outputs: Any) -> Crossed:

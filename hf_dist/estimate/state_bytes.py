@@ -57,6 +57,8 @@ class PlannedUnit:
     """Whether its backward reads the weights."""
     stands_first: bool = True
     """For the root: whether it has weights before all blocks (an embedding, also one tied to the head)."""
+    stands_last: bool = True
+    """For the root: whether it has weights behind all blocks; not in a pipeline stage before the last."""
 
     @cached_property
     def numel(self) -> int:
@@ -440,4 +442,6 @@ def _in_module_order(model: nn.Module, units: Sequence[PlannedUnit]) -> tuple[Pl
     others.sort(key=lambda u: place.get(u.path, 0))
     blocks = [place.get(u.path, 0) for u in others if u.needed_in_backward]
     own = [place.get(s.name.rpartition(".")[0], 0) for g in root.groups if g.trainable for s in g.layout.slots]
-    return (replace(root, stands_first=not blocks or any(at < blocks[0] for at in own)), *others)
+    held = [place.get(s.name.rpartition(".")[0], 0) for g in root.groups for s in g.layout.slots]
+    last = not blocks or any(at > blocks[-1] for at in held)
+    return (replace(root, stands_first=not blocks or any(at < blocks[0] for at in own), stands_last=last), *others)

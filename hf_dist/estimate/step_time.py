@@ -1,8 +1,9 @@
 """The duration of a step under a layout, part by part, from counted operations and bytes and rough speeds.
 
-    compute        matrix products and attention of forward and backward; memory that all other kernels read and write
+    compute        matrix products and attention of forward and backward; memory that all other kernels read and write, each by
+                   itself, or those between two products as one (compiled blocks)
     recomputation  the same for recomputed blocks
-    tp, cp, ep     activations sent while nothing else runs
+    tp, cp, ep     activations sent while nothing else runs; sums of backward over tp begin before the weight gradients
     weights        gathers that forward does not hide, reductions (stage 3: and gathers) that backward does not hide; the ends
                    of a step: first gathers and last reductions, hidden only by norms and, at stages 1 and 2, the optimizer
     bubble         a pipeline's idle time
@@ -20,6 +21,7 @@ from hf_dist.axes import Axes
 from hf_dist.estimate.activations import Activations
 from hf_dist.estimate.hardware import Hardware, link_of
 from hf_dist.estimate.layouts import Layout
+from hf_dist.estimate.sliced import EarlySum
 from hf_dist.estimate.wire import Traffic
 from hf_dist.sharding.group_axes import DENSE
 from hf_dist.sharding.placement import Placement
@@ -48,9 +50,13 @@ class Sum:
     """Seconds of recomputed blocks."""
 
     @classmethod
-    def of(cls, found: Activations, recomputed: str, hardware: Hardware) -> Sum:
-        """`found`: the whole model, on one rank of `tp` and `cp`; `recomputed`: one of `layouts.RECOMPUTED`."""
-        products, moved = (sum(getattr(block.work, name) for block in found.blocks) for name in ("flops", "moved"))
+    def of(cls, found: Activations, recomputed: str, hardware: Hardware, *, fused: bool = False) -> Sum:
+        """`found`: the whole model, on one rank of `tp` and `cp`; `recomputed`: one of `layouts.RECOMPUTED`.
+
+        `fused`: blocks are compiled.
+        """
+        of_blocks = "fused" if fused else "moved"
+        products, moved = (sum(getattr(block.work, name) for block in found.blocks) for name in ("flops", of_blocks))
         loss = _LOSS_NBYTES * found.rows * found.vocabulary / 3
         forward = (products + found.rest.flops) / hardware.flops + (moved + found.rest.moved + loss) / hardware.memory
         again = 0.0 if recomputed == "nothing" else moved / hardware.memory
@@ -97,9 +103,11 @@ def step_time(
     bubble: float,
     numel: int,
     ends: float,
+    early: Mapping[EarlySum, float] | None = None,
 ) -> StepTime:
     """`traffic`: of a rank in a step; `bubble`: the schedule's share; `numel`: a rank's parameters before ZeRO; `ends`: the
-    share of them that is gathered before anything runs, and whose gradients come last."""
+    share of them that is gathered before anything runs, and whose gradients come last; `early`: sums over `tp` of a microbatch
+    that begin early -> how many."""
     seconds: dict[str, float] = {}
     inside = between = 0
     sent: dict[str, int] = {}
@@ -110,6 +118,10 @@ def step_time(
         inside, between = inside + here, between + away
         sent[axis] = nbytes
         seconds[axis] = max(here / hardware.inside, away / hardware.between) + count * hardware.latency
+    hidden = sum(
+        count * min(hardware.latency + one.nbytes / hardware.inside, one.flops / hardware.flops)
+        for one, count in (early or {}).items()
+    )
     number = layout.microbatches
     compute = (3 * work.forward + _GRADIENT_NBYTES * numel / hardware.memory) * number
     again = work.again * number
@@ -118,7 +130,7 @@ def step_time(
     parts = {
         "compute": compute,
         "recomputation": again,
-        "tp": seconds.get("tp", 0.0),
+        "tp": max(0.0, seconds.get("tp", 0.0) - number * hidden),
         "cp": seconds.get("cp", 0.0),
         "ep": seconds.get("ep", 0.0),
         "weights": _exposed(layout, seconds, work, ends, optimizer) + seconds.get("dp", 0.0),

@@ -8,9 +8,11 @@ for every group of every unit, in a step of k microbatches, plus one all-reduce 
 reduce-scatter over n ranks send (n - 1) / n of the group, including padding; an all-reduce sends twice that. Groups of
 frozen parameters are only gathered, at stage 3. With a second copy of the weights (`zero_hpz_partition_size`), the first
 gather of a group uses all ranks and the others only the ranks that share the copy; frozen groups use only the latter. A
-pipeline gathers and reduces once per step. Gradients of parameters that `tp` ranks hold alike are combined over `tp` at the
-end, all of one kind at once; the norm is reduced over `tp`, too. Every unit is assumed to be used and reached by backward.
-Replicas that train alone (`local_sgd`) exchange their movement once in several steps; the average per step is given.
+pipeline gathers and reduces once per step, or as others do (`reshard_per_microbatch`); then only its last stage keeps the
+root and its last unit from a forward to the next backward. Gradients of parameters that `tp` ranks hold alike are combined
+over `tp` at the end, all of one kind at once; the norm is reduced over `tp`, too. Every unit is assumed to be used and
+reached by backward. Replicas that train alone (`local_sgd`) exchange their movement once in several steps; the average per
+step is given.
 Activations: `layer_traffic.py`.
 """
 
@@ -96,7 +98,9 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
 
 def _uses(states: States, unit: PlannedUnit, accumulation: int) -> int:
     """Gathers of a unit in a step, if weights are sharded."""
-    ends = states.config.pipeline.stages == 1 and (unit is states.units[0] or unit is states.units[-1])
+    first, last = states.units[0], states.units[-1]
+    # A stage before the last runs other forwards before the backward of one.
+    ends = (states.config.pipeline.stages == 1 or first.stands_last) and (unit is first or unit is last)
     stay = max(states.stay(unit), Stay.BACKWARD) if ends else states.stay(unit)
     if stay is Stay.WINDOW:
         return 1

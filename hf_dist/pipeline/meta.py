@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_dist import trees
 
-__all__ = ["PRODUCTS", "RANDOM", "MetaTrace", "meta_twin", "on_meta", "to_meta"]
+__all__ = ["PRODUCTS", "RANDOM", "MetaTrace", "grouped_flops", "meta_twin", "on_meta", "to_meta"]
 
 RANDOM = -1
 """The source of a tensor that was drawn at random: another process draws different values."""
@@ -144,8 +144,8 @@ class MetaTrace(TorchDispatchMode):
         if packet is aten.lt and not isinstance(args[1], torch.Tensor) and args[1] <= 0 and sources == {RANDOM}:
             sources = frozenset()  # layer drop with probability 0: no draw is below 0
         if packet is aten._grouped_mm and not self.real:  # on meta it accepts only bf16
-            out, flops = _grouped_mm(*args[:2])
-            self.flops += flops
+            out = _grouped_mm(*args[:2])
+            self.flops += grouped_flops(*args[:2])
         else:
             out = func(*args, **kwargs)
         if packet in flop_registry:
@@ -163,10 +163,14 @@ class MetaTrace(TorchDispatchMode):
         return self.sources(tensor) if param is None else self.sources(tensor) | self._read(param)
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Empty result and floating-point operations of a grouped product, in which a, b or the result has a group dimension."""
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Empty result of a grouped product, in which a, b or the result has a group dimension."""
     rows, columns = a.shape[-2], b.shape[-1]
     grouped = a.dim() == b.dim()  # both have a group dimension, or both are concatenated and only the result has one
     groups = a.shape[0] if a.dim() == 3 else b.shape[0] if b.dim() == 3 else 1
-    shape = (groups, rows, columns) if grouped else (rows, columns)
-    return a.new_empty(shape), 2 * rows * columns * a.shape[-1] * (groups if a.dim() == b.dim() == 3 else 1)
+    return a.new_empty((groups, rows, columns) if grouped else (rows, columns))
+
+
+def grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Floating-point operations of a grouped product: its groups share the rows, columns or inner elements between them."""
+    return 2 * a.shape[-2] * b.shape[-1] * a.shape[-1] * (a.shape[0] if a.dim() == b.dim() == 3 else 1)

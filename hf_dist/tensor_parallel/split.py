@@ -84,7 +84,7 @@ class SplitModel:
         self._crossed: dict[int, tuple[Any, Crossed]] = {}
         self._streams = Streams(peers.rank) if drops(model) else None
         modules = dict(base.named_modules())
-        self._readers = self._products_of(modules) if overlap else {}
+        self._readers = self.products_together(modules) if overlap else {}
         """Module with a column product -> the modules that read the same input, by their place in the model."""
         self._sizes = local_sizes(modules, plan, peers.size, self._kept)
         names = [
@@ -162,7 +162,8 @@ class SplitModel:
         if self._streams is not None:
             self._streams.alike()
 
-    def _products_of(self, modules: Mapping[str, nn.Module]) -> dict[int, list[weakref.ref[nn.Module]]]:
+    def products_together(self, modules: Mapping[str, nn.Module]) -> dict[int, list[weakref.ref[nn.Module]]]:
+        """Id of a product whose weight gradient can wait for a sum -> the products that read the same input."""
         by_parent: dict[str, list[nn.Module]] = {}
         for name, module in modules.items():
             if self._style(name) in COLUMN - GATHERED and splits_backward(module):

@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from tests.gpu_sim import costs
 from tests.gpu_sim.rank import GPU, simulated_rank
@@ -101,11 +100,6 @@ def even_routing() -> Iterator[None]:
         yield
 
 
-def _products(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Operations of a grouped product; each row has one expert."""
-    return int(2 * one.shape[-2] * one.shape[-1] * other.shape[-1])
-
-
 @dataclass(frozen=True)
 class Timed:
     """One step."""
@@ -129,7 +123,6 @@ def run(rank: int, meet: str, model: str, world: int, ep: int, layers: int, toke
     """The last of some steps at stage 3."""
     with simulated_rank(world, rank) as (recorder, nccl):
         nccl.network = speed
-        flop_registry.setdefault(torch.ops.aten._grouped_mm, _products)  # torch counts none
         with recorder, even_routing():
             with torch.device(GPU):
                 built = MIXTURES[model].build(layers)
