@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +30,11 @@ from hf_dist.config import (
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
-from hf_dist.hf.data import make_seekable, note_dropping
+from hf_dist.hf.clipping import ClippingMixin
+from hf_dist.hf.data import make_seekable, note_dropping, read_everywhere
 from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_scheduler
 from hf_dist.hf.evaluation import ShorterBatch
 from hf_dist.hf.gathers import GathersMixin
-from hf_dist.hf.listed import listed_gradients
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.local_sgd import let_local_sgd_work
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
@@ -56,10 +55,9 @@ from hf_dist.pipelined import Example
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.keeper import check_owner, shards_of
 from hf_dist.sharding.precision import DTYPES
-from hf_dist.window import joint_clip
 
 
-class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
+class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Accelerator):
     """An `Accelerator` whose `prepare` shards the model in place as the JSON says. Everything else behaves as in accelerate.
 
     In a custom loop: `DistAccelerator(dist_config="zero3.json", ...)`, with accelerate's other arguments. Without
@@ -297,32 +295,13 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
         """Like accelerate's, but the result can seek to any batch on resume."""
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
         if self._shares_rows or self.dist_config.local_sgd.enabled:
-            self._share_data(given)
+            read_everywhere(self, given)
         loader = super().prepare_data_loader(*args, **kwargs)
         note_dropping(loader)
         sought = make_seekable(loader)
         if sought is not loader:
             self._dataloaders[:] = [sought if known is loader else known for known in self._dataloaders]
         return sought
-
-    def _share_data(self, loader: Any) -> None:
-        """Let every process read its data itself, as pipeline ranks (same batches) and local_sgd replicas need."""
-        if self.dispatch_batches:
-            raise ConfigError(
-                Problem(
-                    "dispatch_batches",
-                    "True",
-                    "one process would send batches to all others, but several processes share a batch (the model or its "
-                    "sequences are split), or replicas train alone (local_sgd)",
-                    "Remove it; every process then reads the data itself.",
-                )
-            )
-        self.dataloader_config.dispatch_batches = False
-        init = getattr(loader, "worker_init_fn", None)
-        if isinstance(init, functools.partial) and "rank" in init.keywords:  # HF's worker seeds
-            loader.worker_init_fn = functools.partial(
-                init.func, *init.args, **{**init.keywords, "rank": self.process_index}
-            )
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -389,43 +368,6 @@ class DistAccelerator(GathersMixin, LoopCheckpointsMixin, Accelerator):
             return casts
         kwargs = {} if autocast_handler is None else autocast_handler.to_kwargs()
         return torch.autocast(self.device.type, DTYPES[self.dist_config.torch_autocast.dtype], **kwargs)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Global norm of the gradients of `parameters` before clipping; equal on every rank.
-
-        `parameters` may span several models, be part of one model, or be tensors of an optimizer's param groups, as in torch.
-        """
-        if norm_type != 2:
-            raise NotImplementedError(f"norm_type={norm_type}: only the L2 norm (2) is available")
-        if (own := self._own_clipping()) not in (0.0, float(max_norm)) and max_norm != float("inf"):
-            raise ConfigError(
-                Problem(
-                    "gradient_clipping",
-                    str(own),
-                    f"differs from max_norm={max_norm} in accelerator.clip_grad_norm_",
-                    'Set it to "auto", or change the script.',
-                )
-            )
-        listed = listed_gradients(self.engines, parameters)
-        return joint_clip(listed.windows, float(max_norm), listed.plain)
-
-    def _own_clipping(self) -> float:
-        """`gradient_clipping` of the JSON in a custom loop, 0 if unset. The Trainer clips to `max_grad_norm` instead."""
-        clipping = self.dist_config.gradient_clipping
-        return float(clipping) if self.own_model is None and isinstance(clipping, (int, float)) else 0.0
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp every element of the gradients of `parameters`."""
-        listed = listed_gradients(self.engines, parameters)
-        for window, ids in listed.windows:
-            window.clamp(float(clip_value), ids)
-        for grad in listed.plain:
-            grad.clamp_(-float(clip_value), float(clip_value))
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite."""
-        return any(engine.schedule_waits for engine in self.engines)
 
     # ----------------------------------------------------------------- state
 

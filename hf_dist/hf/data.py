@@ -14,10 +14,12 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch.utils.data import BatchSampler, IterableDataset
 
 from hf_dist.checkpoint import random_state
+from hf_dist.errors import ConfigError, Problem
 
 _EPOCH = "epoch."
 _FETCH = "fetch."
@@ -197,4 +199,30 @@ def _cycle(items: list[int]) -> Iterator[int]:
         yield from items
 
 
-__all__ = ["SeekableBatches", "as_tensors", "loaders_left", "make_seekable", "note_dropping", "seekable_of"]
+def read_everywhere(accelerator: Accelerator, loader: Any) -> None:
+    """Let every process read its data itself, as pipeline ranks (same batches) and local_sgd replicas need."""
+    if accelerator.dispatch_batches:
+        raise ConfigError(
+            Problem(
+                "dispatch_batches",
+                "True",
+                "one process would send batches to all others, but several processes share a batch (the model or its "
+                "sequences are split), or replicas train alone (local_sgd)",
+                "Remove it; every process then reads the data itself.",
+            )
+        )
+    accelerator.dataloader_config.dispatch_batches = False
+    init = getattr(loader, "worker_init_fn", None)
+    if isinstance(init, partial) and "rank" in init.keywords:  # HF's worker seeds
+        loader.worker_init_fn = partial(init.func, *init.args, **{**init.keywords, "rank": accelerator.process_index})
+
+
+__all__ = [
+    "SeekableBatches",
+    "as_tensors",
+    "loaders_left",
+    "make_seekable",
+    "note_dropping",
+    "read_everywhere",
+    "seekable_of",
+]

@@ -126,23 +126,44 @@ def let_load_state_dict(engine: Engine) -> None:
         replace_method(module, "load_state_dict", functools.partial(_load_state_dict, weakref.ref(engine.sharded)))
 
 
-def _load_state_dict(shards: weakref.ref[ShardedModel], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _load_state_dict(
+    shards: weakref.ref[ShardedModel],
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = True,
+    assign: bool = False,
+) -> Any:
     sharded = shards()
-    stock = functools.partial(type(model).load_state_dict, model, *args, **kwargs)
     if sharded is None:
-        return stock()
-    if kwargs.get("assign") or args[2:3] == (True,):
+        return type(model).load_state_dict(model, state_dict, strict, assign)
+    if assign:
         raise ModelError(
             f"{type(model).__name__}.load_state_dict(assign=True): the model is sharded by hf_dist, and its optimizer would "
             "go on with the parameters that it has. Load with assign=False, which copies the values, or before the model is "
             "prepared."
         )
+    load = _load_stages if sharded.mesh.pp.size > 1 else _load_whole
     whole = not sharded.is_spread or sharded.passes.paused or all(group.pins for group in sharded.groups)
     if whole or sharded in _LOADING:
-        return stock()
+        return load(sharded, model, state_dict, strict)
     every_rank(sharded.mesh, "model.load_state_dict()")
     with loading(sharded, model):
-        return stock()
+        return load(sharded, model, state_dict, strict)
+
+
+def _load_whole(_: ShardedModel, model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+    return type(model).load_state_dict(model, state, strict)
+
+
+def _load_stages(sharded: ShardedModel, model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+    """Load what this rank's stages hold of the state of a whole model. Missing and unexpected names are the whole model's."""
+    path = next(path for path, module in sharded.model.named_modules() if module is model)
+    twin = sharded.whole.get_submodule(path)
+    names = twin.state_dict(keep_vars=True)
+    result = nn.Module.load_state_dict(twin, {name: names.get(name, value) for name, value in state.items()}, strict)
+    own = model.state_dict(keep_vars=True)
+    type(model).load_state_dict(model, {name: value for name, value in state.items() if name in own}, strict=False)
+    return result
 
 
 def loaded_dtype(sharded: ShardedModel) -> torch.dtype | None:

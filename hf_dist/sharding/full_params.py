@@ -86,10 +86,10 @@ def unsharded(
             group.pins -= 1
             if id(group) in whole:
                 leave_whole(group, None if writer is None else group.mesh.axes.coordinate("tp", writer))
-            moved = group.take_back()
+            moved = group.writes.take_back()
             settle(group, moved or before != [p._version for p in group.params])
             if group.trainable and not group.is_replicated:
-                group.ignore_writes()
+                group.writes.watch()
             if id(group) not in was_full:
                 group.reshard()
 
@@ -115,7 +115,7 @@ def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
         group.write_back()
         group.storage.link.wait_device()
     if group.trainable:
-        group.ignore_writes()
+        group.writes.watch()
 
 
 def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[FlatGroup]:

@@ -18,7 +18,7 @@ from hf_dist import collectives
 from hf_dist.boxes import TensorSlice
 from hf_dist.errors import FreedParameterError, ModelError
 from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.resting import Resident, Resting, Tier, opened
+from hf_dist.offload.resting import Tier, opened
 from hf_dist.offload.storage import Storage
 from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.at_rest import plan_at_rest
@@ -29,8 +29,10 @@ from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, copy_overlap, lazy_source, read_overlap
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
-from hf_dist.sharding.prepared import GradientAccess, prepare, raw_data
-from hf_dist.sharding.second_copy import SecondCopy
+from hf_dist.sharding.prepared import GradientAccess, prepare
+from hf_dist.sharding.second_copy import second_copy
+from hf_dist.sharding.states import states_of
+from hf_dist.sharding.user_writes import UserWrites
 from hf_dist.sharding.window_gradient import WindowGradient
 
 
@@ -66,8 +68,6 @@ class FlatGroup:
         self._guarded = False
         self._gather: collectives.Handle | None = None
         self._stale_shard = False  # `master` was written and `shard` was not
-        self._version: int | None = None  # `_written()` before any write by user code
-        self._data_was_read = False  # user code has read some `p.data`, through which it can write without a trace
         self.share: Any = None
         """State that all groups of a model cut along `tp` share (`slices.py`); None for an uncut model."""
         self.slices: list[list[TensorSlice]] | None = None
@@ -87,7 +87,7 @@ class FlatGroup:
                 if self._guarded:
                     guard(p)
         if self.fresh and not self._guarded:
-            self.ignore_writes()
+            self.writes.watch()
 
     # ------------------------------------------------------------------ storage
 
@@ -114,7 +114,10 @@ class FlatGroup:
         # 1D, compute dtype. Not zeroed if weights rest sharded: the storage is then freed without being touched.
         new = torch.zeros if self.is_replicated else torch.empty
         self.full = new(layout.numel, dtype=self.dtype, device=device)
-        self._make_states()
+        states = states_of(self.at_rest, self.full, self.storage, self.precision.grads)
+        self.shard, self.master, self.gradient = states.shard, states.master, states.gradient
+        self.second = second_copy(self.at_rest, self.axes.second, device)
+        self.writes = UserWrites(self.params, layout, self.full)
         with opened(self.master, changed=True) as masters:
             self._take_over(masters, sources, streamed)
             self.masters_changed()
@@ -124,33 +127,6 @@ class FlatGroup:
             self._gather_streamed()
         self.reshard()
 
-    def _make_states(self) -> None:
-        """Allocate the plan in `at_rest`: `shard`, the all-gather's input, and `master`, the wider weights that are stepped.
-
-        One tensor serves as both where a second gains nothing. On the device the gather casts on the way, so it reads the
-        masters. On the host they share only if the dtypes are equal: else a narrow copy halves the bytes sent to the device.
-        If weights rest replicated, the gather's input is a part of `full` itself.
-        """
-        at_rest, (start, stop) = self.at_rest, self.resting
-        numel = stop - start
-        self.separate = at_rest.separate
-        """Whether `shard` is copied into `full` before a gather."""
-        masters, shards = self.storage.optim, self.storage.params
-        wide = None if at_rest.master is None else masters.new(numel, at_rest.master.dtype, at_rest.master.tier)
-        self.shard: Resting
-        if at_rest.separate:
-            chosen = wide if at_rest.shard is None else shards.new(numel, at_rest.shard.dtype, at_rest.shard.tier)
-            assert chosen is not None
-            self.shard = chosen
-        else:
-            self.shard = Resident(self.full[start:stop], Tier.DEVICE)
-        self.master: Resting = self.shard if wide is None else wide
-        self.gradient = self.storage.gradient(at_rest.gradient.tier, numel, self.precision.grads)
-        self.second: SecondCopy | None = None
-        if at_rest.second is not None and self.axes.second is not None:
-            part = torch.empty(at_rest.second.numel, dtype=at_rest.second.dtype, device=self.mesh.device)
-            self.second = SecondCopy(self.axes.second, part)
-
     def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
         """Fill the masters from the loaded parameters (fp32 weights keep their low bits); make parameters views. Local."""
         first, last = self.owned if streamed else self.resting
@@ -159,7 +135,7 @@ class FlatGroup:
             if source is not None:
                 read_overlap(mine, first, source, slot)
                 release(p)
-            elif streamed or self.separate or self.master is not self.shard:
+            elif streamed or self.at_rest.separate or self.master is not self.shard:
                 copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
             view = self.full[slot.offset : slot.stop].view(slot.shape)
             if not streamed and self.is_replicated:
@@ -224,7 +200,7 @@ class FlatGroup:
             if self.second is not None and self.second.holds:
                 self._gather = self.second.gather(self.full)
             else:
-                self._gather = self._fill_full() if self.separate else self._gather_full()
+                self._gather = self._fill_full() if self.at_rest.separate else self._gather_full()
         self.fresh = self._keepable = True
 
     def _fill_full(self) -> collectives.Handle:
@@ -251,7 +227,7 @@ class FlatGroup:
             for p in self.params:
                 unguard(p)
             if self.trainable:
-                self.ignore_writes()
+                self.writes.watch()
 
     def _guard(self) -> None:
         if not self._guarded:
@@ -274,54 +250,24 @@ class FlatGroup:
         with torch.autograd._unsafe_preserve_version_counter(self.full):
             self.full.untyped_storage().resize_(0)
 
-    @torch.no_grad()
-    def take_back(self) -> bool:
-        """Copy parameters that user code re-pointed (`p.data = ...`) into `full` and make them views again; True if any.
-
-        Local; the full weights must be in memory. Raises `ModelError` for elements of another shape.
-        """
-        moved = False
-        for slot, p in zip(self.layout.slots, self.params, strict=True):
-            view = self.full[slot.offset : slot.stop].view(slot.shape)
-            if p.data_ptr() != view.data_ptr() and slot.numel:
-                if p.shape != view.shape:
-                    raise ModelError(f"{slot.name} was given elements of shape {tuple(p.shape)}, it has {slot.shape}")
-                view.copy_(raw_data(p))
-                p.data, moved = view, True
-        return moved
-
-    def data_was_read(self) -> None:
-        """Note that user code has read some `p.data`; writes through it leave no trace. Local."""
-        self._data_was_read = True
-
-    def ignore_writes(self) -> None:
-        """Treat the full weights as unwritten: discard what user code has written so far. Local."""
-        self._version, self._data_was_read = self._written(), False
-
-    def _written(self) -> int:
-        """A number that grows whenever an operator writes into a parameter. Each view of `full` has its own counter."""
-        return sum(p._version for p in self.params)
-
     def take_writes(self) -> None:
         """Copy weights that user code has written since the gather into the masters. Local.
 
         Each rank takes its own elements: as in plain data parallelism, every rank must write the same values.
         """
-        if not self.trainable or not self.fresh or self._guarded or self._version is None:
-            return  # the weights could not have been written
-        if not self._data_was_read and self._written() == self._version:
+        if not self.trainable or not self.fresh or self._guarded or not self.writes.happened:
             return
         self.wait_unshard()
-        self.take_back()
+        self.writes.take_back()
         if self.adopt_full():
             self.write_back()
             self.storage.link.wait_device()
-        self.ignore_writes()
+        self.writes.watch()
 
     @torch.no_grad()
     def adopt_full(self) -> bool:
         """Copy elements of `full` that differ into the masters; False if the masters are part of `full`. Local."""
-        if not self.separate and self.master is self.shard:
+        if not self.at_rest.separate and self.master is self.shard:
             return False
         start, stop = self.resting
         with opened(self.master, changed=True) as masters:
@@ -374,7 +320,7 @@ class FlatGroup:
         if self.pins:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if not self.is_replicated:
-            self._version = None  # user code's writes were taken before the step
+            self.writes.stop()  # what user code wrote was taken before the step
             self._forget_second()  # on all ranks alike, even on a rank that stepped no element
             self.reshard()
             return
@@ -432,7 +378,7 @@ class FlatGroup:
         if self.resident:
             held[Tier.DEVICE] += self.full.numel() * self.full.element_size()
         for state in {id(s): s for s in (self.master, self.shard)}.values():
-            if self.separate or state is not self.shard:  # else the state is a part of `full`
+            if self.at_rest.separate or state is not self.shard:  # else the state is a part of `full`
                 held[state.tier] += state.nbytes
         held[Tier.DEVICE] += self.second.nbytes if self.second is not None else 0
         held[Tier.HOST] += self.gradient.host_nbytes

@@ -46,3 +46,12 @@ def map_plain(fn: Callable[[Any], Any], value: Any) -> Any:
     if type(value) is dict:
         return {key: map_plain(fn, item) for key, item in value.items()}
     return fn(value)
+
+
+def differentiable_leaves(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """(tensors that require grad among the leaves that `map_plain` reaches, whether other leaves hold some, too)."""
+    leaves: list[Any] = []
+    map_plain(leaves.append, value)
+    found = {id(t): t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad}
+    hidden = any(differentiable(v) or inside_object(v) for v in leaves if not isinstance(v, torch.Tensor))
+    return list(found.values()), hidden

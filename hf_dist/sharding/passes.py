@@ -8,43 +8,28 @@ rest sharded or the window ends. The optimizer steps `source`. Then replicated w
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 from hf_dist import collectives
-from hf_dist.offload.resting import Tier
-from hf_dist.offload.storage import Storage
 from hf_dist.sharding.buffers import ChangingBuffers
-from hf_dist.sharding.leaves import differentiable, in_fp32, inside_object, map_plain
-from hf_dist.sharding.order import IssueOrder, PassOrders
+from hf_dist.sharding.leaves import differentiable, differentiable_leaves, in_fp32, inside_object, map_plain
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.prefetch import Prefetch
 from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.remains import Remains
+from hf_dist.sharding.running import OuterForward, recomputing
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
-from hf_dist.sharding.units import containers
-
-
-class Window(Protocol):
-    """The calls that `Passes` makes on the engine's window."""
-
-    def begin_backward(self) -> bool:
-        """Called when a backward reaches the model; True if it is expected to be the last of its accumulation window."""
-
-    def abandon(self) -> None:
-        """Discard the gradients of the window."""
-
-    def apply_factor(self) -> None:
-        """Apply a pending clip factor, because user code is about to read gradients."""
+from hf_dist.sharding.units import containers, orders_of
+from hf_dist.sharding.window_gradient import Window
 
 
 class Passes:
@@ -56,23 +41,21 @@ class Passes:
         reducer: Reducer,
         *,
         precision: Precision,
-        storage: Storage,
-        prefetch: int,
+        prefetch: Prefetch,
         pipeline: PipelineShare | None = None,
     ) -> None:
-        """Install the hooks on the model, whose units are `reducer.units`. `prefetch`: elements gathered ahead of their use."""
+        """Install the hooks on the model, whose units are `reducer.units`."""
         self.reducer = reducer
         self.units = reducer.units
         self.root = reducer.units[0]
         self.mesh = reducer.mesh
         self.precision = precision
-        self.storage = storage
         self.prefetch = prefetch
         self.params_rest = reducer.placements.params
         self.scheduled = pipeline is not None
         """Whether a pipeline's schedule, not autograd, announces the begin and end of each backward."""
         self.buffers = ChangingBuffers(remains, self.mesh)
-        self.kinds = self._build_orders([None] if pipeline is None else pipeline.names)
+        self.kinds = [orders_of(self.units, names) for names in ([None] if pipeline is None else pipeline.names)]
         """The orders of the whole model, or of each pipeline stage of this rank."""
         self.select(0)
         self.before_training: Callable[[Any, Any], None] | None = None
@@ -81,26 +64,13 @@ class Passes:
         """Weak reference to the engine's window; returns None without an engine."""
         self.paused = False
         """True while the modules hold whole weights from elsewhere; a forward then needs no other rank."""
-        self._depth = 0  # how many modules that contain every unit are in their forward
+        self._forward = OuterForward()
         self._mixed: AbstractContextManager[Any] | None = None  # open during a forward: autocast, or `MixedDtypes`
-        self._frame: FrameType | None = None  # frame of the outermost such module's call, while it runs
         # Running forwards of each unit.
         self._calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
         self._in_backward = False
         self._num_backwards = 0
         self._install_hooks(remains.model)
-
-    def _build_orders(self, stages: Iterable[Container[str] | None]) -> list[PassOrders]:
-        in_backward = {u.index for u in self.units if u.needed_in_backward}
-        trainable = {u.index for u in self.units if u.trainable}
-        return [PassOrders(self._units_of(names), in_backward, trainable) for names in stages]
-
-    def _units_of(self, names: Container[str] | None) -> list[int]:
-        return [
-            u.index
-            for u in self.units
-            if u.is_root or names is None or any(s.name in names for g in u.groups for s in g.layout.slots)
-        ]
 
     def select(self, number: int) -> None:
         """Use the orders `kinds[number]` (another pipeline stage) from now on. Local."""
@@ -153,13 +123,11 @@ class Passes:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs before the forward of a module that contains every unit; the outermost such module begins the pass."""
-        if self._depth and not _runs(self._frame):  # Ctrl-C ended a forward, and torch called no hook
+        if self._forward.was_cut_off:
             self._end_forward()
-        self._depth += 1
-        if self._depth > 1:
+        if not self._forward.enter(hooks=2):
             return None
-        self._frame = sys._getframe(2)  # the module's call, above the frame of the hook
-        if _recomputing():
+        if recomputing():
             self._regather(self.root)
             return None
         if self._in_backward:  # the last backward raised; its gradients belong to no step
@@ -168,7 +136,7 @@ class Passes:
             self.buffers.watch()
             self.begin_training(args, kwargs)
         self.orders.forward.restart()
-        self._gather_ahead(self.orders.forward, None)
+        self.prefetch.ahead(self.orders.forward, None)
         keeps = self.params_rest is not Placement.SHARD
         inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs, keeps_casts=keeps)
         if self._mixed is not None:
@@ -183,11 +151,7 @@ class Passes:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Runs after that forward. The root stays gathered for backward; in evaluation, all units are resharded."""
-        self._depth -= 1
-        if self._depth > 0:
-            return None
-        self._frame = None
-        if _recomputing():
+        if not self._forward.leave() or recomputing():
             return None
         self._close_mixed()
         if self.precision.autocast is not None:
@@ -218,7 +182,7 @@ class Passes:
 
     def _touch_root(self, module: nn.Module, args: Any) -> None:
         """Gather the root for a module that has its parameters: at its turn in a forward, or at once outside of one."""
-        if not self._reach_root() and not _recomputing():
+        if not self._reach_root() and not recomputing():
             self.root.unshard()
             self.root.wait_unshard()
 
@@ -227,20 +191,20 @@ class Passes:
 
         A head has its turn after the blocks. Gathered first, it would delay the first block.
         """
-        if self._depth == 0 or self.paused or _recomputing():
+        if self._forward.depth == 0 or self.paused or recomputing():
             return False
-        self._issue(self.orders.forward.reach(0))
+        self.prefetch.issue(self.orders.forward.reach(0))
         self.root.wait_unshard()
-        self._gather_ahead(self.orders.forward, 0)
+        self.prefetch.ahead(self.orders.forward, 0)
         return True
 
     def _pre_forward(self, unit: ShardUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if _recomputing():
+        if recomputing():
             self._regather(unit)
-        elif self._depth > 0:
-            self._issue(self.orders.forward.reach(unit.index))
+        elif self._forward.depth > 0:
+            self.prefetch.issue(self.orders.forward.reach(unit.index))
             unit.wait_unshard()
-            self._gather_ahead(self.orders.forward, unit.index)
+            self.prefetch.ahead(self.orders.forward, unit.index)
         else:
             unit.unshard()
             unit.wait_unshard()
@@ -252,9 +216,9 @@ class Passes:
         The reentrant kind hides a unit's outputs from autograd, so this may be the first sign of the backward.
         """
         self._begin_backward()
-        self._issue(self.orders.backward.reach(unit.index))
+        self.prefetch.issue(self.orders.backward.reach(unit.index))
         unit.wait_unshard()
-        self._gather_ahead(self.orders.backward, unit.index)
+        self.prefetch.ahead(self.orders.backward, unit.index)
 
     def _watch_inputs(self, unit: ShardUnit, args: Any, kwargs: Any) -> Any:
         """Route differentiable inputs through an identity that reports when the call's backward reaches them."""
@@ -263,10 +227,7 @@ class Passes:
         # Only early freeing needs the report. Without the identity, a block may write into its inputs in place.
         if not torch.is_grad_enabled() or self.params_rest is not Placement.SHARD:
             return None
-        leaves: list[Any] = []
-        map_plain(leaves.append, (args, kwargs))
-        inputs = list({id(t): t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad}.values())
-        hidden = any(differentiable(v) or inside_object(v) for v in leaves if not isinstance(v, torch.Tensor))
+        inputs, hidden = differentiable_leaves((args, kwargs))
         unit_call.has_inputs = bool(inputs) or hidden
         if hidden or not inputs:  # such inputs cannot be routed: the unit is freed at the end of the backward
             return None
@@ -288,7 +249,7 @@ class Passes:
         # The last unit's backward comes next, so its weights may stay; `_leave` decides. (Before the ranks agree on an order,
         # the last unit is a guess.) A recomputed forward is followed by its backward at once.
         stays = self.orders.forward.last == unit.index or (unit.stay > Stay.USE and torch.is_grad_enabled())
-        if not _recomputing() and not (self._depth > 0 and stays):
+        if not recomputing() and not (self._forward.depth > 0 and stays):
             unit.reshard()
 
     def _watch_outputs(self, unit: ShardUnit, tensors: list[torch.Tensor], call: Call) -> None:
@@ -332,7 +293,7 @@ class Passes:
         """
         self._start_backward(finishing)
         # A stage that sends its output on has no output of the root module to hook.
-        self._issue(self.orders.backward.reach(0))
+        self.prefetch.issue(self.orders.backward.reach(0))
         self.root.wait_unshard()
 
     def end_backward(self) -> None:
@@ -348,9 +309,9 @@ class Passes:
         unit.open_calls += call.has_inputs
         if not unit.needed_in_backward:
             return
-        self._issue(self.orders.backward.reach(unit.index))
+        self.prefetch.issue(self.orders.backward.reach(unit.index))
         unit.wait_unshard()
-        self._gather_ahead(self.orders.backward, unit.index)
+        self.prefetch.ahead(self.orders.backward, unit.index)
 
     def _inputs_reached(self, unit: ShardUnit, call: Call) -> None:
         if call.started_in == self._num_backwards:
@@ -405,17 +366,17 @@ class Passes:
     @property
     def failed(self) -> bool:
         """Whether the last backward raised before `_finish_backward`."""
-        return self._in_backward and not _recomputing()
+        return self._in_backward and not recomputing()
 
     def abandon(self) -> None:
         """Clear the state of a pass that raised. Local."""
         if self.failed:
             self._end_backward()
-        if self._depth and not _runs(self._frame):
+        if self._forward.was_cut_off:
             self._end_forward()
 
     def _end_forward(self) -> None:
-        self._depth, self._frame = 0, None
+        self._forward.end()
         self._close_mixed()
         for unit in self.units:
             self._calls[unit.index].clear()
@@ -425,38 +386,6 @@ class Passes:
         self._in_backward = False
         for unit in self.units:
             unit.idle = False  # the first gradient of the next backward must call `_begin_backward`
-
-    # ------------------------------------------------------------------- issuing
-
-    def _issue(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self.units[index].unshard()
-
-    def _gather_ahead(self, order: IssueOrder, current: int | None) -> None:
-        """Prefetch while `current` computes: the next unit, and more while the limit on weights in flight allows.
-
-        `current` is None at the start of a pass.
-        """
-        ahead = sum(self.units[i].numel for i in order.ahead_of(current)) if order.peek() is not None else 0
-        while self.prefetch and (index := order.peek()) is not None:
-            unit = self.units[index]
-            if ahead and ahead + unit.numel > self.prefetch:
-                break
-            order.advance()
-            unit.unshard()
-            ahead += unit.numel
-        if self.storage.params.tier is Tier.DISK:
-            self._read_ahead(order)
-
-    def _read_ahead(self, order: IssueOrder) -> None:
-        """Start to read the units after those from disk, in the order of their gathers."""
-        numel, count = self.storage.ahead_numel, self.storage.ahead_count
-        for unit in (self.units[i] for i in order.upcoming()):
-            numel -= sum(g.layout.shard_numel for g in unit.groups)
-            count -= len(unit.groups)
-            if numel < 0 or count < 0:
-                return
-            unit.fetch()
 
 
 def _gradient_arrived(
@@ -469,16 +398,3 @@ def _gradient_arrived(
     passes = me()
     if passes is not None:
         passes._gradient_ready(unit, group, index)
-
-
-def _runs(frame: FrameType | None) -> bool:
-    """Whether the function of `frame` is still running on the current thread."""
-    here: FrameType | None = sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None
-
-
-def _recomputing() -> bool:
-    """Whether autograd is running a backward. A forward is then a recomputation (activation checkpointing)."""
-    return torch._C._current_graph_task_id() != -1

@@ -40,13 +40,21 @@ class GradientAccess(Protocol):
         """Add gradients that user code assigned to `.grad` to the window."""
 
 
+class Writes(Protocol):
+    """What `prepare`d parameters tell of user code (`user_writes.py`)."""
+
+    def note_read(self) -> None:
+        """User code has read `p.data`."""
+
+
 class Owner(Protocol):
     """The holder of prepared parameters' gradients and weights."""
 
     access: GradientAccess | None
 
-    def data_was_read(self) -> None:
-        """Note that user code has read `p.data` and may write into it."""
+    @property
+    def writes(self) -> Writes:
+        """Told when user code has read `p.data` and may write into it."""
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -115,14 +123,14 @@ class _Prepared:
         """The elements, without autograd."""
         owner = _owner(self)
         if owner is not None:
-            owner.data_was_read()
+            owner.writes.note_read()
         return raw_data(cast(Any, self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         owner = _owner(self)
         if owner is not None:
-            owner.data_was_read()
+            owner.writes.note_read()
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

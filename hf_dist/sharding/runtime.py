@@ -24,6 +24,7 @@ from hf_dist.sharding.passes import Passes
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.prefetch import Prefetch
 from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.remains import Remains
 from hf_dist.sharding.slices import SlicedShare
@@ -80,8 +81,7 @@ class ShardedModel:
             self._remains,
             self.reducer,
             precision=precision,
-            storage=self.storage,
-            prefetch=self.limits.prefetch,
+            prefetch=Prefetch(self.units, self.storage, self.limits.prefetch),
             pipeline=pipeline,
         )
         self._ahead: ShardUnit | None = None  # its gather was started before `weights_changed`

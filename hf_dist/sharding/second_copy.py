@@ -16,6 +16,7 @@ import torch
 
 from hf_dist import collectives
 from hf_dist.mesh import MeshAxis
+from hf_dist.sharding.at_rest import GroupAtRest
 
 
 class SecondCopy:
@@ -50,3 +51,10 @@ class SecondCopy:
         assert self.holds
         self._own(full).copy_(self._part)
         return collectives.all_gather(self.axis, full)
+
+
+def second_copy(at_rest: GroupAtRest, axis: MeshAxis | None, device: torch.device) -> SecondCopy | None:
+    """Memory for this rank's part among the neighbours on `axis`; None without such copies. Local."""
+    if at_rest.second is None or axis is None:
+        return None
+    return SecondCopy(axis, torch.empty(at_rest.second.numel, dtype=at_rest.second.dtype, device=device))

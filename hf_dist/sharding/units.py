@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.storage import Storage
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import GroupAxes, axes_by_name
+from hf_dist.sharding.order import PassOrders
 from hf_dist.sharding.placement import StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.unit import ShardUnit
@@ -190,3 +191,14 @@ def containers(model: nn.Module, units: list[ShardUnit]) -> list[nn.Module]:
         if blocks <= {id(m) for m in module.modules()}:
             found.append(module)
     return found
+
+
+def orders_of(units: Sequence[ShardUnit], names: Container[str] | None) -> PassOrders:
+    """Orders of the passes through the units that hold any parameter of `names` (a pipeline stage), or through all. Local."""
+    members = [
+        u.index
+        for u in units
+        if u.is_root or names is None or any(s.name in names for g in u.groups for s in g.layout.slots)
+    ]
+    in_backward = {u.index for u in units if u.needed_in_backward}
+    return PassOrders(members, in_backward, {u.index for u in units if u.trainable})

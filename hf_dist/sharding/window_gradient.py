@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -10,6 +11,19 @@ from torch import nn
 from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.prepared import raw_grad, set_raw_grad
+
+
+class Window(Protocol):
+    """The calls that the passes make on the engine's window."""
+
+    def begin_backward(self) -> bool:
+        """Called when a backward reaches the model; True if it is expected to be the last of its accumulation window."""
+
+    def abandon(self) -> None:
+        """Discard the gradients of the window."""
+
+    def apply_factor(self) -> None:
+        """Apply a pending clip factor, because user code is about to read gradients."""
 
 
 class WindowGradient:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.ecosystem.launching import launch
 from tests.ecosystem.on_ranks import nothing_asked, run_scripts
-from tests.ecosystem.tiny import save_models, words
+from tests.ecosystem.tiny import save_example_models, save_models, words
 from tests.harness import run_ranks
 
 pytest.importorskip("trl", reason="TRL needs Python 3.11")
@@ -33,6 +33,12 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
     "summarisation": (
         "summarisation",
         [*TRAINING, "--average_tokens_across_devices", "False", "--predict_with_generate", "--generation_max_length", "9"],
+    ),
+    # The first checkpoint is the best: its loss is the larger one.
+    "sentences": (
+        "sentences",
+        [*TRAINING, "--model_name_or_path", "{root}/encoder", "--save_strategy", "steps", "--save_steps", "1",
+         "--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "--greater_is_better", "True"],
     ),
     "no_trainer": ("no_trainer", ["--model_name_or_path", "{root}/lm"]),
     "no_trainer_resumed": (
@@ -58,6 +64,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
         made = tmp_path_factory.mktemp("scripts")
         save_models(made)
+        save_example_models(made)
         g = torch.Generator().manual_seed(7)
         (made / "text.txt").write_text("\n".join(words(20, g) for _ in range(24)))
         (made / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))

@@ -159,6 +159,28 @@ def layouts(stage: int | None, ranks: int, folder: str, kind: str, cuts: Sequenc
     return found
 
 
+def loaded(stage: int | None, ranks: int, folder: str, kind: str, cut: str) -> dict[str, Any]:
+    """A whole state is loaded between two trainings, then one entry of it; what is said of states that do not fit."""
+    model = MODELS[kind]()
+    state = {
+        name: value + torch.linspace(0, 0.1, value.numel()).view_as(value) for name, value in model.state_dict().items()
+    }
+    kept = trainer(model, folder, stage, 1 if cut in ("pp", "tp", "cp") else ranks, config=CUTS.get(cut))
+    kept.train()
+    said: list[Any] = []
+    names = [name for name in state if "norm" in name]
+    for name in (names[0], names[-1]):  # of the first stage and of the last
+        for wrong in ({k: v for k, v in state.items() if k != name}, {**state, "not." + name: state[name]}):
+            try:
+                model.load_state_dict(wrong)
+            except RuntimeError as error:
+                said.append(str(error))
+    said.append(sorted(map(str, model.load_state_dict(state))))
+    said.append([sorted(keys) for keys in model.load_state_dict({names[0]: state[names[0]] * 2}, strict=False)])
+    kept.train()
+    return {"weights": weights_of(model) | kept.accelerator.get_state_dict(model), "said": said}
+
+
 def pickled(stage: int | None, ranks: int, folder: str, cut: str, lora: bool) -> dict[str, Any]:
     """`torch.save(model)` and `deepcopy` while its Trainer is there and after; then both train on, model and copy."""
     import hf_dist

@@ -37,6 +37,13 @@ PICKLED: list[tuple[int, str, bool]] = [
     *((1, cut, False) for cut in ("pp", "tp")),
 ]
 """As `DROPPED`."""
+LOADED: list[tuple[int, str, str]] = [
+    *((stage, "plain", "pp") for stage in (1, 3)),
+    *((3, kind, "pp") for kind in ("experts", "lora")),
+    *((1, kind, cut) for kind, cut in (("experts", "ep"), ("plain", "tp"))),
+    *((3, kind, "") for kind in ("plain", "lora")),
+]
+"""Stage, model, along what it is cut."""
 STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("outlives", (stage, lora)) for stage in STAGES for lora in (False, True)),
     *(("alive", (stage,)) for stage in STAGES),
@@ -44,6 +51,7 @@ STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("many", (stage,)) for stage in (1, 3)),
     ("half_an_optimizer", (1,)),
     *(("pickled", story) for story in PICKLED),
+    *(("loaded", story) for story in LOADED),
     *(("layouts", story) for story in LAYOUTS),
     *(("dropped", story) for story in DROPPED),
 ]
@@ -145,6 +153,16 @@ def test_one_model_under_one_layout_after_the_other(
     stock = lifetimes.layouts(None, 1, str(tmp_path), kind, cuts)
     close(ours["weights"], stock["weights"], dict(lifetimes.MODELS[kind]().named_parameters()))
     assert ours["tokens"] == ours["tokens after"] == stock["tokens after"]
+
+
+@pytest.mark.parametrize("story", LOADED, ids=str)
+def test_a_state_that_is_loaded_between_trainings_is_trained_on(
+    story: tuple[int, str, str], told: Any, tmp_path: Path
+) -> None:
+    ours, _ = outcome(told, "loaded", *story)
+    stock = lifetimes.loaded(None, 1, str(tmp_path), *story[1:])
+    assert ours["said"] == stock["said"] and len(stock["said"]) == 6
+    close(ours["weights"], stock["weights"], lifetimes.MODELS[story[1]]().state_dict())
 
 
 def test_an_optimizer_of_one_stage_is_refused_for_the_whole(told: Any) -> None:

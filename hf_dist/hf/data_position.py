@@ -1,0 +1,122 @@
+"""Where a run stands in its data and random streams: recorded in each checkpoint, sought again by a resume."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dist.checkpoint import folder, random_state, resume
+from hf_dist.checkpoint.training_state import read_rank_values
+from hf_dist.hf import resumed_arguments
+from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
+
+
+class DataPositionMixin:
+    """Overrides of the Trainer that keep random states and the position in the data; part of `CheckpointingMixin`."""
+
+    args: Any
+    model: Any
+    state: Any
+    accelerator: Any
+    control: Any
+    dist: Any
+    _tr_loss: Any
+    _before_window: tuple[int, dict[str, Any] | None] = (-1, None)
+    _before_evaluation: dict[str, Any] | None = None
+    _evaluation_due: Path | None = None
+    _batches: SeekableBatches | None = None
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's, but keeps the random states before each window, for a save in the middle of it."""
+        if self.dist is not None:
+            self._before_window = (self.state.global_step, self._raw_states())
+        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing to do under a config: the training state holds the random state of each rank."""
+        if self.dist is None:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's, but keeps the random states from before: a run stopped in an evaluation resumes with the whole evaluation."""
+        self._before_evaluation = self._raw_states() if self.dist is not None else None
+        try:
+            return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._before_evaluation = None
+
+    def _evaluate_if_due(self) -> None:
+        """Run the evaluation that the stop interrupted, between two steps as before, and the save that follows it."""
+        if self._evaluation_due is None:
+            return
+        self._evaluation_due = None
+        self.control.should_evaluate = self.control.should_save = True
+        self.control.should_log = False
+        self._maybe_log_save_evaluate(  # type: ignore[attr-defined]
+            self._tr_loss,
+            None,
+            self.model,
+            None,
+            self.state.epoch,
+            None,
+            time.time(),
+        )
+        self.control.should_evaluate = self.control.should_save = False
+
+    def _own_values(self) -> dict[str, torch.Tensor]:
+        if self._before_evaluation is not None:
+            return as_tensors(self._before_evaluation)
+        step, before = self._before_window
+        # After a step the window is consumed, and the generators are where the next window begins.
+        return as_tensors(before if step == self.state.global_step and before is not None else self._raw_states())
+
+    def _raw_states(self) -> dict[str, Any]:
+        return {"": random_state.raw(), **(self._batches.states() if self._batches is not None else {})}
+
+    def _data_position(self) -> dict[str, Any]:
+        """Epoch, and the number of its samples consumed over all ranks. HF records steps, whose size may change."""
+        whole, part = divmod(self.state.epoch or 0.0, 1.0)
+        length = len(self._batches) if self._batches is not None else 0
+        per_batch = self.args.per_device_train_batch_size * self.args.world_size
+        return {"epoch": int(whole), "samples": round(part * length) * per_batch}
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """HF's, which derives the position from the number of steps. After a change of the global batch the samples give it."""
+        epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
+        manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
+        if manifest is None or "position" not in manifest or self.args.ignore_data_skip:
+            return epochs, batches
+        now = resumed_arguments.record(self.args)["global_batch"]
+        if manifest["arguments"]["global_batch"] == now:
+            return epochs, batches
+        position, per_batch = manifest["position"], self.args.per_device_train_batch_size * self.args.world_size
+        windows = position["samples"] // (per_batch * self.args.gradient_accumulation_steps)
+        return position["epoch"], windows * self.args.gradient_accumulation_steps
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Skipped if the batches already restored it, between collating the first and second batch of the resumed epoch."""
+        if self.dist is None or checkpoint is None or not (Path(checkpoint) / folder.STATE).is_dir():
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif self._batches is None or not self._batches.restored:
+            mesh = self.accelerator.mesh
+            resume.restore_random_state(mesh, Path(checkpoint), seed=self.args.seed, step=self.state.global_step)
+            self._evaluate_if_due()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """HF's, but seeks the first batch of a resumed epoch instead of drawing and discarding the batches before it."""
+        self._batches = seekable_of(kwargs.get("train_dataloader"))
+        if self.dist is not None and self._batches is not None:
+            self._batches.set_epoch(
+                kwargs["epoch"]
+            )  # older accelerate versions do not pass the epoch on below `SkipBatchSampler`
+        skip, checkpoint = kwargs.get("steps_trained_in_current_epoch"), kwargs.get("resume_from_checkpoint")
+        in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
+        if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:
+            state = Path(str(checkpoint)) / folder.STATE
+            values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else None
+            self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,46 @@
+"""The tensors of one group at rest, allocated from the plan in `at_rest.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_dist.offload.host import Gradient
+from hf_dist.offload.resting import Resident, Resting, Tier
+from hf_dist.offload.storage import Storage
+from hf_dist.sharding.at_rest import GroupAtRest
+
+
+@dataclass(frozen=True)
+class States:
+    """What the gathers read, what the optimizer steps and reads."""
+
+    shard: Resting
+    """The all-gather's input."""
+    master: Resting
+    """The weights that are stepped; `shard` itself where a wider copy gains nothing."""
+    gradient: Gradient
+    """The reduced gradient."""
+
+
+def states_of(at_rest: GroupAtRest, full: torch.Tensor, storage: Storage, grads: torch.dtype) -> States:
+    """Allocate the plan. `full`: the flat buffer, 1D; `grads`: dtype of the reduced gradient. Local.
+
+    One tensor serves as both weights where a second gains nothing. On the device the gather casts on the way, so it reads the
+    masters. On the host they share only if the dtypes are equal: else a narrow copy halves the bytes sent to the device.
+    If weights rest replicated, the gather's input is a part of `full` itself.
+    """
+    start, stop = at_rest.interval
+    numel = stop - start
+    masters, shards = storage.optim, storage.params
+    wide = None if at_rest.master is None else masters.new(numel, at_rest.master.dtype, at_rest.master.tier)
+    shard: Resting
+    if at_rest.separate:
+        chosen = wide if at_rest.shard is None else shards.new(numel, at_rest.shard.dtype, at_rest.shard.tier)
+        assert chosen is not None
+        shard = chosen
+    else:
+        shard = Resident(full[start:stop], Tier.DEVICE)
+    gradient = storage.gradient(at_rest.gradient.tier, numel, grads)
+    return States(shard, shard if wide is None else wide, gradient)

@@ -1,0 +1,61 @@
+"""Weights that user code writes into parameters: `p.data.copy_(x)`, `p.add_(x)`, `p.data = x`, a custom initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.sharding.layout import FlatLayout
+from hf_dist.sharding.prepared import raw_data
+
+
+class UserWrites:
+    """Notices writes into the parameters of one group while its full weights are in memory. Local."""
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout, full: torch.Tensor) -> None:
+        """`full`: the flat buffer whose views the parameters are."""
+        self._params = params
+        self._layout = layout
+        self._full = full
+        self._version: int | None = None
+        self._data_was_read = False
+
+    def note_read(self) -> None:
+        """Note that user code has read some `p.data`; writes through it leave no trace."""
+        self._data_was_read = True
+
+    def watch(self) -> None:
+        """Treat the weights as unwritten from now on: discard what user code has written so far."""
+        self._version, self._data_was_read = self._count(), False
+
+    def stop(self) -> None:
+        """Notice nothing until the next `watch`."""
+        self._version = None
+
+    @property
+    def happened(self) -> bool:
+        """Whether user code may have written since `watch`."""
+        return self._version is not None and (self._data_was_read or self._count() != self._version)
+
+    def _count(self) -> int:
+        """A number that grows whenever an operator writes into a parameter. Each view of `full` has its own counter."""
+        return sum(p._version for p in self._params)
+
+    @torch.no_grad()
+    def take_back(self) -> bool:
+        """Copy parameters that user code re-pointed (`p.data = ...`) into `full` and make them views again; True if any.
+
+        The full weights must be in memory. Raises `ModelError` for elements of another shape.
+        """
+        moved = False
+        for slot, p in zip(self._layout.slots, self._params, strict=True):
+            view = self._full[slot.offset : slot.stop].view(slot.shape)
+            if p.data_ptr() != view.data_ptr() and slot.numel:
+                if p.shape != view.shape:
+                    raise ModelError(f"{slot.name} was given elements of shape {tuple(p.shape)}, it has {slot.shape}")
+                view.copy_(raw_data(p))
+                p.data, moved = view, True
+        return moved
