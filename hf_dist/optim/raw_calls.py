@@ -33,8 +33,13 @@ class StepHook:
         self.is_own = False
         """Whether the engine itself is calling `step`."""
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, while it exists."""
+        return self._engine()
+
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        engine = self._engine()
+        engine = self.engine
         if self.is_own or engine is None:
             return None
         given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
@@ -73,3 +78,9 @@ def watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether other code has hooks on the steps of `optimizer`."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return any(not isinstance(hook, StepHook) for hook in hooks)
+
+
+def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:
+    """The engine that steps `optimizer`, if any does."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((hook.engine for hook in hooks if isinstance(hook, StepHook)), None)

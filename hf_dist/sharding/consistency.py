@@ -224,7 +224,7 @@ def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dic
     }
     for group, slot in rows:
         name = f"parameter {slot.name}"
-        if group.is_replicated:
+        if group.at_rest.whole:
             sums[name, slot.held, -1] = int(checksum(group.full[slot.offset : slot.stop]))
         elif group.axes.then:  # others hold the same shard
             start, stop = group.fragment(slot)

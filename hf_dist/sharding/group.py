@@ -21,6 +21,7 @@ from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.resting import Tier, opened
 from hf_dist.offload.storage import Storage
 from hf_dist.pages import in_huge_pages
+from hf_dist.sharding.alone import gathers_alone, leave_elements
 from hf_dist.sharding.at_rest import plan_at_rest
 from hf_dist.sharding.group_axes import GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
@@ -66,6 +67,7 @@ class FlatGroup:
         self.fresh = True  # `full` holds (or is being filled with) the current weights
         self.pins = 0  # `gathered()` blocks that want the full weights to stay
         self._guarded = False
+        self._kept = False  # user code has read the weights outside of a pass, which this rank can gather alone
         self._gather: collectives.Handle | None = None
         self._stale_shard = False  # `master` was written and `shard` was not
         self.share: Any = None
@@ -88,6 +90,13 @@ class FlatGroup:
                     guard(p)
         if self.fresh and not self._guarded:
             self.writes.watch()
+        self._built = True
+
+    _built = False
+
+    def __del__(self) -> None:
+        if self._built:
+            leave_elements(self)
 
     # ------------------------------------------------------------------ storage
 
@@ -329,27 +338,35 @@ class FlatGroup:
             self._gather = None
         self.fresh = False
         self._guard()
+        if self._kept:
+            self.unshard()
 
     @property
     def is_replicated(self) -> bool:
         """Whether the full weights rest on this rank between uses."""
-        return self.at_rest.whole
+        return self.at_rest.whole or self._kept
 
     def make_readable(self, name: str) -> None:
         """Called by the guard. Waits for replicated weights in flight; raises for freed weights.
 
         It also raises for weights that were prefetched for hooks which never ran: no hook would wait for them in backward.
+        Weights that no other rank holds a part of are gathered, and from then on they rest whole: views of them, and a
+        backward that no hook announces, would find them freed.
         """
         if self.reach():
             return
-        if self.fresh and (self._gather is None or self.is_replicated):
-            self.wait_unshard()
-            return
-        raise FreedParameterError(
-            f"parameter {name} was read while only a shard of it is in memory (ZeRO stage 3 frees full weights outside "
-            "a module's forward and backward). Read it inside `with hf_dist.gathered(model):`, on every rank; save "
-            "with `trainer.save_model` or `model.save_pretrained`, on every rank; instead of `block.forward(x)`, `block(x)`."
-        )
+        awaited = self.fresh and (self._gather is None or self.is_replicated)
+        if not awaited and gathers_alone(self):
+            self._kept = True
+            self.unshard()
+        elif not awaited:
+            raise FreedParameterError(
+                f"parameter {name} was read while only a shard of it is in memory (ZeRO stage 3 frees full weights outside "
+                "a module's forward and backward). Read it inside `with hf_dist.gathered(model):`, on every rank; save "
+                "with `trainer.save_model` or `model.save_pretrained`, on every rank; instead of `block.forward(x)`, "
+                "`block(x)`."
+            )
+        self.wait_unshard()
 
     # ---------------------------------------------------------------- gradients
 

@@ -139,6 +139,16 @@ def unguard(param: torch.Tensor) -> None:
         param.__class__ = type(param)._hf_dist_plain  # type: ignore[attr-defined]
 
 
+def is_guarded(param: torch.Tensor) -> bool:
+    """Whether reads of `param` are refused, or wait for its owner. Local."""
+    return isinstance(param, _Guard)
+
+
+def is_left(param: torch.Tensor, owner: Owner) -> bool:
+    """Whether `param` is guarded and has no owner but `owner`, which is being dropped. Local."""
+    return is_guarded(param) and not hasattr(param, LAZY) and getattr(param, OWNER)[0]() in (None, owner)
+
+
 def make_readable(tensor: torch.Tensor) -> None:
     """Return with the elements of a parameter in memory, or raise `FreedParameterError`; a no-op if unguarded. Local."""
     if isinstance(tensor, _Guard):
@@ -260,6 +270,9 @@ def _make_readable(tensor: Any) -> None:
     reference, name = getattr(tensor, OWNER)
     owner = reference()
     if owner is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if tensor.untyped_storage().nbytes():  # an alias of elements that the owner has left whole
+                return
         raise FreedParameterError(
             f"parameter {name} was read after the model that it belonged to was dropped. Keep the model for as long as its "
             "parameters are used."

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
+from hf_dist.sharding.alone import gathers_alone
 from hf_dist.sharding.guard import make_readable
 from hf_dist.sharding.prepared import OWNER, own_class, raw_data
 from hf_dist.sharding.traces import Traces
@@ -101,7 +102,8 @@ def _check_whole(module: nn.Module, sharded: ShardedModel) -> None:
     if not params:
         return
     cut = sharded.pipeline is not None or any(not s.held.everything for g in sharded.groups for s in g.layout.slots)
-    freed = [g for g in sharded.groups if not (g.fresh or g.is_replicated) and any(id(p) in params for p in g.params)]
+    own = [g for g in sharded.groups if any(id(p) in params for p in g.params)]
+    freed = [g for g in own if not (g.fresh or g.is_replicated or gathers_alone(g))]
     if not cut and not freed:
         return
     instead = "Call hf_dist.unprepare(model) on every rank first; this makes it an ordinary model with all weights"

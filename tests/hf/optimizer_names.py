@@ -119,3 +119,43 @@ def alone(name: str, folder: str) -> Outcome:
     from transformers import Trainer, TrainingArguments
 
     return train(Trainer, TrainingArguments(str(Path(folder) / "stock"), **options(name)), 1)
+
+
+def adafactor_rates(arguments: Any, base: type, ranks: int) -> list[list[float]]:
+    """The rates of both param groups after every step, where Adafactor chooses them and HF's AdafactorSchedule shows them."""
+    from transformers import TrainerCallback
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    model = small_model()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = Adafactor([{"params": vectors}, {"params": matrices}], warmup_init=True)
+    rates: list[list[float]] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **_: Any) -> None:
+            rates.append([float(rate) for rate in lr_scheduler.get_last_lr()])
+
+    trainer = base(
+        model,
+        arguments,
+        train_dataset=Repeated(ranks),
+        callbacks=[Note()],
+        optimizers=(optimizer, AdafactorSchedule(optimizer)),
+    )
+    trainer.train()
+    logged = [record["learning_rate"] for record in trainer.state.log_history[:-1]]
+    assert logged == [0.0, *(first for first, _ in rates[:-1])], "the log shows the rate before the step"
+    return rates
+
+
+def shown_rates(rank: int, world: int, folder: str) -> dict[int, list[list[float]]]:
+    """`adafactor_rates` under us, by stage."""
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    found = {}
+    for stage in (0, 1, 3):
+        config = {"zero_optimization": {"stage": stage}, "hf_dist": {"stall_report_seconds": 0}}
+        arguments = DistTrainingArguments(folder, dist_config=config, **options("adafactor"))
+        found[stage] = adafactor_rates(arguments, DistTrainer, world)
+    return found

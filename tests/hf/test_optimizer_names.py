@@ -11,7 +11,7 @@ import pytest
 from transformers.training_args import OptimizerNames
 
 from tests.harness import run_ranks
-from tests.hf.optimizer_names import alone, parted, small_model, sweep
+from tests.hf.optimizer_names import adafactor_rates, alone, options, parted, shown_rates, small_model, sweep
 
 ELSEWHERE = {
     **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"), "other hardware, or gone"),
@@ -80,3 +80,17 @@ def test_states_of_every_shape_are_resumed_at_another_layout(tmp_path: Path) -> 
             for key, value in weights.items():
                 update = (value - start[key]).norm()
                 assert (outcome[0][key] - value).norm() <= 1e-5 * update, f"{name} on {world}: {key}"
+
+
+def test_rates_that_adafactor_chooses_are_shown_on_every_rank(tmp_path: Path) -> None:
+    """HF's AdafactorSchedule reads what only the owner of a parameter has."""
+    from transformers import Trainer, TrainingArguments
+
+    expected = adafactor_rates(TrainingArguments(str(tmp_path), **options("adafactor")), Trainer, 1)
+    assert len(expected) == 3
+    assert 0 < expected[0][0] != expected[0][1]
+    for world in (1, 2):
+        for found in run_ranks(shown_rates, world, (str(tmp_path),), timeout=400):
+            for stage, rates in found.items():
+                for got, right in zip(rates, expected, strict=True):
+                    assert got == pytest.approx(right, rel=1e-5), (world, stage)
