@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
+from hf_dist.log import say
+from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import all_tensors
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.guard import unguard
+from hf_dist.sharding.guard import let_idle_models_change, unguard
 from hf_dist.sharding.held import forget_slice
 from hf_dist.sharding.keeper import keep_traces, prepared_in, shards_of, traces_of
 from hf_dist.sharding.pickled import forget_copies
@@ -107,7 +110,26 @@ def taking_over(build: Callable[Concatenate[nn.Module, P], R]) -> Callable[Conca
         unprepare(model)
         before = look(model)
         result = build(model, *args, **kwargs)
+        let_idle_models_change(model, functools.partial(_made_ordinary, weakref.ref(model)))
         keep_traces(model, Traces.between(before, model))
         return result
 
     return wrapped
+
+
+def _made_ordinary(reference: weakref.ref[nn.Module], method: str) -> bool:
+    """Unprepare a model that nobody trains, because user code calls `method`; False for any other. Collective."""
+    model = reference()
+    sharded = None if model is None else shards_of(model)
+    if model is None or sharded is None:
+        return False
+    window = sharded.passes.window()
+    if window is not None and window.in_use():
+        return False
+    name = {"_apply": "to(), half() or the like"}.get(method, f"{method}()")
+    every_rank(sharded.mesh, f"model.{name}")
+    say(
+        f"{type(model).__name__}.{name} after training: the model becomes an ordinary one, with whole weights on every rank"
+    )
+    unprepare(model)
+    return True

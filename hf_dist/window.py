@@ -90,6 +90,8 @@ class Window:
         """Whether the next optimizer step can itself multiply the gradients, so that products are deferred."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called whenever a backward reaches the model, before it can step anything."""
+        self.in_use: Callable[[], bool] = lambda: True
+        """Whether the model is being trained; the Trainer's is not after `train()`."""
         self._factor: torch.Tensor | None = None  # 0D, deferred
         self._sharded = sharded
         self._loss_scale: float | None = None  # included in the gradients; None while there are none

@@ -129,6 +129,8 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """The Trainer's model; None in a custom loop."""
         self.calls_model: Callable[[nn.Module, dict[str, Any]], Any] | None = None
         """How training calls the model with a batch. None means `model(**batch)`."""
+        self.in_training: Callable[[], bool] = lambda: True
+        """Whether the Trainer is inside `train()`; always True in a custom loop."""
         self.modules_beside: Callable[[], list[nn.Module]] = list
         """Modules that the Trainer trains beside its model, such as a loss with parameters."""
         self._example_loader: Any = None
@@ -232,8 +234,8 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         let_trl_read_heads()
         known = next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
         if known is not None:
-            if evaluation_mode and shards_of(model) is not None:
-                return model  # a forward works whichever accelerator owns the model now
+            if evaluation_mode:
+                return model  # a forward works, whichever accelerator owns the model now or if it is an ordinary one
             check_owner(model, known.sharded)
             set_up_checkpointing(model, self.dist_config)  # HF's switch was set again by a second `train()`
         else:
@@ -252,6 +254,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
                     example=Example(lambda: example_from(self._example_loader), self.calls_model),
                 )
             engine.window.asks = _held_weakly(self._ends_window)
+            engine.window.in_use = self.in_training
             if self.engines and engine.scaler is not None:
                 engine.scaler = self.engines[0].scaler  # one loss may span several models, so they share one loss scale
             cover_trl(engine)

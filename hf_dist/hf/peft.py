@@ -22,7 +22,7 @@ from hf_dist.errors import ModelError
 from hf_dist.hf.state_dict import loading
 from hf_dist.sharding.full_params import full_tensors, gathered, whole_tensors
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.guard import replace_method
+from hf_dist.sharding.guard import refuse_method, replace_method
 from hf_dist.sharding.prepared import OWNER
 
 __all__ = [
@@ -102,13 +102,13 @@ def let_adapters_work(engine: Engine) -> None:
     for module in model.modules():
         for method in ("inject_adapter", "delete_adapter"):
             if hasattr(type(module), method) and module not in adapted:
-                replace_method(module, method, functools.partial(_refuse, method))
+                refuse_method(module, method, functools.partial(_refuse, method))
         if hasattr(type(module), "_unload_and_optionally_merge"):
             replace_method(module, "_unload_and_optionally_merge", _with_embeddings)
         if hasattr(type(module), "load_adapter"):
-            replace_method(module, "load_adapter", functools.partial(_load_adapter, me))
+            refuse_method(module, "load_adapter", functools.partial(_load_adapter, me))
     if getattr(model, "_hf_peft_config_loaded", False):
-        replace_method(model, "add_adapter", functools.partial(_refuse, "add_adapter"))
+        refuse_method(model, "add_adapter", functools.partial(_refuse, "add_adapter"))
 
 
 def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -173,6 +173,6 @@ def _refuse(method: str, model: Any, *args: Any, **kwargs: Any) -> Any:
     raise ModelError(
         f"{type(model).__name__}.{method}: the model is sharded by hf_dist, and its adapters {names} are spread over the ranks "
         "and known to the optimizer, so none can be added or removed. Add every adapter before the model is prepared (before "
-        "the Trainer is created): `set_adapter` switches between them at any step. To change the set of adapters of a trained "
-        "model, call hf_dist.unprepare(model) on every rank first; the next Trainer prepares it again."
+        "the Trainer is created): `set_adapter` switches between them at any step. After training: delete the engine, or call "
+        "hf_dist.unprepare(model) on every rank, first; the next Trainer prepares it again."
     )

@@ -69,6 +69,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         # Weakly: a Trainer that is dropped takes its optimizer states with it, without the cyclic collector.
         accelerator.calls_model = functools.partial(_loss_of_example, weakref.ref(self))
         accelerator.modules_beside = functools.partial(_modules_beside, weakref.ref(self))
+        accelerator.in_training = functools.partial(_in_training, weakref.ref(self))
         accelerator.timeout = self.args.ddp_timeout_delta
         self._gather_predictions()
 
@@ -232,6 +233,11 @@ def _loss_of_example(reference: weakref.ref[Any], model: nn.Module, batch: Mappi
     trainer = reference()
     assert trainer is not None
     return trainer._loss_of_example(model, batch)
+
+
+def _in_training(reference: weakref.ref[Any]) -> bool:
+    trainer = reference()
+    return trainer is not None and bool(trainer.is_in_train)
 
 
 def _modules_beside(reference: weakref.ref[Any]) -> list[nn.Module]:

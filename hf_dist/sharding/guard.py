@@ -174,15 +174,32 @@ def refuse_moves(model: nn.Module) -> None:
     A call that changes nothing (`.to(the same device)`, which many loops make) passes. HF's `resize_token_embeddings` also
     raises: it would add parameters that belong to no shard and no optimizer.
     """
-    replace_method(model, "_apply", _refuse_change)
+    refuse_method(model, "_apply", _refuse_change)
     for module in model.modules():
         if hasattr(type(module), _RESIZE):
-            replace_method(module, _RESIZE, _refuse_resize)
+            refuse_method(module, _RESIZE, _refuse_resize)
 
 
 def replace_method(module: nn.Module, method: str, instead: Callable[..., Any]) -> None:
     """Make `module.method(...)` call `instead(module, ...)`. Copies of the module keep the ordinary method."""
     module.__dict__[method] = _StandIn(module, method, instead, sharded=True)
+
+
+def refuse_method(module: nn.Module, method: str, instead: Callable[..., Any]) -> None:
+    """Like `replace_method`, for an `instead` that raises `ModelError` because shards and optimizer know the parameters.
+
+    Of a model that nobody trains (any more) the ordinary method runs, see `let_idle_models_change`.
+    """
+    replace_method(module, method, instead)
+    module.__dict__[method].refuses = True
+
+
+def let_idle_models_change(model: nn.Module, make_ordinary: Callable[[str], bool]) -> None:
+    """Let refused methods of `model` run after `make_ordinary(method)`, which is False if somebody trains the model. Local."""
+    for module in model.modules():
+        for found in module.__dict__.values():
+            if isinstance(found, _StandIn) and found.refuses:
+                found.make_ordinary = make_ordinary
 
 
 _RESIZE = "resize_token_embeddings"
@@ -199,6 +216,8 @@ class _StandIn:
         self._method = method
         self._instead = instead
         self._sharded = sharded
+        self.refuses = False
+        self.make_ordinary: Callable[[str], bool] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
         # A copy has plain parameters of its own. `deepcopy` enters it in `memo` before it copies the attributes.
@@ -209,7 +228,12 @@ class _StandIn:
         assert module is not None
         if not self._sharded:
             return getattr(type(module), self._method)(module, *args, **kwargs)
-        return self._instead(module, *args, **kwargs)
+        try:
+            return self._instead(module, *args, **kwargs)
+        except ModelError:
+            if self.make_ordinary is None or not self.make_ordinary(self._method):
+                raise
+        return getattr(module, self._method)(*args, **kwargs)
 
 
 def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
@@ -219,8 +243,8 @@ def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: Any, **
     raise ModelError(
         f"{type(model).__name__}.{_RESIZE}({new_num_tokens}): the model is sharded by hf_dist, and its "
         f"{embedding.weight.shape[0]} rows are spread over the ranks and known to the optimizer. Resize before the model is "
-        "prepared (before the Trainer is made, or before hf_dist.initialize). A trained model: call hf_dist.unprepare(model) "
-        "on every rank first; the next Trainer prepares it again."
+        "prepared (before the Trainer is made, or before hf_dist.initialize), or after training: delete the engine, or call "
+        "hf_dist.unprepare(model) on every rank, first; the next Trainer prepares it again."
     )
 
 
@@ -230,8 +254,9 @@ def _refuse_change(model: nn.Module, fn: Callable[..., Any], *args: Any, **kwarg
         if (probe.dtype, probe.device) != (dtype, device):
             raise ModelError(
                 f"{type(model).__name__} is sharded by hf_dist and cannot move from {dtype} on {device} to {probe.dtype} on "
-                f"{probe.device}. Set the compute dtype in the config (bf16.enabled, fp16.enabled), and the device when the "
-                "model is prepared; an evaluation needs no cast."
+                f"{probe.device} during training. Set the compute dtype in the config (bf16.enabled, fp16.enabled), and the "
+                "device when the model is prepared; an evaluation needs no cast. After training: delete the engine, or call "
+                "hf_dist.unprepare(model) on every rank, first."
             )
     return model
 

@@ -22,6 +22,9 @@ class Window(Protocol):
     def abandon(self) -> None:
         """Discard the gradients of the window."""
 
+    def in_use(self) -> bool:
+        """Whether the model is being trained, so that its parameters must stay what they are."""
+
     def apply_factor(self) -> None:
         """Apply a pending clip factor, because user code is about to read gradients."""
 

@@ -159,6 +159,45 @@ def layouts(stage: int | None, ranks: int, folder: str, kind: str, cuts: Sequenc
     return found
 
 
+def changed(stage: int | None, ranks: int, folder: str, kind: str, cut: str) -> dict[str, Any]:
+    """After training, casts and other sizes (other adapters, of a model under adapters), and the next training."""
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+
+    model = MODELS[kind]()
+    shares = 1 if cut in ("pp", "tp", "cp") else ranks
+    kept = trainer(model, folder, stage, shares, config=CUTS.get(cut))
+    said: list[str] = []
+
+    class Casting(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            for change in (model.double, lambda: model.resize_token_embeddings(WORDS + 8)):
+                try:
+                    change()
+                except ValueError as error:
+                    said.append(str(error))
+
+    if stage is not None:
+        kept.add_callback(Casting())
+    kept.train()
+    model.to(torch.device("cpu"))  # changes nothing, so the model stays as it is
+    model.eval().double()
+    found: dict[str, Any] = {"logits": model(input_ids=PROMPT).logits.detach(), "said": said}
+    found["loss"] = kept.evaluate()["eval_loss"]
+    del kept
+    finetune(model.float(), folder, stage, shares, config=CUTS.get(cut))
+    torch.manual_seed(7)
+    if kind == "lora":
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        model.delete_adapter("default")
+        model.set_adapter("other")
+    else:
+        model.resize_token_embeddings(WORDS + 8, mean_resizing=False)
+    finetune(model, folder, stage, shares, config=CUTS.get(cut))
+    model.double().float()  # whole again, in pipelines too
+    return {**found, "weights": weights_of(model)}
+
+
 def loaded(stage: int | None, ranks: int, folder: str, kind: str, cut: str) -> dict[str, Any]:
     """A whole state is loaded between two trainings, then one entry of it; what is said of states that do not fit."""
     model = MODELS[kind]()

@@ -38,12 +38,16 @@ PICKLED: list[tuple[int, str, bool]] = [
 ]
 """As `DROPPED`."""
 LOADED: list[tuple[int, str, str]] = [
-    *((stage, "plain", "pp") for stage in (1, 3)),
     *((3, kind, "pp") for kind in ("experts", "lora")),
-    *((1, kind, cut) for kind, cut in (("experts", "ep"), ("plain", "tp"))),
-    *((3, kind, "") for kind in ("plain", "lora")),
+    *((1, kind, cut) for kind, cut in (("plain", "pp"), ("experts", "ep"), ("plain", "tp"))),
+    (3, "lora", ""),
 ]
 """Stage, model, along what it is cut."""
+CHANGED: list[tuple[int, str, str]] = [
+    *((stage, kind, "") for stage, kind in ((0, "plain"), (1, "lora"), (3, "plain"), (3, "lora"))),
+    (1, "plain", "pp"),
+]
+"""As `LOADED`."""
 STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("outlives", (stage, lora)) for stage in STAGES for lora in (False, True)),
     *(("alive", (stage,)) for stage in STAGES),
@@ -52,6 +56,7 @@ STORIES: list[tuple[str, tuple[Any, ...]]] = [
     ("half_an_optimizer", (1,)),
     *(("pickled", story) for story in PICKLED),
     *(("loaded", story) for story in LOADED),
+    *(("changed", story) for story in CHANGED),
     *(("layouts", story) for story in LAYOUTS),
     *(("dropped", story) for story in DROPPED),
 ]
@@ -163,6 +168,18 @@ def test_a_state_that_is_loaded_between_trainings_is_trained_on(
     stock = lifetimes.loaded(None, 1, str(tmp_path), *story[1:])
     assert ours["said"] == stock["said"] and len(stock["said"]) == 6
     close(ours["weights"], stock["weights"], lifetimes.MODELS[story[1]]().state_dict())
+
+
+@pytest.mark.parametrize("story", CHANGED, ids=str)
+def test_casts_and_other_sizes_after_training(story: tuple[int, str, str], told: Any, tmp_path: Path) -> None:
+    ours, _ = outcome(told, "changed", *story)
+    stock = lifetimes.changed(None, 1, str(tmp_path), *story[1:])
+    assert (ours["logits"] - stock["logits"]).norm() <= 1e-5 * stock["logits"].norm()
+    assert ours["logits"].dtype == torch.float64
+    assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+    assert len(ours["said"]) == 2 * lifetimes.STEPS
+    assert all("during training" in said or "after training" in said for said in ours["said"])
+    close(ours["weights"], stock["weights"], stock["weights"])
 
 
 def test_an_optimizer_of_one_stage_is_refused_for_the_whole(told: Any) -> None:
