@@ -11,7 +11,6 @@ matrices are fragments too, stepped separately (`muon_step.py`).
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from hf_dist.offload.resting import Sliceable, Tier
 from hf_dist.optim.compound import leaves
 from hf_dist.optim.fragment import Fragment, Used, make_fragments
 from hf_dist.optim.fused_kernel import handed_on
+from hf_dist.optim.initial_states import cut_state, recalled, remembered
 from hf_dist.optim.muon_step import MuonStep
 from hf_dist.optim.raw_calls import StepHook
 from hf_dist.optim.rounded import RoundedBatch, Rounding
@@ -89,7 +89,7 @@ class FragmentedOptimizer:
         carry_rules(optimizer, self._tensors_of(p for params in before for p in params))
         everything = list(self._by_owner.values())
         self._initial = {
-            f: {key: _remembered(value) for key, value in optimizer.state[f.tensor].items()}
+            f: {key: remembered(value) for key, value in optimizer.state[f.tensor].items()}
             for f in everything
             if f.tensor in optimizer.state
         }
@@ -149,7 +149,7 @@ class FragmentedOptimizer:
             if fragment is not None:
                 own.append(fragment)
                 if state:
-                    self.optimizer.state[fragment.tensor] = {k: _cut(k, v, fragment) for k, v in state.items()}
+                    self.optimizer.state[fragment.tensor] = {k: cut_state(k, v, fragment) for k, v in state.items()}
         group["params"] = [f.tensor for f in own]
         self.param_names.append(names)
         return own
@@ -329,7 +329,7 @@ class FragmentedOptimizer:
         for f in batch.fragments:
             self.optimizer.state.pop(f.tensor, None)
             if f in self._initial:
-                self.optimizer.state[f.tensor] = {key: _recalled(value) for key, value in self._initial[f].items()}
+                self.optimizer.state[f.tensor] = {key: recalled(value) for key, value in self._initial[f].items()}
 
     def start_anew(self) -> None:
         """Forget all states. Local."""
@@ -389,31 +389,3 @@ class FragmentedOptimizer:
                         self.optimizer.state[f.tensor] = dict(saved["state"][f.name])
         for group, options in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update(options)
-
-
-def _cut(key: str, value: Any, fragment: Fragment) -> Any:
-    """The fragment's part of a state tensor that has its parameter's shape; any other value unchanged."""
-    slot = fragment.slot
-    whole = torch.Size(slot.held.whole)
-    # torch's step counter is 0-dimensional, and a parameter can be too: only the name distinguishes them.
-    if not isinstance(value, torch.Tensor) or value.shape != whole or key == "step":
-        return value
-    part = slot.held.take(value.detach()).reshape(-1)[fragment.first : fragment.first + fragment.stop - fragment.start]
-    return part.to(fragment.tensor.device, torch.float32, copy=True).view(fragment.shape)
-
-
-def _remembered(value: Any) -> Any:
-    """A copy of a state. A constant tensor (Adagrad's sums) is kept as one expanded element."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    value = value.detach()
-    first = value.reshape(-1)[:1]
-    constant = value.dim() == 1 and value.numel() > 1 and bool((value == first).all())
-    return first.clone().expand(value.shape) if constant else value.clone()
-
-
-def _recalled(value: Any) -> Any:
-    """A new state from the result of `_remembered`."""
-    if isinstance(value, torch.Tensor):
-        return value.clone(memory_format=torch.contiguous_format)
-    return copy.deepcopy(value)
