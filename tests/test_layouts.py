@@ -24,7 +24,7 @@ from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.search import MOST_TRIED_OF_AXIS, Search
 from hf_dist.pipeline.meta import meta_twin
 from tests.parity.families import make_model
-from tests.published import JOBS
+from tests.published import JOBS, without
 
 WANTED = Wanted(ranks=8, rows=64, seq=64, ranks_per_machine=4)
 ROOM = 40_000_000
@@ -196,6 +196,29 @@ def test_what_is_left_out_without_a_plan_would_not_fit() -> None:
     looked = search("llama")
     for each in looked.best(8):
         assert looked._least_nbytes(each.layout) <= each.plan.device_need
+
+
+def test_a_step_is_timed_again_and_without_parts() -> None:
+    looked = search("llama")
+    staged = looked.best_with(pp=2)
+    assert staged is not None
+    for each in (*looked.best(3), staged):
+        assert looked.timed_by(looked.hardware, each) == each
+        slower = looked.timed_by(replace(looked.hardware, flops=looked.hardware.flops / 2), each)
+        assert slower.time.parts["compute"] > each.time.parts["compute"]
+        assert without((), each) == pytest.approx(each.time.seconds)
+        left = each.time.seconds - each.time.parts["bubble"]
+        assert without(("bubble",), each) == pytest.approx(left) and each.time.hidden >= 0
+    assert without(("bubble",), staged) < staged.time.seconds
+    assert without(("tp",), staged) <= staged.time.seconds
+
+
+def test_sizes_without_room_say_what_they_need() -> None:
+    found = search("llama", 1000).smallest_with(pp=2)
+    assert found is not None and found.layout.pp == 2 and found.plan.device_need > 1000
+    roomy = search("llama").best_with(pp=2, micro=1, virtual=1, recomputed="blocks")
+    assert roomy is not None and found.plan.device_need <= roomy.plan.device_need
+    assert search("llama").smallest_with(pp=64) is None
 
 
 def test_experts_weights_are_read_by_products_and_not_for_every_token() -> None:

@@ -38,6 +38,8 @@ _STATES_NBYTES = 32
 _NORM_NBYTES = 4
 """Bytes per element that a rank steps: its gradient, read for the norm."""
 _PAIRWISE = ("ep", "cp")
+_OF_WEIGHTS = ("shard", "edp", "dp", *(axis for axis, _ in DENSE))
+"""Axes along which weights and gradients travel."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,19 @@ class StepTime:
     between: int = 0
     sent: Mapping[str, int] = field(default_factory=dict)
     """Bytes by axis."""
+    alone: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of these sends by axis if nothing ran beside them."""
 
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
         return sum(self.parts.values())
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of gathers and reductions beside which something is computed."""
+        weights = sum(self.alone.get(axis, 0.0) for axis in _OF_WEIGHTS)
+        return max(0.0, weights - self.parts["weights"])
 
     @property
     def exposed(self) -> float:
@@ -139,7 +149,7 @@ def step_time(
     }
     busy = sum(parts[name] for name in ("compute", "recomputation", "tp", "cp", "ep"))
     parts["bubble"] = busy * bubble / (1 - bubble)
-    return StepTime(parts, bubble, inside, between, sent)
+    return StepTime(parts, bubble, inside, between, sent, seconds)
 
 
 def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: float, optimizer: float) -> float:
