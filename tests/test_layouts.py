@@ -198,20 +198,6 @@ def test_what_is_left_out_without_a_plan_would_not_fit() -> None:
         assert looked._least_nbytes(each.layout) <= each.plan.device_need
 
 
-def test_every_forward_begins_with_a_gather_that_shows() -> None:
-    """Computing is slow, so that all the rest is hidden; the last reduction takes as long as two gathers."""
-    slow = Hardware(flops=1e6, memory=1e30, latency=0.0, ranks_per_machine=4)
-    looked = Search(meta("llama"), start(), WANTED, Limits(ROOM, None, 4), slow)
-    few, many = (looked.plan(Layout(dp_shard=8, stage=3, micro=8 // m, microbatches=m)) for m in (2, 8))
-    assert few is not None and many is not None
-    assert many.time.parts["weights"] / few.time.parts["weights"] == pytest.approx((8 + 2) / (2 + 2), rel=0.02)
-    staged = Layout(pp=2, dp_shard=4, stage=3, micro=1, microbatches=16, reshard=True)
-    found = looked.plan(staged)
-    once = looked.plan(replace(staged, reshard=False))
-    assert found is not None and once is not None
-    assert found.time.parts["weights"] / once.time.parts["weights"] == pytest.approx((32 + 2) / (1 + 2), rel=0.1)
-
-
 def test_a_step_is_timed_again_and_without_parts() -> None:
     looked = search("llama")
     staged = looked.best_with(pp=2)

@@ -5,8 +5,7 @@
     recomputation  the same for recomputed blocks
     tp, cp, ep     activations sent while nothing else runs; sums of backward over tp begin before the weight gradients
     weights        gathers that forward does not hide, reductions (stage 3: and gathers) that backward does not hide; the ends
-                   of a step: first gathers and last reductions, hidden only by norms and, at stages 1 and 2, the optimizer;
-                   first gathers of every forward at stage 3
+                   of a step: first gathers and last reductions, hidden only by norms and, at stages 1 and 2, the optimizer
     bubble         a pipeline's idle time
     optimizer      reads and writes of states
 
@@ -156,11 +155,9 @@ def step_time(
 def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: float, optimizer: float) -> float:
     """Seconds of gathers and reductions that computation does not hide. A reduction (fp32) takes twice as long as a gather.
 
-    Every forward begins with a gather that nothing hides, and so does every backward in stages before a pipeline's last, which
-    keep no unit from a forward to its backward. Reductions go on beside the next microbatch. Norms of complete gradients are
-    computed beside the last reductions. At stages 1 and 2 the first gather runs beside the optimizer, which takes `optimizer`
-    seconds and steps that unit first. Pipelines that gather and reduce once do so beside one microbatch; copies are reduced
-    once, after their shards.
+    Norms of complete gradients are computed beside the last reductions. At stages 1 and 2 the first gather runs beside the
+    optimizer, which takes `optimizer` seconds and steps that unit first.
+    Pipelines gather and reduce once, overlapped with one microbatch; copies are reduced once, after their shards.
     """
     states, rounds = layout.placements, layout.rounds
     shards = seconds.get("shard", 0.0) + seconds.get("edp", 0.0)
@@ -169,8 +166,7 @@ def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: floa
     before = max(0.0, rounds.forward * (one - work.forward))
     beside = rounds.reductions * (2 * work.forward + work.again)
     after = max(0.0, (rounds.backward + 2 * rounds.reductions) * one + copies - beside)
-    begun = rounds.forward + (rounds.backward if layout.pp > 1 else 0)
-    first, last = ends * begun * one, ends * (2 * one + copies)
+    first, last = ends * min(rounds.forward, 1) * one, ends * (2 * one + copies)
     if states.optim is not states.params:  # the optimizer's own shards are gathered
         first = max(0.0, first - (1 - ends) * optimizer)
     last = max(0.0, last - (1 - ends) * optimizer * _NORM_NBYTES / _STATES_NBYTES)

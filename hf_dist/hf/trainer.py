@@ -71,8 +71,6 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         accelerator.modules_beside = functools.partial(_modules_beside, weakref.ref(self))
         accelerator.in_training = functools.partial(_in_training, weakref.ref(self))
         accelerator.timeout = self.args.ddp_timeout_delta
-        # As HF does after 5.5.0: it divides the loss itself, and accelerate would divide it once more.
-        accelerator.gradient_accumulation_steps = 1
         self._gather_predictions()
 
     def _gather_predictions(self) -> None:

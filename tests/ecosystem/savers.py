@@ -195,6 +195,21 @@ def sentences(folder: Path, kind: str, stage: int | None, root: str) -> dict[str
     }
 
 
+def resumed(folder: Path, kind: str, first: int | None, then: list[int | None], root: str) -> list[dict[str, Any]]:
+    """Train at stage `first`; then the last step again from the checkpoint before it, at each stage of `then`."""
+    found = []
+    for number, stage in enumerate([first, *then]):
+        trainer = sentence_trainer(folder / str(number), stage, kind, Path(root))
+        trainer.args.max_steps = 3
+        trainer.train(resume_from_checkpoint=str(folder / "0" / "checkpoint-2") if number else None)
+        trainer.save_model(str(folder / "saved" / str(number)))
+        trainer.accelerator.wait_for_everyone()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if trainer.is_world_process_zero():
+            found.append({"losses": losses, "saved": read(folder / "saved" / str(number))})
+    return found
+
+
 # ---- users' own code
 
 
