@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 from hf_dist.bench.rounds import Row
 from hf_dist.cli import tune as command
@@ -139,6 +141,38 @@ def test_files_that_cannot_be_compared_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         command.tune("model", suggested(tmp_path, **SUGGESTED, d=more), ranks=2, **options)
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_what_has_run_is_kept_when_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], finished: int
+) -> None:
+    """Ctrl-C in the first run, or in the second."""
+
+    class Prepared:
+        work = SimpleNamespace(tokens_per_step=100.0, dtype="fp32")
+        contenders = [SimpleNamespace(name=name, engine="hf_dist") for name in ("stage1", "stage3")]
+
+    def run(work: Any, contender: Any) -> list[dict[str, Any]]:
+        ran.append(contender.name)
+        if len(ran) > finished:
+            raise KeyboardInterrupt
+        zeros = dict.fromkeys(("peak_nbytes", "sent_nbytes", "first_step_seconds", "import_seconds"), 0)
+        return [{**zeros, "step_seconds": [2.0], "losses": [1.0], "phases": {}, "waiting_seconds": None}]
+
+    ran: list[str] = []
+    monkeypatch.setattr("hf_dist.bench.prepare.prepare", lambda *given: Prepared())
+    monkeypatch.setattr("hf_dist.bench.rounds.run", run)
+    source, output = tmp_path / "ds.json", tmp_path / "best.json"
+    source.write_text(json.dumps(AUTOTUNED))
+    with pytest.raises(typer.Exit) as end:
+        command.tune("model", source, output=output)
+    told = capsys.readouterr()
+    assert end.value.exit_code == 130 and len(ran) == finished + 1  # larger microbatches are not begun
+    assert output.exists() == bool(finished) and "interrupted" in told.err
+    if finished:
+        assert json.loads(output.read_text())["zero_optimization"]["stage"] == 1
+        assert "stage1, microbatch 2" in told.out and "stage3" not in told.out
 
 
 def test_it_runs_as_a_command(tmp_path: Path) -> None:

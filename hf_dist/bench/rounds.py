@@ -12,7 +12,7 @@ from hf_dist.bench.prepare import Prepared
 from hf_dist.bench.processes import RunFailedError, run
 from hf_dist.bench.work import Contender, Work
 
-__all__ = ["Row", "Run", "run_rounds", "summarize"]
+__all__ = ["InterruptedRounds", "Row", "Run", "run_rounds", "summarize"]
 
 ALLOWED = {"fp32": 1e-4, "bf16": 2e-3}
 """Relative difference of losses up to which two engines did the same; bf16 engines round at different places."""
@@ -64,8 +64,16 @@ class Row:
     """Whether the precision explains that difference."""
 
 
+class InterruptedRounds(KeyboardInterrupt):
+    """Ctrl-C during the rounds, with the runs that were complete by then."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        super().__init__()
+        self.runs = runs
+
+
 def run_rounds(prepared: Prepared, rounds: int, tell: Callable[[str], None]) -> list[Run]:
-    """Run every contender once per round. One that fails is left out of later rounds."""
+    """Run every contender once per round. One that fails is left out of later rounds. Raises `InterruptedRounds`."""
     runs: list[Run] = []
     failed: set[int] = set()
     for number in range(rounds):
@@ -79,6 +87,8 @@ def run_rounds(prepared: Prepared, rounds: int, tell: Callable[[str], None]) -> 
             except RunFailedError as error:
                 failed.add(index)
                 runs.append(Run(index, number, load, error=str(error).strip()))
+            except KeyboardInterrupt:
+                raise InterruptedRounds(runs) from None
     return runs
 
 

@@ -9,7 +9,8 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,7 @@ _BATCH = ("train_batch_size", _MICRO, "gradient_accumulation_steps")
 _TUNING = "autotuning"
 _NAMED = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Axes and views by which a layout is named."""
+_INTERRUPTED = 130
 MAX_MICRO_BATCHES = 3
 """Number of sizes to try if neither the command nor the file gives any."""
 
@@ -67,7 +69,7 @@ def tune(
 
     Stages: those that the file lists, otherwise all that are compatible with its other settings. Candidates that do not fit
     are skipped. A folder: its files unchanged, which must have equally many rows per step. `hf-dist plan` estimates memory
-    and other settings without a run.
+    and other settings without a run. Ctrl-C writes the best of what has run, and ends with exit code 130.
     """
     options: dict[str, Any] = {"seq": seq, "ranks": ranks, "steps": steps, "rounds": rounds, "dtype": dtype}
     if config.is_dir():
@@ -77,19 +79,21 @@ def tune(
     asked = data.get(_TUNING) if isinstance(data.get(_TUNING), Mapping) else {}
     sizes = _sizes(micro_batch, data, asked or {})
     speeds: dict[tuple[int, Path], Row] = {}
+    stopped = False
     with tempfile.TemporaryDirectory(prefix="hf_dist_tune_") as folder:
         files = list(_candidates(data, Path(folder)))
         if not files:
             raise ConfigError(Problem(_STAGE, str(at(data, _STAGE)), "names no stage that the file can have", ""))
         for size in sizes:
-            rows = _measured(model, files, micro_batch=size, **options)
-            speeds |= {(size, file): row for file, row in zip(files, rows, strict=True)}
-            if all(row.error for row in rows):
+            rows, stopped = _until_stopped(lambda: _measured(model, files, micro_batch=size, **options), files)  # noqa: B023
+            speeds |= {(size, file): row for file, row in rows.items()}
+            if stopped or all(row.error for row in rows.values()):
                 break  # larger ones will not fit either
-        best = _best(speeds)
+        best = _best(speeds, stopped=stopped)
         written = json.loads(best[1].read_text(encoding="utf-8"))
     print(_table(speeds, best))
     _write(written, best[0], data, output)
+    _end(stopped)
 
 
 def _tune_files(model: str, folder: Path, micro_batch: str, output: Path, options: Mapping[str, Any]) -> None:
@@ -108,14 +112,44 @@ def _tune_files(model: str, folder: Path, micro_batch: str, output: Path, option
             Problem("--config", str(folder), what, "Take what `hf-dist plan --gpus N --suggest DIR` writes.")
         )
     speeds: dict[tuple[int, Path], Row] = {}
+    stopped = False
     for micro, window in sorted(set(batches.values())):
         files = [file for file, batch in batches.items() if batch == (micro, window)]
-        rows_of = _measured(model, files, micro_batch=micro, window=window, **options)
-        speeds |= {(micro, file): row for file, row in zip(files, rows_of, strict=True)}
-    best = _best(speeds)
+        sizes = {"micro_batch": micro, "window": window}
+        rows_of, stopped = _until_stopped(lambda: _measured(model, files, **sizes, **options), files)  # noqa: B023
+        speeds |= {(micro, file): row for file, row in rows_of.items()}
+        if stopped:
+            break
+    best = _best(speeds, stopped=stopped)
     print(_table(speeds, best, {file: _layout_text(file, config, options["ranks"]) for file, config in found.items()}))
     output.write_text(best[1].read_text(encoding="utf-8"), encoding="utf-8")
     print(f"wrote {output}; pass --per_device_train_batch_size {best[0]} to the script")
+    _end(stopped)
+
+
+def _until_stopped(measure: Callable[[], list[Row]], files: list[Path]) -> tuple[dict[Path, Row], bool]:
+    """(the row of every file that was measured, whether Ctrl-C ended it). A file counts with the rounds that it has run."""
+    try:
+        return dict(zip(files, measure(), strict=True)), False
+    except _Stopped as stopped:
+        return {files[index]: row for index, row in stopped.rows.items()}, True
+    except KeyboardInterrupt:  # before the first run
+        return {}, True
+
+
+class _Stopped(KeyboardInterrupt):
+    """Ctrl-C, with the rows of the files that have run, by place."""
+
+    def __init__(self, rows: dict[int, Row]) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+def _end(stopped: bool) -> None:
+    """End with the exit code of Ctrl-C."""
+    if stopped:
+        print("interrupted: not all candidates have run", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED)
 
 
 def _batch_of(file: Path, config: DistConfig, asked: int | None) -> tuple[int, int]:
@@ -176,10 +210,10 @@ def _candidates(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
 
 
 def _measured(model: str, files: list[Path], *, window: int | None = None, **options: Any) -> list[Row]:
-    """One row per file, measured in turns."""
+    """One row per file, measured in turns. Raises `_Stopped`."""
     from hf_dist.bench.asked import Asked
     from hf_dist.bench.prepare import prepare
-    from hf_dist.bench.rounds import run_rounds, summarize
+    from hf_dist.bench.rounds import InterruptedRounds, run_rounds, summarize
     from hf_dist.hf.proof import quiet
 
     rounds = options["rounds"]
@@ -187,12 +221,21 @@ def _measured(model: str, files: list[Path], *, window: int | None = None, **opt
     with tempfile.TemporaryDirectory(prefix="hf_dist_bench_") as folder:
         with quiet():
             prepared = prepare(asked, Path(folder), window)
-        runs = run_rounds(prepared, rounds, lambda line: print(line, file=sys.stderr, flush=True))
+        try:
+            runs = run_rounds(prepared, rounds, lambda line: print(line, file=sys.stderr, flush=True))
+        except InterruptedRounds as interrupted:
+            done = sorted({each.contender for each in interrupted.runs})
+            runs = [replace(each, contender=done.index(each.contender)) for each in interrupted.runs]
+            rows = summarize(prepared.work, [prepared.contenders[index] for index in done], runs)
+            raise _Stopped(dict(zip(done, rows, strict=True))) from None
         return summarize(prepared.work, prepared.contenders, runs)
 
 
-def _best(speeds: Mapping[tuple[int, Path], Row]) -> tuple[int, Path]:
+def _best(speeds: Mapping[tuple[int, Path], Row], *, stopped: bool = False) -> tuple[int, Path]:
     good = {key: row.speed[1] for key, row in speeds.items() if not row.error}
+    if stopped and not good:
+        print("interrupted before a candidate has run: nothing is written", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED)
     if not good:
         (_, file), row = next(iter(speeds.items()))
         raise HfDistError(f"no candidate could be run; the first, {file.stem}, failed: {row.error.splitlines()[-1]}")
