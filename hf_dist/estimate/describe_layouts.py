@@ -110,10 +110,11 @@ def draw_layouts(found: Sequence[Found]) -> Picture:
     left, width, height, top = 330, 620, 26, 34
     longest = max(each.time.seconds for each in found)
     picture = Picture(12, left + width + 200, top + len(found) * (height + 8) + 8)
-    for i, part in enumerate(PARTS):
-        at = left + i * 98
+    at = left
+    for part in PARTS:
         picture.box(at, 8, 10, 10, _COLOURS[part])
         picture.words(at + 14, 17, part)
+        at += 40 + 7 * len(part)
     for i, each in enumerate(found):
         y, x = top + i * (height + 8), float(left)
         picture.words(left - 8, y + 17, each.layout.text, anchor="end")
