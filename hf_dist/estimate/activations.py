@@ -39,6 +39,9 @@ from hf_dist.sharding.precision import precision_for
 
 _PLAIN_LOSS_NBYTES = 12
 """Bytes per logit, in fp32: the log-softmax, its gradient, and the logits' gradient. The logits are freed by then."""
+_LOG_SOFTMAX_NBYTES = 4
+_NORM_TENSORS = 6
+"""Tensors of one size in the backward of HF's RMSNorm: the saved one and five gradients."""
 _NO_KERNEL = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -114,6 +117,12 @@ class Kept:
     host: int = 0
     passing: int = 0
     """Gradients of activations while one block is in backward."""
+    behind: int = 0
+    """The part of `device` that the backward frees before it reaches the last block."""
+    closing: int = 0
+    """What is there in its place while the last norm is in backward."""
+    deferred: int = 0
+    """Gradients of products whose weights wait for theirs, in a backward of two parts; recomputed blocks have none."""
 
 
 @dataclass(eq=False)
@@ -121,8 +130,14 @@ class Activations:
     """One forward of a model with one microbatch."""
 
     blocks: list[Block] = field(default_factory=list)
+    before: int = 0
+    """Saved before the first block."""
     outside: int = 0
-    """Saved outside the blocks, excluding tensors over the vocabulary."""
+    """Arguments of blocks other than hidden states, and what is saved between two blocks."""
+    after: int = 0
+    """Saved behind the last block, excluding tensors over the vocabulary."""
+    largest_after: int = 0
+    """Size of the largest storage in `after`: the fp32 copy in the last norm, in most models."""
     rows: int = 0
     """Rows of the logits: tokens of the microbatch; 0 for a model without a head over a vocabulary."""
     vocabulary: int = 0
@@ -143,7 +158,8 @@ class Activations:
         section = config.activation_checkpointing
         asked, every = asks_for_checkpointing(config)
         on = (asked or checkpointing) and self.blocks
-        device, host, recomputed, num_inputs, largest = self.outside, 0, 0, 0, 0
+        host, recomputed, num_inputs, largest, deferred = 0, 0, 0, 0, 0
+        device = self.outside + sum(nbytes for nbytes, end in self._ends() if paths is None or end in paths)
         for i, block in enumerate(self.blocks):
             if paths is not None and block.path not in paths:
                 continue
@@ -152,6 +168,7 @@ class Activations:
             tile = -(-tiled // section.mlp_tiles)
             if not on or (every is not None and i % every):
                 device += block.saved - tiled
+                deferred += 0 if on else block.costly
                 recomputed = max(recomputed, tile)
                 continue
             costly = block.costly if section.selective else 0
@@ -162,7 +179,14 @@ class Activations:
             if not section.cpu_checkpointing or num_inputs <= NUM_KEPT:
                 device += block.input
             recomputed = max(recomputed, block.saved - block.saved_input - costly - tiled + tile)
-        return Kept(device, max(recomputed, 0), host, 2 * largest)
+        is_last = paths is None or self._ends()[-1][1] in paths
+        behind, closing = (self.after, _NORM_TENSORS * self.largest_after) if is_last else (0, 0)
+        return Kept(device, max(recomputed, 0), host, 2 * largest, behind, closing, deferred)
+
+    def _ends(self) -> tuple[tuple[int, str], tuple[int, str]]:
+        """What is saved before and behind all blocks, each with the block of whose stage it is a part."""
+        paths = [block.path for block in self.blocks] or [""]
+        return (self.before, paths[0]), (self.after, paths[-1])
 
     def logits(self, config: DistConfig) -> int:
         """Bytes of the logits and of the loss's tensors over the vocabulary, at the start of backward."""
@@ -173,6 +197,13 @@ class Activations:
             return TILE_BYTES + 4 * self.width * (self.rows + (self.vocabulary if self.learns else 0))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return loss_nbytes(self.rows * self.vocabulary, self.logit, device)
+
+    def waiting_logits(self, config: DistConfig) -> int:
+        """Bytes of them that a microbatch keeps whose backward has not begun."""
+        wanted = settled(config.hf_dist.tiled_loss)
+        if wanted and saves_memory(self.rows, self.vocabulary, self.width, self.logit, learns=self.learns):
+            return 0
+        return self.rows * self.vocabulary * (_LOG_SOFTMAX_NBYTES if wanted is False else self.logit)
 
 
 def measure_activations(
@@ -298,6 +329,9 @@ class _Recorder(TorchDispatchMode):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs.get("hidden_states")
             self._block = Block(path)
+            if self.found.blocks:  # it was no end
+                self.found.outside += self.found.after
+                self.found.after = self.found.largest_after = 0
             self._input = None
             self._before = self._trace.flops
             self._send_from(self._block.work)
@@ -357,8 +391,15 @@ class _Recorder(TorchDispatchMode):
         nbytes = tensor.untyped_storage().nbytes()
         if tensor.shape and tensor.shape[-1] == self.found.vocabulary and self._block is None:
             return tensor
-        if self._block is None or number in self._shared:
+        if number in self._shared:
             self.found.outside += nbytes
+            return tensor
+        if self._block is None:
+            if not self.found.blocks:
+                self.found.before += nbytes
+                return tensor
+            self.found.after += nbytes
+            self.found.largest_after = max(self.found.largest_after, nbytes)
             return tensor
         self._block.saved += nbytes
         self._block.largest = max(self._block.largest, nbytes)

@@ -2,7 +2,7 @@
 
 Exact: everything stored between two steps (`state_bytes.py`). Estimated: the peak on the device, the larger of two moments:
 
-    the loss      resting + gathered + gradients of earlier microbatches + activations + logits
+    the loss      resting + gathered + gradients of earlier microbatches + activations + logits, or the last norm's backward
     backward      resting + the recomputed block + the maximum, over the sequence of units, of
                   gathered weights + remaining activations + gradients in flight + reduced gradients
 
@@ -39,7 +39,7 @@ class MemoryPlan:
 
     states: States
     kept: Kept | None
-    """Activations of one microbatch; None if the model could not run on meta."""
+    """Activations of all microbatches in flight; None if the model could not run on meta."""
     in_flight: int
     """Microbatches whose activations are kept at the same time; more than one in a pipeline."""
     logits: int
@@ -47,6 +47,8 @@ class MemoryPlan:
     """Bytes on disk, for the whole job."""
     stage: int = 0
     """The rank's pipeline stage; 0 without a pipeline."""
+    travelling: int = 0
+    """Bytes of tensors on their way between pipeline stages."""
     problem: str = ""
     """Why there are no activations."""
     beside: int = 0
@@ -55,7 +57,12 @@ class MemoryPlan:
     @property
     def activations(self) -> int:
         """Activation bytes on the device, from forward to backward."""
-        return self.kept.device * self.in_flight if self.kept else 0
+        return self.kept.device if self.kept else 0
+
+    @property
+    def at_last_block(self) -> int:
+        """What is left of them when backward reaches the last block."""
+        return self.activations - self.kept.behind if self.kept else 0
 
     @property
     def recomputed(self) -> int:
@@ -73,25 +80,33 @@ class MemoryPlan:
         return (settled(self.states.config.gradient_accumulation_steps) or 1) > 1 or self.in_flight > 1
 
     @property
+    def sums_window(self) -> bool:
+        """Whether they wait unreduced, in full."""
+        return self.accumulates and self.states.collects_window
+
+    @property
     def waiting(self) -> int:
         """Bytes of gradients of earlier microbatches."""
         if not self.accumulates:
             return 0
-        return self.states.window_nbytes() if self.states.collects_window else self.states.nbytes.gradients[Tier.DEVICE]
+        return self.states.window_nbytes if self.states.collects_window else self.states.nbytes.gradients[Tier.DEVICE]
 
     @cached_property
     def backward(self) -> int:
         """Temporary memory at the fullest moment of backward, including one recomputed block."""
         states = self.states
-        if self.accumulates and states.collects_window:
+        if self.sums_window:
             # Window sums are replaced by reduced gradients, which are never larger, so the start is the fullest moment.
-            return self.activations + self.waiting + states.gathered_nbytes + self.recomputed + self.passing
-        return states.backward_nbytes(self.activations, self.recomputed + self.passing, accumulated=self.accumulates)
+            newest = states.newest_nbytes(self.recomputed + self.passing)
+            return self.at_last_block + self.travelling + self.waiting + states.gathered_nbytes + newest
+        passes = self.recomputed + self.passing
+        return self.travelling + states.backward_nbytes(self.activations, passes, accumulated=self.accumulates)
 
     @cached_property
     def device_peak(self) -> int:
         """Peak of tensors on the device; see the module."""
-        loss = self.states.gathered_at_loss_nbytes + self.waiting + self.activations + self.logits
+        loss = max(self.activations + self.logits, self.at_last_block + (self.kept.closing if self.kept else 0))
+        loss += self.states.gathered_at_loss_nbytes + self.waiting + self.travelling
         return self.states.nbytes.resident(Tier.DEVICE) + max(loss, self.backward)
 
     @property
@@ -102,7 +117,7 @@ class MemoryPlan:
     @property
     def host(self) -> int:
         """Bytes of one rank on the host."""
-        return self.states.nbytes.resident(Tier.HOST) + (self.kept.host * self.in_flight if self.kept else 0)
+        return self.states.nbytes.resident(Tier.HOST) + (self.kept.host if self.kept else 0)
 
     @property
     def disk(self) -> int:
@@ -123,7 +138,8 @@ class MemoryPlan:
             ("activations", self.activations, "measured on meta"),
             ("one recomputed block", self.recomputed, "measured on meta"),
             ("gradients of a block's activations", self.passing, "estimate"),
-            ("activations on the host", self.kept.host * self.in_flight if self.kept else 0, "measured on meta"),
+            ("activations on the host", self.kept.host if self.kept else 0, "measured on meta"),
+            ("on the way between stages", self.travelling, "estimate"),
             ("logits and loss", self.logits, "estimate"),
             ("temporary memory in backward", self.backward, "at most"),
         ]

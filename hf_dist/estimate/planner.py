@@ -19,17 +19,19 @@ from hf_dist.estimate.activations import Activations, measure_activations, text_
 from hf_dist.estimate.expert_traffic import ExpertTraffic, advice, choices
 from hf_dist.estimate.layer_traffic import layer_traffic
 from hf_dist.estimate.memory_plan import MemoryPlan
+from hf_dist.estimate.pipeline_rank import PipelineRank, cut_rank
 from hf_dist.estimate.residency import budget_nbytes, keep_within
 from hf_dist.estimate.sliced import Sliced, merged, sliced
 from hf_dist.estimate.state_bytes import States
 from hf_dist.estimate.wire import Traffic, state_traffic
 from hf_dist.experts.spread import expert_counts
 from hf_dist.local_sgd.outer import num_outer_states
-from hf_dist.pipeline import make_schedule, plan_stages, simulate
-from hf_dist.pipeline.planned_split import PlannedSplit
+from hf_dist.pipeline import PlannedSplit, make_schedule, plan_stages
 from hf_dist.sequence.layout import SequenceLayout, layout_for
 from hf_dist.sequence.split import heads_of
 from hf_dist.sharding.held import cut_along
+
+_FEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Planner:
         self._num_experts = expert_counts(model)
         self._measured: dict[tuple[int, int, str, int], Activations | str] = {}
         self._cut: dict[Any, Sliced] = {}
-        self._splits: dict[tuple[int, Any], PlannedSplit] = {}
+        self._splits: dict[Any, PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
         """The fullest rank under a resolved `config`, with its `memory_budget` used. Raises `ConfigError`, `ModelError`."""
@@ -81,48 +83,40 @@ class Planner:
     def plan_rank(self, config: DistConfig, pp_rank: int) -> MemoryPlan:
         """One rank of a pipeline (0 without a pipeline), without a `memory_budget`."""
         axes = self._axes(config)
-        stages = config.pipeline.stages
-        names: frozenset[str] | None = None
-        paths: frozenset[str] | None = None
-        holders: dict[str, Any] = {}
-        in_flight, is_last, num_holders = 1, True, 0
-        if stages > 1:
-            split = self._split(config).plan
-            mine = range(pp_rank, split.num_stages, stages)
-            names = frozenset(n for s in mine for n in split.names_of(s))
-            paths = frozenset(c.module for s in mine for c in split.calls[split.bounds[s] : split.bounds[s + 1]])
-            ranks = {shared.names[0]: frozenset(s % stages for s in shared.stages) for shared in split.shared}
-            # Each is sent by itself, because stages need not have the same ones in a unit.
-            holders = {name: object() for name, held in ranks.items() if len(held) > 1 and pp_rank in held}
-            num_holders = len({ranks[name] for name in holders})
-            count = settled(config.gradient_accumulation_steps) or 1
-            schedule = make_schedule(config.pipeline.schedule, stages, count, config.pipeline.virtual_stages)
-            in_flight = max(simulate(schedule).in_flight[s] for s in mine)
-            is_last = split.num_stages - 1 in mine
+        own = self._pipeline_rank(config, pp_rank)
         slices = self.slices(config)
         states = States.of_model(
             self.model if slices is None else slices.model,
             config,
             num_shards=axes.size("shard"),
             ep=axes.size("ep"),
-            names=names,
-            holders=holders,
+            names=own.names,
+            holders=own.holders,
             copies=slices.copies if slices else None,
         )
         if axes.size("dp_replicate") > 1:
             states = replace(states, outer_states=num_outer_states(config.local_sgd))
         measured = self.activations(config)
-        known = isinstance(measured, Activations)
+        known = measured if isinstance(measured, Activations) else None
         return MemoryPlan(
             states,
-            measured.kept(config, self.workload.checkpointing, paths) if isinstance(measured, Activations) else None,
-            in_flight,
-            measured.logits(config) if isinstance(measured, Activations) and is_last else 0,
+            own.kept(known, config, self.workload.checkpointing) if known else None,
+            own.in_flight,
+            known.logits(config) if known and own.is_last else 0,
             self._checkpoint_nbytes(states),
-            pp_rank,
+            own.number,
+            own.travelling(known) if known else 0,
             "" if known else str(measured),
-            self.beside(config, axes, self.groups_of_model(config, num_holders)),
+            self.beside(config, axes, self.groups_of_model(config, own.num_holders)),
         )
+
+    def _pipeline_rank(self, config: DistConfig, number: int) -> PipelineRank:
+        pipeline = config.pipeline
+        if pipeline.stages == 1:
+            return PipelineRank()
+        count = settled(config.gradient_accumulation_steps) or 1
+        schedule = make_schedule(pipeline.schedule, pipeline.stages, count, pipeline.virtual_stages)
+        return cut_rank(self._split(config), schedule, number)
 
     def groups_of_model(self, config: DistConfig, holders: int) -> int:
         """A rank's process groups that depend on the model, including the `holders` between pipeline stages."""
@@ -217,14 +211,30 @@ class Planner:
                 self._measured[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._measured[key]
 
-    def _split(self, config: DistConfig) -> PlannedSplit:
+    def cut_as(self, config: DistConfig, split: PlannedSplit) -> None:
+        """Take `split`, which a job has made, for the stages of this `config`."""
+        self._splits[self._cut_key(config)] = split
+
+    def _cut_key(self, config: DistConfig) -> tuple[int, Any, bool]:
         pipeline = config.pipeline
-        key = (pipeline.stages * pipeline.virtual_stages, pipeline.partition_method)
+        recompute = self.workload.checkpointing or asks_for_checkpointing(config)[0]
+        return pipeline.stages * pipeline.virtual_stages, pipeline.partition_method, recompute
+
+    def _split(self, config: DistConfig) -> PlannedSplit:
+        """The stages as a job cuts them: balanced for its rows and its recomputation."""
+        key = self._cut_key(config)
         if key not in self._splits:
-            batch = {k: v for k, v in text_batch(self.model, 1, 32).items() if isinstance(v, torch.Tensor)}
+            rows = text_batch(self.model, 1, self._tokens())
+            batch = {k: v for k, v in rows.items() if isinstance(v, torch.Tensor)}
             batch["labels"] = batch["input_ids"]
-            self._splits[key] = plan_stages(self.model, batch, key[0], method=pipeline.partition_method)
+            self._splits[key] = plan_stages(self.model, batch, key[0], method=key[1], recompute=key[2])
         return self._splits[key]
+
+    def _tokens(self) -> int:
+        """Tokens of a sample, as many as the model has positions; a few if only the given arguments tell them."""
+        longest = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        tokens = self.workload.seq or _FEW_TOKENS
+        return min(tokens, longest) if isinstance(longest, int) else tokens
 
     def _checkpoint_nbytes(self, states: States) -> int:
         params = list(self.model.parameters())

@@ -34,7 +34,7 @@ def rescaled(found: Activations, measured: int, *, rows: int, own: int, whole: i
     return replace(
         found,
         blocks=[block(each) for each in found.blocks],
-        outside=round(factor * found.outside),
+        **{name: round(factor * getattr(found, name)) for name in ("before", "outside", "after", "largest_after")},
         rows=round(factor * found.rows),
         rest=work(found.rest),
         backward=crossed(found.backward),

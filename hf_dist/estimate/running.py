@@ -26,6 +26,9 @@ class Running(Protocol):
     tiled_loss: Any
     """An object with `tiles`, or None."""
 
+    pipeline: Any
+    """An object with the `PlannedSplit` of the model, or None."""
+
     @property
     def mesh(self) -> ParallelMesh:
         """Axes and ranks."""
@@ -56,9 +59,11 @@ def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Plann
     for twin, param in zip(whole.parameters(), engine.sharded.whole.parameters(), strict=True):
         mark_cut(twin, param)
     checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
-    return Planner(
-        whole, engine.mesh.world.size, Workload(micro, seq, checkpointing, arguments or None), memory_of(engine)
-    )
+    workload = Workload(micro, seq, checkpointing, arguments or None)
+    planner = Planner(whole, engine.mesh.world.size, workload, memory_of(engine))
+    if engine.pipeline is not None:
+        planner.cut_as(engine.config, engine.pipeline.split)
+    return planner
 
 
 def memory_of(engine: Running) -> int | None:

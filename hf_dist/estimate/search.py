@@ -22,13 +22,14 @@ from hf_dist.config import DistConfig
 from hf_dist.config.refusals import refused
 from hf_dist.errors import HfDistError, ModelError
 from hf_dist.estimate.activations import Activations
-from hf_dist.estimate.equal_stages import bubble, in_flight, of_stage
+from hf_dist.estimate.equal_stages import bubble, equal_rank
 from hf_dist.estimate.expert_traffic import choices
 from hf_dist.estimate.found import Found
 from hf_dist.estimate.hardware import Hardware
 from hf_dist.estimate.layer_traffic import layer_traffic, shared
 from hf_dist.estimate.layouts import Layout, Shape, Wanted, layouts
 from hf_dist.estimate.memory_plan import Limits, MemoryPlan
+from hf_dist.estimate.pipeline_rank import PipelineRank
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.rescaled import rescaled
 from hf_dist.estimate.sliced import EarlySum, merged
@@ -152,7 +153,7 @@ class Search:
         """The same layout on other hardware."""
         other = copy.copy(self)
         other.hardware = hardware
-        names, _ = self._of_stage(found.layout.pp, found.layout.virtual, 0)
+        names = self._rank(found.layout.pp, found.layout.virtual, 0, found.layout.microbatches).names
         states = self._states_of(found.layout, found.layout.of(self.config), 0, names)
         return replace(found, time=other._time(found.layout, states))
 
@@ -279,19 +280,15 @@ class Search:
         """The plan of one rank of a stage; stages have equal numbers of blocks."""
         config = layout.of(self.config)
         found = self._activations(layout)
-        names, paths = self._of_stage(layout.pp, layout.virtual, rank)
-        count = layout.microbatches
-        flying_here = 1
-        if layout.pp > 1:
-            flying = in_flight(layout.pp, min(count, 2 * layout.pp), layout.virtual)
-            flying_here = max(flying[s] for s in range(rank, len(flying), layout.pp))
+        own = self._rank(layout.pp, layout.virtual, rank, min(layout.microbatches, 4 * layout.pp))
         return MemoryPlan(
-            self._states_of(layout, config, rank, names).with_config(config),
-            found.kept(config, paths=paths),
-            flying_here,
-            found.logits(config) if rank == layout.pp - 1 else 0,
+            self._states_of(layout, config, rank, own.names).with_config(config),
+            own.kept(found, config, checkpointing=False),
+            own.in_flight,
+            found.logits(config) if own.is_last else 0,
             0,
             rank,
+            own.travelling(found),
             "",
             self._beside(layout, config, self._holders(layout, rank)),
         )
@@ -326,8 +323,8 @@ class Search:
         return int(layout.pp > 1 and bool(tied) and rank in (0, layout.pp - 1))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - a search lives as long as the command
-    def _of_stage(self, pp: int, virtual: int, rank: int) -> tuple[frozenset[str] | None, frozenset[str] | None]:
-        return of_stage(self.model, pp, virtual, rank)
+    def _rank(self, pp: int, virtual: int, rank: int, microbatches: int) -> PipelineRank:
+        return equal_rank(self.model, pp, virtual, rank, microbatches)
 
     def _activations(self, layout: Layout) -> Activations:
         config = layout.of(self.config)

@@ -368,9 +368,16 @@ class States:
         """Whether each rank sums a whole window's gradients before they are reduced."""
         return self.placements.grads is Placement.PARTIAL
 
+    @property
     def window_nbytes(self) -> int:
-        """Bytes of these gradients, plus the gradient of one parameter that autograd has just created."""
-        return sum(u.learning for u in self.units) * self.precision.grads.itemsize + max(u.newest for u in self.units)
+        """Bytes of these gradients."""
+        return sum(u.learning for u in self.units) * self.precision.grads.itemsize
+
+    def newest_nbytes(self, passes: int) -> int:
+        """Most bytes of the gradient of one parameter that autograd has just created, and of what a block's backward has there
+        at the same time (`passes`); the root's backward has none of the latter."""
+        root, *others = self.units
+        return max(root.newest, *(u.newest + passes * u.needed_in_backward for u in others))
 
     def backward_nbytes(self, activations: int, recomputed: int, *, accumulated: bool) -> int:
         """Maximum over the sequence of units: gathered weights, activations, and gradients in flight and reduced.

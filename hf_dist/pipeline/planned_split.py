@@ -59,13 +59,15 @@ def plan_stages(
     *,
     method: str | Sequence[int] = "cost",
     run: Callable[[nn.Module, Any], Any] | None = None,
+    recompute: bool = False,
 ) -> PlannedSplit:
     """Probe, partition, cut and verify. Local, with the same result on every rank; leaves `model` (real or meta) unchanged.
 
     `num_stages`: ranks times stages per rank. `method`: see `partition`. `run(model, batch)`: how training calls the model.
+    `recompute`: training recomputes blocks; otherwise the model says so (HF's activation checkpointing is on).
     Raises `TopologyError` for an impossible partition, `ModelError` for a model that cannot be split correctly.
     """
-    recompute = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    recompute = recompute or any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     real = False
     try:
         found = probe(model, batch, run)

@@ -18,12 +18,12 @@ from hf_dist.pipeline.communication import Channel, channel_of
 from hf_dist.pipeline.probe import TensorSpec, in_words
 from hf_dist.pipeline.split import StagedModel
 
-__all__ = ["Hooks", "ScheduleRun", "Transport", "shapes_in_words", "signature"]
+__all__ = ["BUFFERS", "Hooks", "ScheduleRun", "Transport", "shapes_in_words", "signature"]
 
 Run = Callable[[nn.Module, Any], Any]
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-_BUFFERS = 2
+BUFFERS = 2
 """Receives posted ahead per channel: one arrives while the other is used. Only one is posted if receives wait on the device."""
 
 
@@ -117,7 +117,7 @@ class ScheduleRun:
         self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # received gradients of sent activations
         self._to_return: dict[tuple[int, int], list[torch.Tensor]] = {}  # gradients of received activations, to send
         self._unposted: dict[Channel, deque[Action]] = defaultdict(deque)
-        self._ahead = 1 if transport.waits_on_device else _BUFFERS
+        self._ahead = 1 if transport.waits_on_device else BUFFERS
         self._sends_before: dict[Action, int] = {}  # receive -> number of its microbatch's sends that it may depend on
         self._sent: Counter[int] = Counter()  # sends so far, by microbatch
         sends: Counter[int] = Counter()

@@ -88,6 +88,7 @@ def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], ran
     from hf_dist.estimate.state_bytes import States
     from hf_dist.estimate.wire import step_traffic
     from hf_dist.offload.resting import Tier
+    from hf_dist.report import start_up_report
 
     resolved = resolve_without_trainer(load_config(config), data_ranks=size, hidden_size=case.width)
     shards = engine.mesh.shard.size
@@ -97,6 +98,7 @@ def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], ran
     plan = Planner(meta, size, Workload(case.rows, case.seq, case.checkpointing)).plan(resolved)
     accumulation = config.get("gradient_accumulation_steps", 1)
     return {
+        "report": start_up_report(engine).splitlines(),
         "resident_said": engine.resident_nbytes()["device"],
         "planned_resident": states.nbytes.resident(Tier.DEVICE),
         "planned_peak": plan.device_peak,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_dist.pipeline.probe import TensorSpec
 from tests.harness import ROOT, run_ranks
 from tests.scale.engines import LLAMA_3, chunked_loss, config_of
 from tests.scale.world import FakeRank, fake_world, forget_launcher
@@ -47,6 +48,15 @@ class Job:
     stage: int = 3
     seq: int = 8192
     microbatches: int = 1
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """More keys of the config, by their paths; None takes one out."""
+    place: int = 0
+    """Stage of the pipeline whose first rank is measured."""
+
+    @property
+    def rank(self) -> int:
+        """Its number in the job."""
+        return self.place * self.ranks // self.sizes.get("pp", 1)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -67,7 +77,22 @@ class Job:
             config["hf_dist"]["sequence_regions"] = True
         if "dp_shard" in self.sizes:
             config["zero_optimization"]["mics_shard_size"] = self.sizes["dp_shard"]
+        for path, value in self.more.items():
+            section, _, key = path.partition(".")
+            config.setdefault(section, {})[key] = value
         return config
+
+
+_STAGED = {
+    "70b-512": Job("70b", 512, {"tp": 8, "pp": 4}, stage=1, microbatches=8),
+    "405b-512": Job("405b", 512, {"tp": 8, "pp": 8}, stage=1, microbatches=16),
+    "deepseek-v3-4096": Job("deepseek-v3", 4096, {"ep": 64, "pp": 8}, seq=4096, microbatches=16),
+}
+_PLACES = {"70b-512": (0, 1, 2, 3), "405b-512": (0, 1, 7), "deepseek-v3-4096": (0, 1, 7)}
+
+
+def _stages(name: str) -> dict[str, Job]:
+    return {f"{name}-{place}": replace(_STAGED[name], place=place) for place in _PLACES[name]}
 
 
 JOBS = {
@@ -75,17 +100,17 @@ JOBS = {
     "8b-512": Job("8b", 512, {"tp": 2}),
     "8b-4096": Job("8b", 4096, {"dp_shard": 64}),
     "70b-64": Job("70b", 64, {"tp": 8}),
-    "70b-512": Job("70b", 512, {"tp": 8, "pp": 4}, stage=1, microbatches=8),
+    **_stages("70b-512"),
     "70b-4096": Job("70b", 4096, {"tp": 8, "cp": 4, "dp_shard": 64}, seq=16384),
     "405b-64": Job("405b", 64, {"tp": 8}),
-    "405b-512": Job("405b", 512, {"tp": 8, "pp": 8}, stage=1, microbatches=16),
+    **_stages("405b-512"),
     "405b-4096": Job("405b", 4096, {"tp": 8, "cp": 4}, seq=16384),
     "qwen3-235b-64": Job("qwen3-235b", 64, {"ep": 8}, seq=4096),
     "qwen3-235b-512": Job("qwen3-235b", 512, {"ep": 32}, seq=4096),
     "qwen3-235b-4096": Job("qwen3-235b", 4096, {"ep": 32, "cp": 2}, seq=8192),
     "deepseek-v3-64": Job("deepseek-v3", 64, {"ep": 64}, seq=4096),
     "deepseek-v3-512": Job("deepseek-v3", 512, {"ep": 64}, seq=4096),
-    "deepseek-v3-4096": Job("deepseek-v3", 4096, {"ep": 64, "pp": 8}, seq=4096, microbatches=16),
+    **_stages("deepseek-v3-4096"),
 }
 
 QWEN_3: dict[str, dict[str, Any]] = {
@@ -111,8 +136,6 @@ MIXTRAL: dict[str, dict[str, Any]] = {
 def model_of(name: str) -> Any:
     """A stock HF model; make it on meta or on fake tensors."""
     if name in LLAMA_3:
-        from dataclasses import replace
-
         return replace(LLAMA_3[name], checkpointing=False).llama()
     if name in QWEN_3:
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -139,20 +162,36 @@ def even_plan(exchange: Any, chosen: torch.Tensor) -> Any:
     return RoutingPlan(places[0], [each] * ranks, [each] * ranks, *places[1:])
 
 
+class _Taken:
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
 @contextmanager
-def without_values() -> Iterator[None]:
-    """Inside, what looks at elements or asks other ranks does not: it was proven elsewhere, on real tensors and ranks."""
-    from hf_dist import build, collectives
+def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
+    """Inside, what looks at elements or asks other ranks does not: it was proven elsewhere, on real tensors and ranks.
+
+    `arriving`: what the stage before sends, if there is one.
+    """
+    from transformers import masking_utils
+
+    from hf_dist import build, pipelined
     from hf_dist.experts.exchange import ExpertExchange
+    from hf_dist.pipeline import P2PTransport
     from hf_dist.sequence import outputs
     from hf_dist.sharding import consistency
     from hf_dist.tensor_parallel import crossings
+    from hf_dist.tensor_split import plan_of
 
-    plan_tensors, whole_columns = build.plan_tensors, crossings.whole_columns
+    whole_columns = crossings.whole_columns
 
-    def planned(*args: Any, **kwargs: Any) -> Any:
+    def plan_tensors(model: Any, config: Any, mesh: Any, in_place: bool = False) -> Any:
+        """What rank 0 plans for all ranks, on any of them."""
         with _disable_current_modes():
-            return plan_tensors(*args, **kwargs)
+            return plan_of(model, config, mesh.tp.size, spread=mesh.axes.size("ep") > 1, in_place=in_place)
 
     def own_columns(columns: torch.Tensor, *args: Any) -> torch.Tensor:
         """Of the logits; the tiny copy that plans are verified with has them whole."""
@@ -165,13 +204,27 @@ def without_values() -> Iterator[None]:
         width = value.shape[-1]
         return attention(query, key, functional.pad(value, (0, query.shape[-1] - width)), *args, **kwargs)[..., :width]
 
+    def asks(tensor: Any = None) -> bool:
+        """HF makes masks for what it takes to be traced; here no row is padded, and it may ask."""
+        return False
+
+    start = P2PTransport._start
+
+    def sent(*args: Any, **kwargs: Any) -> list[Any]:
+        """As of a peer that takes at once what it is sent."""
+        start(*args, **kwargs)
+        return [_Taken()]
+
     changes: list[tuple[Any, str, Any]] = [
-        (build, "plan_tensors", planned),
+        (build, "plan_tensors", plan_tensors),
+        (pipelined, "_shared", lambda mesh, make: make()),
         (outputs.WholeTensor, "of", staticmethod(lambda part, shape, gather: part)),
         (crossings, "whole_columns", own_columns),
         (functional, "scaled_dot_product_attention", fused),
-        (collectives, "broadcast_object", lambda axis, value, source=0: value),
         (ExpertExchange, "_plan", even_plan),
+        (masking_utils, "is_tracing", asks),
+        (P2PTransport, "_start", sent),
+        (P2PTransport, "_receive_specs", lambda *args: list(arriving)),
         (consistency, "checksum", lambda tensor: 0),
     ]
     with ExitStack() as stack:
@@ -182,7 +235,7 @@ def without_values() -> Iterator[None]:
 
 
 def measure(job: Job, model: Any = None) -> dict[str, Any]:
-    """Rank 0 of `job`. sent: by axis, in a step; resident, peak: bytes; set_up: host seconds, operators not counted.
+    """One rank of `job`. sent: by axis, in a step; resident, peak: bytes; set_up: host seconds, operators not counted.
 
     `model`: makes it, by default the one that the job names.
     """
@@ -190,17 +243,19 @@ def measure(job: Job, model: Any = None) -> dict[str, Any]:
     from hf_dist import collectives
 
     make = model or (lambda: model_of(job.model))
-    ids = torch.zeros(1, job.seq, dtype=torch.long)
-    with fake_world(job.ranks), without_values(), FakeRank() as tensors, tensors.live:
+    with fake_world(job.ranks, job.rank), FakeRank() as tensors, tensors.live:
         start, inside = time.thread_time(), tensors.operator_seconds
-        engine = hf_dist.initialize(make(), config=job.config, device="cpu")
-        set_up = time.thread_time() - start - (tensors.operator_seconds - inside)
-        window = [{"input_ids": torch.zeros_like(ids), "labels": torch.zeros_like(ids)}] * job.microbatches
-        split = None if engine.tiled_loss is None else engine.tiled_loss._split
-        for _ in range(STEPS):
-            tensors.live.peak = tensors.live.nbytes
-            with collectives.record() as log:
-                engine.train_batch(iter(window), lambda m, batch: chunked_loss(m, **batch, split=split))
+        built = make()
+        batch = {name: torch.zeros(1, job.seq, dtype=torch.long) for name in ("input_ids", "labels")}
+        with without_values(arriving(job, built)):
+            engine = hf_dist.initialize(built, config=job.config, device="cpu", example_batch=batch)
+            set_up = time.thread_time() - start - (tensors.operator_seconds - inside)
+            split = None if engine.tiled_loss is None else engine.tiled_loss._split
+            for _ in range(STEPS):
+                tensors.live.peak = tensors.live.nbytes
+                window = iter([batch] * job.microbatches)
+                with collectives.record() as log:
+                    engine.train_batch(window, lambda m, rows: chunked_loss(m, **rows, split=split))
         sent: Sent = {}
         for entry in log.entries:
             if entry.nbytes <= FEW:
@@ -210,6 +265,12 @@ def measure(job: Job, model: Any = None) -> dict[str, Any]:
             own[entry.op] = count + 1, nbytes + entry.nbytes
         resident = engine.resident_nbytes()["device"]
     return {"sent": sent, "resident": resident, "peak": tensors.live.peak, "set_up": set_up}
+
+
+def arriving(job: Job, model: Any) -> list[TensorSpec]:
+    """Hidden states of a rank's part of a sequence."""
+    tokens = job.seq // (job.sizes.get("cp", 1) * job.sizes.get("tp", 1))
+    return [TensorSpec((1, tokens, model.config.hidden_size), torch.bfloat16, True)]
 
 
 def planned(job: Job, model: Any = None) -> dict[str, Any]:
@@ -224,7 +285,7 @@ def planned(job: Job, model: Any = None) -> dict[str, Any]:
     data = axes_of(config, job.ranks).size("data")
     config = resolve_without_trainer(config, data_ranks=data, hidden_size=made.config.hidden_size)
     planner = Planner(made, job.ranks, Workload(1, job.seq))
-    plan = planner.plan_rank(config, 0)
+    plan = planner.plan_rank(config, job.place)
     return {
         "resident": plan.states.nbytes.resident(Tier.DEVICE),
         "peak": plan.device_peak,
@@ -260,7 +321,9 @@ def line(name: str) -> str:
         return f"{sum(n for n, _ in own)}, {sum(nbytes for _, nbytes in own) / 1e9:.2f}" if own else ""
 
     sizes = " ".join(f"{axis} {size}" for axis, size in job.sizes.items())
-    cells = [job.model, str(job.ranks), f"{sizes}, ZeRO {job.stage}", f"{job.microbatches} x {job.seq}"]
+    stages = job.sizes.get("pp", 1)
+    place = f", {_STAGE}{job.place} of {stages}" if stages > 1 else ""
+    cells = [job.model, str(job.ranks), f"{sizes}, ZeRO {job.stage}{place}", f"{job.microbatches} x {job.seq}"]
     cells += [sent(axis) for axis in AXES]
     cells += [f"{got[key] / 1e9:.2f}" for key in ("resident", "peak")]
     cells += [f"{plan['peak'] / 1e9:.2f}", f"{got['set_up']:.1f}"]
@@ -297,7 +360,7 @@ def write(top: list[str], made: dict[str, str]) -> None:
     text = RESULTS.read_text(encoding="utf-8")
     start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
     old = text[start:stop].splitlines()
-    kept = {f"{model}-{ranks}": row for row in old if (model := _cell(row, 1)) in _MODELS and (ranks := _cell(row, 2))}
+    kept = {_name_of(row): row for row in old if _cell(row, 1) in _MODELS}
     rows = {name: made.get(name) or kept[name] for name in JOBS if name in made or name in kept}
     dated = f"{datetime.date.today()}, torch {torch.__version__}"
     notes = [row for row in old if row and not row.startswith("|")] if len(made) < len(JOBS) else []
@@ -306,6 +369,12 @@ def write(top: list[str], made: dict[str, str]) -> None:
     RESULTS.write_text(text[:start] + "\n\n" + "\n".join(lines) + "\n\n" + text[stop:], encoding="utf-8")
 
 
+def _name_of(row: str) -> str:
+    _, _, place = _cell(row, 3).partition(_STAGE)
+    return "-".join([_cell(row, 1), _cell(row, 2), *place.split()[:1]])
+
+
+_STAGE = "stage "
 _MODELS = {job.model for job in JOBS.values()}
 
 

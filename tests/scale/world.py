@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_dist import collectives
+from hf_dist import collectives, mesh
+from hf_dist.axes import RANKS_PER_MACHINE
 from tests.scale.live import Live
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
@@ -46,7 +48,8 @@ def forget_launcher() -> None:
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     """Inside, this process is `rank` of `size`: torch's fake process group, in which every rank sends what this one does.
 
-    Objects are gathered for real, `size` times this rank's own, also where a `FakeRank` is active. Ours are held by a
+    Objects are gathered for real, `size` times this rank's own, also where a `FakeRank` is active, but for host names: a
+    machine has `RANKS_PER_MACHINE` ranks. Ours are held by a
     collective until it is waited for, as NCCL's and gloo's hold them (FSDP2 keeps its own).
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -63,8 +66,10 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         setattr(dist, name, outside(function))
     reduce_scatter = collectives._reduce_scatter
     collectives._reduce_scatter = lambda *args, **kwargs: _Holding(reduce_scatter(*args, **kwargs), args)
+    hosts = tuple(f"machine{number // RANKS_PER_MACHINE}" for number in range(size))
     try:
-        yield
+        with mock.patch.object(mesh, "_meet", lambda facts, world: hosts):
+            yield
     finally:
         collectives._reduce_scatter = reduce_scatter
         for name, function in originals.items():
