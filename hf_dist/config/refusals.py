@@ -339,7 +339,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
     Elsewhere(
         "`dispatch_batches`",
         "stages, slices or parts of sequences",
-        "hf/accelerator.py",
+        "hf/data.py",
         "one process would send batches to all others",
     ),
     Elsewhere(
