@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from hf_dist.cli import app
 from hf_dist.config import axes_of, load_config, resolve_without_trainer
+from hf_dist.errors import ConfigError, ModelError
 from hf_dist.estimate.describe_layouts import other_lines
 from hf_dist.estimate.fused import FusedKernels
 from hf_dist.estimate.hardware import Hardware, Link, link_of
@@ -22,6 +24,7 @@ from hf_dist.estimate.layouts import Layout, Shape, Wanted, layouts
 from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.search import MOST_TRIED_OF_AXIS, Search
+from hf_dist.estimate.why_none import why_none
 from hf_dist.pipeline.meta import meta_twin
 from tests.parity.families import make_model
 from tests.published import JOBS, without
@@ -195,7 +198,7 @@ def test_kernels_between_two_products_run_as_one() -> None:
 def test_what_is_left_out_without_a_plan_would_not_fit() -> None:
     looked = search("llama")
     for each in looked.best(8):
-        assert looked._least_nbytes(each.layout) <= each.plan.device_need
+        assert looked.least_nbytes(each.layout) <= each.plan.device_need
 
 
 def test_a_step_is_timed_again_and_without_parts() -> None:
@@ -219,6 +222,22 @@ def test_sizes_without_room_say_what_they_need() -> None:
     roomy = search("llama").best_with(pp=2, micro=1, virtual=1, recomputed="blocks")
     assert roomy is not None and found.plan.device_need <= roomy.plan.device_need
     assert search("llama").smallest_with(pp=64) is None
+
+
+def test_a_search_without_a_result_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = search("llama", 1000)
+    assert narrow.best(1) == []
+    said = re.fullmatch(r"nothing fits: (.+) needs least, (.+) of 1 kB", why_none(narrow))
+    assert said is not None, why_none(narrow)
+    uneven = Search(meta("llama"), start(), Wanted(12, 7, 64, 4), Limits(ROOM, None, 4), Hardware())
+    assert uneven.best(1) == []
+    with pytest.raises(ConfigError, match=r"--global-batch: 7 rows cannot be shared .* Take a multiple of 12 rows"):
+        why_none(uneven)
+    unknown = Search(meta("llama"), start(), WANTED, Limits(ROOM, None, 4), Hardware())
+    monkeypatch.setattr(unknown.planner, "activations", lambda config: "pixel_values are missing")
+    assert unknown.best(1) == []
+    with pytest.raises(ModelError, match=r"no layout of this model .*: pixel_values are missing"):
+        why_none(unknown)
 
 
 def test_experts_weights_are_read_by_products_and_not_for_every_token() -> None:

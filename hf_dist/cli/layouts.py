@@ -69,6 +69,7 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
     from hf_dist.estimate.layouts import Wanted
     from hf_dist.estimate.overhead import estimated, measured_base
     from hf_dist.estimate.search import Search
+    from hf_dist.estimate.why_none import why_none
 
     data = _START if asked.config is None else read_config(asked.config).data
     data = {key: value for key, value in data.items() if key not in _OF_LAYOUTS}
@@ -90,7 +91,7 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
     batch = f"{asked.rows} rows of {asked.seq} tokens a step"
     print(f"{asked.model}: {asked.ranks} GPUs, {asked.ranks_per_machine} on a machine, {batch}, {config.dtype}")
     if not found:
-        print("nothing fits: use more GPUs, shorter rows, a smaller batch, or offload in --config")
+        print(f"{why_none(search)}\nUse more GPUs, shorter rows, a smaller batch, or offload in --config.")
         return
     print("\n".join([*layout_table(found), *other_lines(search.of_other_axes(found), found[0])]))
     print("microbatches: rows x number of a step. Run again: selective is all but matrix products and attention.")

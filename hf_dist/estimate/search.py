@@ -167,7 +167,7 @@ class Search:
     def _by_rough_time(self) -> list[Layout]:
         timed: list[tuple[float, int, Layout]] = []
         for layout in layouts(self.shape, self.wanted):
-            if self._is_refused(layout) or self._least_nbytes(layout) > (self.limits.device or 1 << 62):
+            if self._is_refused(layout) or self.least_nbytes(layout) > (self.limits.device or 1 << 62):
                 continue
             try:
                 timed.append((self._time(layout).seconds, len(timed), layout))
@@ -175,7 +175,7 @@ class Search:
                 continue
         return [layout for _, _, layout in sorted(timed)]
 
-    def _least_nbytes(self, layout: Layout) -> int:
+    def least_nbytes(self, layout: Layout) -> int:
         """Rough bytes of states, plus activations kept for one microbatch."""
         numel = self._numel(layout)
         states, shards = layout.placements, layout.dp_shard * layout.cp
