@@ -234,7 +234,7 @@ def test_a_search_without_a_result_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"--global-batch: 7 rows cannot be shared .* Take a multiple of 12 rows"):
         why_none(uneven)
     unknown = Search(meta("llama"), start(), WANTED, Limits(ROOM, None, 4), Hardware())
-    monkeypatch.setattr(unknown.planner, "activations", lambda config: "pixel_values are missing")
+    monkeypatch.setattr(unknown.planner, "activations", lambda config, **_: "pixel_values are missing")
     assert unknown.best(1) == []
     with pytest.raises(ModelError, match=r"no layout of this model .*: pixel_values are missing"):
         why_none(unknown)

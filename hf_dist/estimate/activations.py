@@ -32,6 +32,8 @@ from hf_dist.activation.tiled_mlp import mlps_of
 from hf_dist.config import DistConfig, settled
 from hf_dist.estimate.fused import FusedKernels
 from hf_dist.estimate.sliced import Crossed, EarlySum, MetaPeers, Sliced, crossed_backward
+from hf_dist.experts.exchange import EvenExchange
+from hf_dist.experts.spread import find_experts
 from hf_dist.loss.chunks import loss_nbytes
 from hf_dist.loss.tiles import TILE_BYTES, saves_memory
 from hf_dist.pipeline.meta import PRODUCTS, MetaTrace, meta_twin, on_meta, to_meta
@@ -212,11 +214,12 @@ def measure_activations(
     batch: Mapping[str, Any],
     args: Sequence[Any] = (),
     slices: Sliced | None = None,
+    ep: int = 1,
 ) -> Activations:
     """Run `model(*args, **batch)` on meta in the dtype of `config`. Local; `model` (real or on meta) stays as it was.
 
-    `batch`: arguments without labels; only its tensor shapes matter. `slices`: what one rank runs of a
-    model whose matrices are split. Raises whatever the model raises on meta.
+    `batch`: arguments without labels; only its tensor shapes matter. `slices`: what one rank runs of a model whose matrices
+    are split. `ep`: over how many ranks its experts are spread. Raises whatever the model raises on meta.
     """
     model = meta_twin(model)
     precision = precision_for(config, model)
@@ -234,6 +237,8 @@ def measure_activations(
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
     model.train()
     _group_experts(model)
+    for experts in find_experts(model).values() if ep > 1 else ():
+        experts.__dict__["forward"] = EvenExchange(experts, ep)
     peers = slices.cut(model) if slices is not None else None
     trace = _Unpadded(
         list(model.parameters()), read=lambda p: frozenset(), decide=lambda s: None, drawn=lambda: frozenset()

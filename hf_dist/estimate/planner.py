@@ -67,7 +67,7 @@ class Planner:
         self.device = device
         self.beside = beside
         self._num_experts = expert_counts(model)
-        self._measured: dict[tuple[int, int, str, int], Activations | str] = {}
+        self._measured: dict[tuple[int, int, str, int, int], Activations | str] = {}
         self._cut: dict[Any, Sliced] = {}
         self._splits: dict[Any, PlannedSplit] = {}
 
@@ -194,17 +194,21 @@ class Planner:
             self._cut[key] = sliced(self.model, config, spread=spread, in_place=in_place)
         return self._cut[key]
 
-    def activations(self, config: DistConfig) -> Activations | str:
-        """Activations of one microbatch of a rank, or the reason why there are none."""
+    def activations(self, config: DistConfig, *, exchanges: bool = True) -> Activations | str:
+        """Activations of one microbatch of a rank, or the reason why there are none.
+
+        `exchanges`: with what sending rows to spread experts keeps and computes.
+        """
         micro = settled(config.train_micro_batch_size_per_gpu) or self.workload.micro
         seq = -(-self.workload.seq // config.sequence_parallel_size)
         slices = self.slices(config)
-        key = (micro, seq, config.dtype, id(slices))
+        ep = self._axes(config).size("ep") if exchanges else 1
+        key = (micro, seq, config.dtype, id(slices), ep)
         if key not in self._measured:
             try:
                 args, batch = self.workload.arguments or ((), text_batch(self.model, micro, seq))
                 args, batch = tree_map(lambda x: _own_positions(x, self.workload.seq, seq), (args, batch))
-                self._measured[key] = measure_activations(self.model, config, batch, args, slices)
+                self._measured[key] = measure_activations(self.model, config, batch, args, slices, ep)
             except HfDistError:
                 raise
             except Exception as error:  # whatever a model's own code raises on meta

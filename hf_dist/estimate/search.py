@@ -232,7 +232,7 @@ class Search:
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a search lives as long as the command
     def _microbatch(self, alike: Layout) -> _Microbatch:
         """The cost of a microbatch on one rank in all layers; see `_alike`."""
-        found, config = self._activations(alike), alike.of(self.config)
+        found, config = self._activations(alike, exchanges=False), alike.of(self.config)
         one = replace(alike, pp=1)
         traffic = layer_traffic(found, self._axes(one), config, microbatches=1, layout=self.planner.layout(config))
         hidden = max(block.input for block in found.blocks)
@@ -326,10 +326,10 @@ class Search:
     def _rank(self, pp: int, virtual: int, rank: int, microbatches: int) -> PipelineRank:
         return equal_rank(self.model, pp, virtual, rank, microbatches)
 
-    def _activations(self, layout: Layout) -> Activations:
+    def _activations(self, layout: Layout, *, exchanges: bool = True) -> Activations:
         config = layout.of(self.config)
         plain = config.replaced({"sequence_parallel_size": (1, "plan"), "train_micro_batch_size_per_gpu": (1, "plan")})
-        measured = self.planner.activations(plain)
+        measured = self.planner.activations(plain, exchanges=exchanges)
         if isinstance(measured, str):
             raise ModelError(measured)
         own = self.wanted.seq // layout.cp

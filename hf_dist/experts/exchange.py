@@ -15,10 +15,10 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.activation.tape import kept
-from hf_dist.experts.routing_plan import RoutingPlan, pairs_of, rows_to_send
+from hf_dist.experts.routing_plan import RoutingPlan, even_plan, pairs_of, rows_to_send
 from hf_dist.mesh import MeshAxis
 
-__all__ = ["ExpertExchange"]
+__all__ = ["EvenExchange", "ExpertExchange"]
 
 
 class _Swap(torch.autograd.Function):
@@ -76,13 +76,17 @@ class ExpertExchange:
         chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
         plan = kept(lambda: self._plan(chosen))
         mine = tokens.index_select(0, plan.token), weights.float().index_select(0, plan.token)
-        rows, share = _Swap.apply(self.axis, plan.sent, plan.received, *mine)
+        rows, share = self._swap(plan.sent, plan.received, *mine)
         made = self._compute(rows.index_select(0, plan.row), plan.expert)
         made = made * share[plan.row, plan.choice].unsqueeze(-1)
         summed = rows.new_zeros(rows.shape, dtype=torch.float32).index_add(0, plan.row, made.float())
-        (back,) = _Swap.apply(self.axis, plan.received, plan.sent, summed.to(hidden.dtype))
+        (back,) = self._swap(plan.received, plan.sent, summed.to(hidden.dtype))
         out = tokens.new_zeros(tokens.shape, dtype=torch.float32).index_add(0, plan.token, back.float())
         return out.to(hidden.dtype).view(hidden.shape)
+
+    def _swap(self, sent: list[int], received: list[int], *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        swapped: tuple[torch.Tensor, ...] = _Swap.apply(self.axis, sent, received, *rows)
+        return swapped
 
     @torch.no_grad()
     def _plan(self, chosen: torch.Tensor) -> RoutingPlan:
@@ -130,3 +134,16 @@ class _Copied:
         experts = self._experts()
         assert experts is not None and hidden.is_meta
         return type(experts).forward(experts, hidden, *args)
+
+
+class EvenExchange(ExpertExchange):
+    """The exchange of a model on meta, for plans: every expert is chosen equally often, and nothing is sent."""
+
+    def __init__(self, experts: nn.Module, ranks: int) -> None:
+        super().__init__(experts, MeshAxis("ep", ranks, 0, None), num_local=0)
+
+    def _plan(self, chosen: torch.Tensor) -> RoutingPlan:
+        return even_plan(chosen, self.axis.size)
+
+    def _swap(self, sent: list[int], received: list[int], *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.clone() for tensor in rows)  # as many arrive

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["RoutingPlan", "pairs_of", "rows_to_send"]
+__all__ = ["RoutingPlan", "even_plan", "pairs_of", "rows_to_send"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,3 +42,11 @@ def pairs_of(chosen: torch.Tensor, rank: int, num_local: int) -> tuple[torch.Ten
     """(row, choice, local expert) for every choice in `chosen` (rows, k) that is an expert of `rank`."""
     row, choice = (chosen // num_local == rank).nonzero(as_tuple=True)
     return row, choice, chosen[row, choice] - rank * num_local
+
+
+def even_plan(chosen: torch.Tensor, ranks: int) -> RoutingPlan:
+    """Routing as if every expert were chosen equally often, each token's on different ranks, for `chosen` (tokens, k)."""
+    tokens, k = chosen.shape
+    each = tokens * min(k, ranks) // ranks
+    places = [torch.zeros(n, dtype=torch.long, device=chosen.device) for n in (each * ranks, *(tokens * k,) * 3)]
+    return RoutingPlan(places[0], [each] * ranks, [each] * ranks, *places[1:])

@@ -151,17 +151,6 @@ def model_of(name: str) -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(use_cache=False)).train()  # the defaults are the 671B
 
 
-def even_plan(exchange: Any, chosen: torch.Tensor) -> Any:
-    """Routing as if every expert were chosen equally often: fake choices have no values."""
-    from hf_dist.experts.routing_plan import RoutingPlan
-
-    (tokens, k), ranks = chosen.shape, exchange.axis.size
-    each = tokens * min(k, ranks) // ranks
-    rows, pairs = each * ranks, tokens * k
-    places = [torch.zeros(n, dtype=torch.long, device=chosen.device) for n in (rows, pairs, pairs, pairs)]
-    return RoutingPlan(places[0], [each] * ranks, [each] * ranks, *places[1:])
-
-
 class _Taken:
     def is_completed(self) -> bool:
         return True
@@ -180,6 +169,7 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
 
     from hf_dist import build, pipelined
     from hf_dist.experts.exchange import ExpertExchange
+    from hf_dist.experts.routing_plan import even_plan
     from hf_dist.pipeline import P2PTransport
     from hf_dist.sequence import outputs
     from hf_dist.sharding import consistency
@@ -221,7 +211,7 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
         (outputs.WholeTensor, "of", staticmethod(lambda part, shape, gather: part)),
         (crossings, "whole_columns", own_columns),
         (functional, "scaled_dot_product_attention", fused),
-        (ExpertExchange, "_plan", even_plan),
+        (ExpertExchange, "_plan", lambda exchange, chosen: even_plan(chosen, exchange.axis.size)),
         (masking_utils, "is_tracing", asks),
         (P2PTransport, "_start", sent),
         (P2PTransport, "_receive_specs", lambda *args: list(arriving)),
