@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Concatenate, ParamSpec, TypeVar
@@ -22,6 +23,7 @@ from hf_dist.sharding.pickled import forget_copies
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.prepared import OWNER, forget_gradients, set_raw_data
 from hf_dist.sharding.prepared import unprepare as own_class
+from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.traces import Traces, look, remove_hooks
 
 __all__ = ["taking_over", "unprepare"]
@@ -117,15 +119,21 @@ def taking_over(build: Callable[Concatenate[nn.Module, P], R]) -> Callable[Conca
     return wrapped
 
 
+def _in_use(sharded: ShardedModel) -> bool:
+    window = sharded.passes.window()
+    return window is not None and window.in_use()
+
+
 def _made_ordinary(reference: weakref.ref[nn.Module], method: str) -> bool:
     """Unprepare a model that nobody trains, because user code calls `method`; False for any other. Collective."""
     model = reference()
     sharded = None if model is None else shards_of(model)
     if model is None or sharded is None:
         return False
-    window = sharded.passes.window()
-    if window is not None and window.in_use():
-        return False
+    if _in_use(sharded):
+        gc.collect()  # an engine that user code has dropped is part of a cycle; every rank shall find the same
+        if _in_use(sharded):
+            return False
     name = {"_apply": "to(), half() or the like"}.get(method, f"{method}()")
     every_rank(sharded.mesh, f"model.{name}")
     say(

@@ -228,10 +228,12 @@ def test_optimizer_made_before_prepare_steps_the_weights(paths: dict[str, Path])
 
 def test_resize_after_prepare_is_refused_by_name(paths: dict[str, Path]) -> None:
     ours, _ = both(paths["llama"])
-    prepare(ours, 3)
+    engine = prepare(ours, 3)
     assert ours.resize_token_embeddings(101) is ours.get_input_embeddings()
     with pytest.raises(ModelError, match=r"resize_token_embeddings\(110\).*before"):
         ours.resize_token_embeddings(110)
+    del engine  # nobody trains the model any more: it becomes an ordinary one
+    assert ours.resize_token_embeddings(110).weight.shape[0] == ours.lm_head.weight.shape[0] == 110
 
 
 @pytest.mark.parametrize("what", ["changed", "vanished", "truncated"])
