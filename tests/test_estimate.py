@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from hf_dist.cli import app
 from hf_dist.config import axes_of, load_config, resolve_without_trainer
 from hf_dist.estimate import overhead
-from hf_dist.estimate.activations import measure_activations, text_batch
 from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.planner import Planner, Workload
+from hf_dist.estimate.recorder import measure_activations, text_batch
 from hf_dist.estimate.state_bytes import States
 from hf_dist.offload.resting import Tier
 from tests.harness import run_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
 from dataclasses import replace
@@ -299,3 +300,19 @@ def test_the_results_name_published_jobs_as_they_are() -> None:
         job = JOBS[name]
         sizes = " ".join(f"{axis} {size}" for axis, size in job.sizes.items()) or "FSDP"
         assert cells == [str(job.ranks), f"{job.rows} x {job.seq}", sizes, job.speed]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_measured_forward_is_forgotten(tp: int) -> None:
+    planner = Planner(meta("qwen3_moe"), 2, Workload(micro=1, seq=16))
+    config = start().replaced({"tensor_parallel.autotp_size": (tp, "test")})
+    planner.slices(config)
+    before = nodes()
+    assert not isinstance(planner.activations(config), str)  # a search measures hundreds of forwards
+    assert nodes() == before
+
+
+def nodes() -> int:
+    """Nodes of autograd's graphs that are in memory."""
+    gc.collect()
+    return sum(type(each).__name__.endswith("Backward0") for each in gc.get_objects())

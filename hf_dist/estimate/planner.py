@@ -15,11 +15,12 @@ from hf_dist.activation.checkpoint import asks_for_checkpointing
 from hf_dist.axes import RANKS_PER_MACHINE, Axes
 from hf_dist.config import DistConfig, axes_of, settled
 from hf_dist.errors import HfDistError
-from hf_dist.estimate.activations import Activations, measure_activations, text_batch
+from hf_dist.estimate.activations import Activations
 from hf_dist.estimate.expert_traffic import ExpertTraffic, advice, choices
 from hf_dist.estimate.layer_traffic import layer_traffic
 from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.pipeline_rank import PipelineRank, cut_rank
+from hf_dist.estimate.recorder import measure_activations, text_batch
 from hf_dist.estimate.residency import budget_nbytes, keep_within
 from hf_dist.estimate.sliced import Sliced, merged, sliced
 from hf_dist.estimate.state_bytes import States

@@ -6,6 +6,7 @@ block in which they run; backward crossings are read from autograd's graph.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +62,8 @@ class MetaPeers(AtOnce):
         """Counts the collectives of the running block."""
         self.early: list[EarlySum] = []
         """Sums of the running block that may begin early."""
-        self._read: torch.Tensor | None = None
+        self._read: weakref.ref[torch.Tensor] | None = None
+        """Not the tensor: its graph holds these peers, so neither would ever be freed."""
         self.cuts_vocabulary = False
         """Whether each rank holds only some columns of the logits."""
 
@@ -69,10 +71,10 @@ class MetaPeers(AtOnce):
         """A product by columns reads `tensor`, whose gradient is a sum over the ranks."""
         rows: Any = product.weight
         flops = 2 * tensor.numel() * rows.shape[0]
-        if tensor is self._read:
+        if self._read is not None and tensor is self._read():
             self.early[-1] = EarlySum(self.early[-1].nbytes, self.early[-1].flops + flops)
         elif tensor.requires_grad:
-            self._read = tensor
+            self._read = weakref.ref(tensor)
             sent = (1 if is_region else 2) * (self.size - 1) * _nbytes(tensor) // self.size
             self.early.append(EarlySum(sent, flops))
 

@@ -97,7 +97,7 @@ def test_a_long_row_keeps_what_the_table_says_per_local_token(tiles: int, kiloby
     from transformers import LlamaConfig, LlamaModel
 
     from hf_dist.config import load_config
-    from hf_dist.estimate.activations import measure_activations, text_batch
+    from hf_dist.estimate.recorder import measure_activations, text_batch
 
     shape: dict[str, Any] = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
     with torch.device("meta"):
