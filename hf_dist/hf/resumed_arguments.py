@@ -20,6 +20,8 @@ _MEANING = {
 }
 _FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 """Their product is the global batch: a change of one of them matters only if that changes."""
+_SHOWN = {"world_size": "world_size (ranks with rows of their own)"}
+"""Without ranks that share rows, as those of `pp`, `tp` and `cp` do: a job on four ranks may have one."""
 
 
 def record(args: Any) -> dict[str, Any]:
@@ -41,5 +43,5 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, meaning in {**_MEANING, **dict.fromkeys(_FACTORS, part)}.items():
         if name in saved and saved[name] != now.get(name):
-            lines.append(f"{name}: {saved[name]} in the checkpoint, {now.get(name)} now: {meaning}")
+            lines.append(f"{_SHOWN.get(name, name)}: {saved[name]} in the checkpoint, {now.get(name)} now: {meaning}")
     return lines

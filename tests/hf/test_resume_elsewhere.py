@@ -36,7 +36,7 @@ def test_a_changed_factor_of_the_batch_is_told_with_what_became_of_the_batch() -
     same = {**saved, "per_device_train_batch_size": 12, "world_size": 1}
     assert resumed_arguments.changes(saved, same) == [
         "per_device_train_batch_size: 6 in the checkpoint, 12 now: no effect: the global batch is still 12",
-        "world_size: 2 in the checkpoint, 1 now: no effect: the global batch is still 12",
+        "world_size (ranks with rows of their own): 2 in the checkpoint, 1 now: no effect: the global batch is still 12",
     ]
     larger, rows = resumed_arguments.changes(saved, {**saved, "per_device_train_batch_size": 9, "global_batch": 18})
     assert larger.startswith("global_batch: 12 in the checkpoint, 18 now: an epoch has another number of steps")
