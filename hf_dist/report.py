@@ -13,6 +13,7 @@ from hf_dist.estimate.draw_mesh import mesh_lines
 from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.estimate.overhead import measured
 from hf_dist.estimate.state_bytes import States
+from hf_dist.estimate.temporary import Temporary
 from hf_dist.estimate.wire import state_traffic
 from hf_dist.experts.spread import exchanges
 from hf_dist.local_sgd.outer import has_anchor
@@ -191,7 +192,7 @@ def _memory(engine: Engine, states: States, optimizer: OptimizerStates) -> list[
     here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""
     rows = [
         (what, f"{size_text(nbytes)}  {if_used if assumed and what.startswith('optimizer') else kind}")
-        for what, nbytes, kind in states.rows()
+        for what, nbytes, kind in (*states.rows(), *Temporary(states).rows())
     ]
     return [
         f"{scaled(total)} parameters{here}, {scaled(learning)} of them trained; per rank:",

@@ -20,6 +20,7 @@ from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.estimate.recorder import measure_activations, text_batch
 from hf_dist.estimate.state_bytes import States
+from hf_dist.estimate.temporary import Temporary
 from hf_dist.offload.resting import Tier
 from tests.harness import run_ranks
 from tests.parity.families import make_model
@@ -338,7 +339,7 @@ def test_the_plan_counts_the_reductions_that_the_bucket_lets_fly(zero: dict[str,
     config = resolved({**config_of(3, ""), "zero_optimization": {"stage": 3, **zero}})
     states = Planner(meta, 2, Workload(MICRO, SEQ)).plan(config).states
     block = states.units[-1].learning
-    assert states._in_flight([7 * block, block, block, block]) == blocks * block
+    assert Temporary(states)._in_flight([7 * block, block, block, block]) == blocks * block
 
 
 def test_limits_count_all_ranks_of_a_machine() -> None:

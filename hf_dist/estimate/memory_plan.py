@@ -19,6 +19,7 @@ from typing import Any
 from hf_dist.config import settled
 from hf_dist.estimate.activations import Kept
 from hf_dist.estimate.state_bytes import States
+from hf_dist.estimate.temporary import Temporary
 from hf_dist.offload.resting import Tier
 
 
@@ -94,19 +95,19 @@ class MemoryPlan:
     @cached_property
     def backward(self) -> int:
         """Temporary memory at the fullest moment of backward, including one recomputed block."""
-        states = self.states
+        temporary = Temporary(self.states)
         if self.sums_window:
             # Window sums are replaced by reduced gradients, which are never larger, so the start is the fullest moment.
-            newest = states.newest_nbytes(self.recomputed + self.passing)
-            return self.at_last_block + self.travelling + self.waiting + states.gathered_nbytes + newest
+            newest = temporary.newest(self.recomputed + self.passing)
+            return self.at_last_block + self.travelling + self.waiting + temporary.gathered + newest
         passes = self.recomputed + self.passing
-        return self.travelling + states.backward_nbytes(self.activations, passes, accumulated=self.accumulates)
+        return self.travelling + temporary.backward(self.activations, passes, accumulated=self.accumulates)
 
     @cached_property
     def device_peak(self) -> int:
         """Peak of tensors on the device; see the module."""
         loss = max(self.activations + self.logits, self.at_last_block + (self.kept.closing if self.kept else 0))
-        loss += self.states.gathered_at_loss_nbytes + self.waiting + self.travelling
+        loss += Temporary(self.states).gathered_at_loss + self.waiting + self.travelling
         return self.states.nbytes.resident(Tier.DEVICE) + max(loss, self.backward)
 
     @property
@@ -143,7 +144,7 @@ class MemoryPlan:
             ("logits and loss", self.logits, "estimate"),
             ("temporary memory in backward", self.backward, "at most"),
         ]
-        return self.states.rows() + [row for row in rows if row[1]]
+        return self.states.rows() + Temporary(self.states).rows() + [row for row in rows if row[1]]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for programs."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from hf_dist.config import DistConfig, settled
 from hf_dist.config.values import is_auto, memory_nbytes
 from hf_dist.estimate.memory_plan import MemoryPlan
-from hf_dist.estimate.state_bytes import PlannedUnit
+from hf_dist.estimate.planned_unit import PlannedUnit
 from hf_dist.sharding.placement import Placement, Stay
 
 AUTO_SHARE = 0.9

@@ -13,79 +13,21 @@ from torch import nn
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.estimate.optimizer_states import OptimizerStates
+from hf_dist.estimate.planned_unit import PlannedGroup, PlannedUnit
 from hf_dist.experts.spread import expert_slices
 from hf_dist.local_sgd.outer import num_outer_states
 from hf_dist.offload.nvme import disk_nbytes
 from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
 from hf_dist.optim.owners import assigned, heaviest_first
-from hf_dist.sharding.at_rest import GroupAtRest, TensorAtRest, plan_at_rest
+from hf_dist.sharding.at_rest import TensorAtRest, plan_at_rest
 from hf_dist.sharding.held import cut_along, held_slice
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay, placements_for
 from hf_dist.sharding.precision import MASTER_DTYPE, Precision, precision_for
-from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.unit import reads_weights_in_backward
 from hf_dist.sharding.units import find_unit_modules, travel_together, unit_members
-
-
-@dataclass(frozen=True)
-class PlannedGroup:
-    """The properties of a `FlatGroup` that determine its bytes."""
-
-    layout: FlatLayout
-    dtype: torch.dtype
-    trainable: bool
-    at_rest: GroupAtRest
-    copies: tuple[str, int] | None = None
-    """For parameters that other ranks of `tp` also hold: how gradients are combined, over how many neighbours (0: all)."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole weights in the dtype of use."""
-        return self.layout.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class PlannedUnit:
-    """Groups that are gathered together; the first unit is the root."""
-
-    path: str
-    groups: tuple[PlannedGroup, ...]
-    needed_in_backward: bool = True
-    """Whether its backward reads the weights."""
-    stands_first: bool = True
-    """For the root: whether it has weights before all blocks (an embedding, also one tied to the head)."""
-    stands_last: bool = True
-    """For the root: whether it has weights behind all blocks; not in a pipeline stage before the last."""
-
-    @cached_property
-    def numel(self) -> int:
-        """Number of elements, including padding."""
-        return sum(g.layout.numel for g in self.groups)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the weights that are gathered for use."""
-        return sum(g.nbytes for g in self.groups if not g.at_rest.whole)
-
-    @cached_property
-    def learning(self) -> int:
-        """Number of elements with gradients, including padding."""
-        return sum(g.layout.numel for g in self.groups if g.trainable)
-
-    @cached_property
-    def reduced(self) -> int:
-        """Bytes of reduced gradients on the device."""
-        gradients = [g.at_rest.gradient for g in self.groups if g.trainable]
-        return sum(g.nbytes for g in gradients if g.tier is Tier.DEVICE)
-
-    @cached_property
-    def newest(self) -> int:
-        """Bytes of the largest gradient of one parameter, as autograd creates it."""
-        learning = [g for g in self.groups if g.trainable]
-        return max((math.prod(s.shape) * g.dtype.itemsize for g in learning for s in g.layout.slots), default=0)
 
 
 def _none() -> dict[Tier, int]:
@@ -235,7 +177,7 @@ class States:
                 self._add_optimizer(group, found.optimizer)
                 self._add_outer(group, found.optimizer)
         found.optimizer[Tier.DEVICE] += self._owned_nbytes()
-        if self._frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:
+        if self.frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:
             found.gradients[Tier.DEVICE] = max(u.reduced for u in self.units)
         found.buffers[Tier.HOST] = self._buffer_nbytes()
         return found
@@ -252,8 +194,6 @@ class States:
                 (f"gradients{where}", held.gradients[tier], "exact" if where else "after backward"),
                 (f"buffers of transfers{where}", held.buffers[tier], "at most"),
             ]
-        rows.append(("weights gathered for use", self.gathered_nbytes - self.kept_nbytes, "estimate"))
-        rows.append(("weights kept gathered", self.kept_nbytes, "at most"))
         return [row for row in rows if row[1]]
 
     def _add_outer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
@@ -327,38 +267,6 @@ class States:
         return sum(u.nbytes for stay in (Stay.BACKWARD, Stay.WINDOW) for u in self.kept(stay))
 
     @property
-    def gathered_nbytes(self) -> int:
-        """Most bytes of full weights in memory at the same time, in addition to states at rest."""
-        others = self.units[1:]
-        used = max(self._used(o, k) for o in (others, others[::-1]) for k in range(max(1, len(others))))
-        return self.kept_nbytes + used
-
-    @property
-    def gathered_at_loss_nbytes(self) -> int:
-        """The same at the start of backward: kept units, the root, the last unit, and what is prefetched after the root."""
-        root, *others = self.units
-        backward = [u for u in others[::-1] if u.needed_in_backward]
-        return self.kept_nbytes + self._gathered([root, *(self._prefetched(backward) or backward[:1])])
-
-    def _used(self, order: Sequence[PlannedUnit], k: int) -> int:
-        """Bytes of the root, unit k of a pass in this `order`, and what is prefetched while it computes, without kept units."""
-        return self._gathered([self.units[0], *order[k : k + 1], *self._prefetched(order[k + 1 :])])
-
-    def _gathered(self, units: Sequence[PlannedUnit]) -> int:
-        """Bytes of those units that are sharded and kept only for their use."""
-        return sum(u.nbytes for u in units if self.stay(u) is Stay.USE)
-
-    def _prefetched(self, following: Sequence[PlannedUnit]) -> list[PlannedUnit]:
-        """The next units of a pass that are prefetched: one, and more while they fit into the bucket."""
-        limit = settled(self.config.zero_optimization.stage3_prefetch_bucket_size)
-        ahead: list[PlannedUnit] = []
-        for unit in following if limit else ():
-            if ahead and sum(u.numel for u in ahead) + unit.numel > limit:
-                break
-            ahead.append(unit)
-        return ahead
-
-    @property
     def wire(self) -> torch.dtype:
         """Dtype of gradients in flight."""
         return self.precision.wire(max(g.layout.num_shards for g in self.groups))
@@ -373,71 +281,8 @@ class States:
         """Bytes of these gradients."""
         return sum(u.learning for u in self.units) * self.precision.grads.itemsize
 
-    def newest_nbytes(self, passes: int) -> int:
-        """Most bytes of the gradient of one parameter that autograd has just created, and of what a block's backward has there
-        at the same time (`passes`); the root's backward has none of the latter."""
-        root, *others = self.units
-        return max(root.newest, *(u.newest + passes * u.needed_in_backward for u in others))
-
-    def backward_nbytes(self, activations: int, recomputed: int, *, accumulated: bool) -> int:
-        """Maximum over the sequence of units: gathered weights, activations, and gradients in flight and reduced.
-
-        `activations`: bytes at the start, divided equally over the units; `recomputed`: bytes that the current block
-        adds; `accumulated`: reduced gradients of earlier microbatches exist. The root begins with the head. If it ends
-        with an embedding, its gradients stay in flight.
-        """
-        wire = self.wire.itemsize
-        root, blocks = self.units[0], self.units[:0:-1]
-        order = [*blocks, root] if root.stands_first else [root, *blocks]
-        waits = root.learning * wire if root.stands_first else 0
-        sent = [0 if waits and u is root else u.learning for u in order]
-        whole = sum(u.reduced for u in self.units)
-        kept, reduced, most = self.kept_nbytes, 0, 0
-        for k, unit in enumerate(order):
-            done = k if root.stands_first else max(0, k - 1)  # blocks
-            stepped = sum(u.reduced for u in order[: max(0, k - 1)]) if self._frees_gradients else 0
-            left = activations * (len(blocks) - done) // max(1, len(blocks))
-            if unit is root and not k:
-                used = self.gathered_at_loss_nbytes - self.kept_nbytes
-            else:  # a root behind the blocks has released its weights together with its gradients
-                stays = [] if root.learning and not root.stands_first else [root]
-                read = [u for u in blocks[done:] if u.needed_in_backward]
-                used = self._gathered([*stays, *read[:1], *self._prefetched(read[1:])])
-            here = kept + used + waits + left + (whole if accumulated else reduced) - stepped
-            passes = recomputed if unit is not root and unit.needed_in_backward else 0
-            most = max(most, here + self._of_unit(unit, self._in_flight(sent[:k]), sent[k], passes))
-            reduced += unit.reduced
-            kept -= unit.nbytes if self.stay(unit) is Stay.BACKWARD else 0
-        return most
-
-    def _of_unit(self, unit: PlannedUnit, flying: int, numel: int, passes: int) -> int:
-        """Most bytes of a unit's gradient, of those in flight (`flying` elements), and of the tensors that its backward adds.
-
-        `passes`: bytes present at its start. If its gradient does not fit beside those in flight, it waits in the dtype of the
-        weights: it grows while `passes` shrinks, and moves when the weights are freed and the others are reduced.
-        """
-        wire = self.wire.itemsize
-        most = settled(self.config.zero_optimization.reduce_bucket_size)
-        if not flying or flying + numel <= most:
-            return (flying + numel) * wire + passes + unit.newest
-        waiting = numel * self.precision.compute.itemsize
-        freed = unit.nbytes if unit.needed_in_backward and self.stay(unit) is not Stay.WINDOW else 0
-        return max(flying * wire + max(passes, waiting) + unit.newest, waiting + max(flying, numel) * wire - freed)
-
-    def _in_flight(self, sent: Sequence[int]) -> int:
-        """Elements in flight once the last of the units `sent` is with the reducer, which waits for earlier ones."""
-        zero = self.config.zero_optimization
-        if zero.overlap_comm is False or not (most := settled(zero.reduce_bucket_size)):
-            return 0
-        held = 0
-        for numel in sent[: -MAX_REDUCTIONS_IN_FLIGHT - 1 : -1]:
-            if held and held + numel > most:
-                break
-            held += numel
-        return held
-
     @property
-    def _frees_gradients(self) -> bool:
+    def frees_gradients(self) -> bool:
         """Whether a unit's reduced gradient is freed once the unit is stepped, inside backward."""
         return self.config.hf_dist.optimizer_in_backward
 

@@ -22,8 +22,9 @@ import torch
 
 from hf_dist.axes import Axes
 from hf_dist.config import settled
+from hf_dist.estimate.planned_unit import PlannedUnit
 from hf_dist.estimate.sliced import Crossed, add, merged
-from hf_dist.estimate.state_bytes import PlannedUnit, States
+from hf_dist.estimate.state_bytes import States
 from hf_dist.sharding.group_axes import DENSE
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import MASTER_DTYPE
