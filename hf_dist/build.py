@@ -59,6 +59,7 @@ from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.quantised import prepare_quantised
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.stock_ddp import give_ddp_whole_weights
 from hf_dist.tensor_split import TensorSplit, plan_tensors, split_tensors
 
 LrScheduler = Any
@@ -164,6 +165,7 @@ def build_engine(
     `make_optimizer=False`: the caller makes and attaches the optimizer and schedule, including those in the config.
     `example`: a sample call of the model, for a pipeline.
     """
+    give_ddp_whole_weights()
     if not isinstance(config.expert_parallel.autoep_size, int):
         source = "auto <- the experts and the ranks of a machine"
         config = config.replaced({"expert_parallel.autoep_size": (mesh.axes.size("ep"), source)})

@@ -26,7 +26,7 @@ from hf_dist.sharding.prepared import unprepare as own_class
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.traces import Traces, look, remove_hooks
 
-__all__ = ["taking_over", "unprepare"]
+__all__ = ["made_ordinary", "taking_over", "unprepare"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,7 +112,7 @@ def taking_over(build: Callable[Concatenate[nn.Module, P], R]) -> Callable[Conca
         unprepare(model)
         before = look(model)
         result = build(model, *args, **kwargs)
-        let_idle_models_change(model, functools.partial(_made_ordinary, weakref.ref(model)))
+        let_idle_models_change(model, functools.partial(_of_reference, weakref.ref(model)))
         keep_traces(model, Traces.between(before, model))
         return result
 
@@ -124,20 +124,22 @@ def _in_use(sharded: ShardedModel) -> bool:
     return window is not None and window.in_use()
 
 
-def _made_ordinary(reference: weakref.ref[nn.Module], method: str) -> bool:
-    """Unprepare a model that nobody trains, because user code calls `method`; False for any other. Collective."""
+def _of_reference(reference: weakref.ref[nn.Module], method: str) -> bool:
     model = reference()
-    sharded = None if model is None else shards_of(model)
-    if model is None or sharded is None:
+    name = {"_apply": "to(), half() or the like"}.get(method, f"{method}()")
+    return model is not None and made_ordinary(model, f"model.{name}")
+
+
+def made_ordinary(model: nn.Module, call: str) -> bool:
+    """Unprepare a model that nobody trains, because user code makes this `call`; False for any other. Collective."""
+    sharded = shards_of(model)
+    if sharded is None:
         return False
     if _in_use(sharded):
         gc.collect()  # an engine that user code has dropped is part of a cycle; every rank shall find the same
         if _in_use(sharded):
             return False
-    name = {"_apply": "to(), half() or the like"}.get(method, f"{method}()")
-    every_rank(sharded.mesh, f"model.{name}")
-    say(
-        f"{type(model).__name__}.{name} after training: the model becomes an ordinary one, with whole weights on every rank"
-    )
+    every_rank(sharded.mesh, call)
+    say(f"{call} after training: {type(model).__name__} becomes an ordinary model, with whole weights on every rank")
     unprepare(model)
     return True

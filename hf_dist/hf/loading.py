@@ -22,6 +22,7 @@ from hf_dist.checkpoint.safetensors_source import SafetensorsFile
 from hf_dist.hf.dequantise import dequantised_as_read, dequantises
 from hf_dist.log import say_once
 from hf_dist.sharding.lazy import LazyWeight
+from hf_dist.stock_ddp import give_ddp_whole_weights
 
 __all__ = ["from_pretrained", "stream_while_alive", "streaming"]
 
@@ -60,6 +61,7 @@ def stream_while_alive(owner: Any) -> None:
 
 def _begin() -> None:
     global _users, _stock
+    give_ddp_whole_weights()
     if _users == 0:
         _stock = PreTrainedModel.__dict__[_HOOK]
         setattr(PreTrainedModel, _HOOK, staticmethod(_load))

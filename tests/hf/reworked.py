@@ -115,6 +115,23 @@ def reworked(folder: Path, stage: int | None, ranks: int, change: str, unprepare
     return {"weights": weights_of(model), "logits": logits}
 
 
+def among_stock_ones(folder: Path, stage: int | None, ranks: int, fresh: bool) -> dict[str, Any]:
+    """Our Trainer, a stock one on the same ranks, ours again. `fresh`: of a model that is read from files before the second."""
+    from transformers import AutoModelForCausalLM
+
+    model = small_model()
+    first = trainer(model, str(folder), stage, ranks)
+    first.train()
+    if fresh:
+        first.save_model(str(folder / "start"))
+        first.accelerator.wait_for_everyone()
+        model = AutoModelForCausalLM.from_pretrained(folder / "start")
+    finetune(model, str(folder), None, ranks)
+    logits = model(input_ids=PROMPT).logits.detach()
+    finetune(model, str(folder), stage, ranks)
+    return {"weights": weights_of(model), "logits": logits}
+
+
 def interrupted(folder: Path, stage: int | None, ranks: int) -> dict[str, Any]:
     """A training that ends after its first step with an exception, and another one of the same model."""
     from transformers import TrainerCallback

@@ -23,6 +23,7 @@ HALF: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
 LOOPS = [([1, 3], False), ([3, 0], True), ([3, 3], False)]
+AMONG_STOCK = [(0, False), (1, False), (3, False), (3, True)]
 CHANGED = [(change, stage, (change, stage) in NEEDS_WHOLE) for change in CHANGES for stage in (1, 3)]
 
 
@@ -40,6 +41,10 @@ JOBS: dict[str, Job] = {
         )
         for half, config in HALF.items()
         for stage in (1, 3)
+    },
+    **{
+        f"stock-{stage}-{fresh}": ("tests.hf.reworked:among_stock_ones", {"stage": stage, "ranks": 2, "fresh": fresh})
+        for stage, fresh in AMONG_STOCK
     },
     **{
         f"loops-{number}": ("tests.hf.reworked:raw_loops", {"stages": stages, "ranks": 2, "keeps": keeps})
@@ -72,6 +77,12 @@ def test_a_changed_model_is_trained_as_by_the_stock_trainer(
     change: str, stage: int, outcomes: Any, tmp_path: Path
 ) -> None:
     assert_equal(outcome(outcomes, f"{change}-{stage}"), reworked.reworked(tmp_path, None, 1, change))
+
+
+@pytest.mark.parametrize(("stage", "fresh"), AMONG_STOCK)
+def test_a_stock_trainer_stands_between_ours(stage: int, fresh: bool, outcomes: Any, tmp_path: Path) -> None:
+    ours = outcome(outcomes, f"stock-{stage}-{fresh}")
+    assert_equal(ours, reworked.among_stock_ones(tmp_path, None, 1, fresh))  # its DDP reads weights in C++
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -236,6 +236,14 @@ def test_resize_after_prepare_is_refused_by_name(paths: dict[str, Path]) -> None
     assert ours.resize_token_embeddings(110).weight.shape[0] == ours.lm_head.weight.shape[0] == 110
 
 
+def test_ddp_around_a_model_in_training_is_refused_by_name(paths: dict[str, Path]) -> None:
+    ours, _ = both(paths["llama"])
+    engine = prepare(ours, 3)
+    assert engine.model is ours
+    with pytest.raises(ModelError, match=r"DistributedDataParallel\(Llama\w+\): .* in training.*hf_dist\.unprepare"):
+        torch.nn.parallel.DistributedDataParallel(ours)
+
+
 @pytest.mark.parametrize("what", ["changed", "vanished", "truncated"])
 def test_file_that_is_not_the_planned_one_is_an_error_by_name(what: str, tmp_path: Path) -> None:
     path = write("llama", tmp_path)
