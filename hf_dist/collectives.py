@@ -1,4 +1,4 @@
-"""Collectives on 1-D tensors, and the recorder of the bytes they send.
+"""Collectives on 1-D tensors.
 
 Only this module, `mesh.py`, `groups.py` and `rendezvous.py` (groups), and `pipeline/p2p.py` (stage to stage) call
 `torch.distributed`. Every function takes a `MeshAxis`; an axis with one process costs nothing. Handles complete on `wait()`:
@@ -14,15 +14,14 @@ On NCCL, a half-precision mean is a sum followed by our own division (`_mean_of`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_dist.comm_log import count, count_start
 from hf_dist.mesh import GroupLease, MeshAxis
 from hf_dist.pages import in_huge_pages
 
@@ -31,66 +30,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What one rank sent in one collective."""
-
-    op: str
-    axis: str
-    nbytes: int
-    """Bytes this rank sends."""
-
-
-@dataclass
-class CommLog:
-    """The collectives recorded inside a `record()` block."""
-
-    entries: list[Sent] = field(default_factory=list)
-
-    def nbytes(self, op: str | None = None) -> int:
-        """Bytes sent by this rank, in operation `op` or in all operations."""
-        return sum(e.nbytes for e in self.entries if op in (None, e.op))
-
-    def count(self, op: str) -> int:
-        """How often `op` ran."""
-        return sum(e.op == op for e in self.entries)
-
-
 EXCHANGED_NBYTES = 1 << 20
 """Largest tensor that two ranks on gloo all-reduce by exchanging it. Beyond, the ring is as fast, and has no second buffer."""
-
-_logs: list[CommLog] = []
-
-
-@contextmanager
-def record() -> Iterator[CommLog]:
-    """Record every collective that this process starts inside the block. Local."""
-    log = CommLog()
-    _logs.append(log)
-    try:
-        yield log
-    finally:
-        _logs.remove(log)
-
-
-_num_started = 0
-
-
-def num_started() -> int:
-    """Number of transfers that this process has started. Two readings show whether the process makes progress."""
-    return _num_started
-
-
-def count_start() -> None:
-    """Count one more started transfer."""
-    global _num_started
-    _num_started += 1
-
-
-def _count(op: str, axis: MeshAxis, nbytes: int) -> None:
-    count_start()
-    for log in _logs:
-        log.entries.append(Sent(op, axis.name, nbytes))
 
 
 class Handle:
@@ -154,7 +95,7 @@ def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
     if axis.group is None:
         return Handle([])
     part = full.numel() // axis.size
-    _count("all_gather", axis, (axis.size - 1) * part * full.element_size())
+    count("all_gather", axis, (axis.size - 1) * part * full.element_size())
     own = full.narrow(0, axis.rank * part, part)
     if not _is_gloo(axis.group):
         return Handle([_all_gather(full, own, group=axis.group, async_op=True)])
@@ -184,7 +125,7 @@ def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: st
         out.copy_(full)
         return Handle([])
     part = out.numel()
-    _count("reduce_scatter", axis, (axis.size - 1) * part * full.element_size())
+    count("reduce_scatter", axis, (axis.size - 1) * part * full.element_size())
     if not _is_gloo(axis.reduce_group):
         return _scatter_sum(axis, full, out, op)
     if full.is_cuda:
@@ -258,7 +199,7 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
     group = axis.reduce_group
     if group is None:
         return Handle([])
-    _count("all_reduce", axis, 2 * (axis.size - 1) * tensor.numel() * tensor.element_size() // axis.size)
+    count("all_reduce", axis, 2 * (axis.size - 1) * tensor.numel() * tensor.element_size() // axis.size)
     code = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if _is_gloo(group) and tensor.is_cuda:
         return _through_host(tensor, lambda host: dist.all_reduce(host, op=code, group=group))
@@ -304,7 +245,7 @@ def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list
         out.copy_(rows)
         return Handle([])
     row = rows[:1].numel() * rows.element_size() if len(rows) else 0
-    _count("all_to_all", axis, (len(rows) - sent[axis.rank]) * row)
+    count("all_to_all", axis, (len(rows) - sent[axis.rank]) * row)
     if _is_gloo(group) and rows.is_cuda:
         given = rows.cpu()
         return _through_host(out, lambda host: dist.all_to_all_single(host, given, received, sent, group=group))
@@ -320,7 +261,7 @@ def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
     if axis.group is None or axis.size == 1:
         received.copy_(sent)
         return Handle([])
-    _count("shift", axis, sent.numel() * sent.element_size())
+    count("shift", axis, sent.numel() * sent.element_size())
     to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     if _is_gloo(axis.group) and sent.is_cuda:
         host = torch.empty(received.shape, dtype=received.dtype)
@@ -345,7 +286,7 @@ def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
     group = axis.group
     if group is None:
         return
-    _count("broadcast", axis, tensor.numel() * tensor.element_size() if axis.rank == source else 0)
+    count("broadcast", axis, tensor.numel() * tensor.element_size() if axis.rank == source else 0)
     if _is_gloo(group) and tensor.is_cuda:
         _through_host(tensor, lambda host: dist.broadcast(host, group=group, group_src=source))
     else:
@@ -360,7 +301,7 @@ def transfer(axis: MeshAxis, tensor: torch.Tensor, source: int, target: int) -> 
     if source == target or axis.rank not in (source, target) or axis.group is None:
         return
     sends = axis.rank == source
-    _count("transfer", axis, tensor.numel() * tensor.element_size() if sends else 0)
+    count("transfer", axis, tensor.numel() * tensor.element_size() if sends else 0)
     wire = tensor if _is_gloo(axis.group) else tensor.cuda()  # NCCL carries GPU memory only
     if sends:
         dist.send(wire, group=axis.group, group_dst=target)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist import collectives
+from hf_dist import collectives, comm_log
 from hf_dist.axes import Axes
 from hf_dist.mesh import MeshAxis, ParallelMesh, build_mesh
 from tests.harness import run_ranks
@@ -117,7 +117,7 @@ OPERATIONS = (
 
 def check(axis: MeshAxis, operation: Any, dtype: torch.dtype) -> None:
     """Values inside, bytes here; what runs after `record()` is not counted."""
-    with collectives.record() as log, collectives.record() as second:
+    with comm_log.record() as log, comm_log.record() as second:
         op, nbytes = operation(axis, dtype)
     expected = nbytes if axis.group is not None else 0
     assert log.nbytes(op) == log.nbytes() == second.nbytes() == expected

@@ -107,7 +107,7 @@ def is_staged(case: str) -> bool:
 def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, int]], str]]:
     """Case -> bytes at rest; bytes sent by axis and operation in a step; the start-up report."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
     from hf_dist.report import start_up_report
 
     found = {}
@@ -117,7 +117,7 @@ def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, i
         sent: dict[str, dict[str, int]] = {}
         for _ in range(5):  # later forwards do not compare their rows any more
             before = 0 if engine.pipeline is None else engine.pipeline.transport.sent_nbytes
-            with collectives.record() as log:
+            with comm_log.record() as log:
                 if engine.pipeline is not None:
                     engine.train_batch(iter([{"input_ids": ids, "labels": ids, "use_cache": False}] * MICROBATCHES))
                     sent["pp"] = {"send": engine.pipeline.transport.sent_nbytes - before}

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dist import collectives
+from hf_dist import comm_log
 
 __all__ = ["DispatchCounter", "OwnCounter"]
 
@@ -23,7 +23,7 @@ class OwnCounter:
     """For hf_dist, whose collectives all pass through one file that counts."""
 
     def __enter__(self) -> None:
-        self._recording = collectives.record()
+        self._recording = comm_log.record()
         self._log = self._recording.__enter__()
 
     def __exit__(self, *args: Any) -> None:

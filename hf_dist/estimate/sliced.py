@@ -26,7 +26,7 @@ from hf_dist.tensor_split import keep_along_tp, kinds_of_copies, plan_of
 __all__ = ["Crossed", "EarlySum", "MetaPeers", "Sliced", "add", "crossed_backward", "merged", "sliced"]
 
 Crossed = dict[str, tuple[int, int]]
-"""(number, bytes that one rank sends) by operation, as `hf_dist.collectives` counts them."""
+"""(number, bytes that one rank sends) by operation, as `hf_dist.comm_log` counts them."""
 
 
 class EarlySum(NamedTuple):

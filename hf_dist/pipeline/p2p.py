@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_dist import collectives
+from hf_dist import comm_log
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.pipeline.communication import Channel
@@ -164,7 +164,7 @@ class P2PTransport:
         self._leaving.append((self._start(ends, flat, receive=False), flat))
 
     def _start(self, ends: ChannelEnds, flat: list[torch.Tensor], receive: bool) -> list[Any]:
-        collectives.count_start()
+        comm_log.count_start()
         flat = [t for t in flat if t.numel()]
         if flat and self._is_nccl(ends):
             operation, peer = (dist.irecv, ends.source) if receive else (dist.isend, ends.target)

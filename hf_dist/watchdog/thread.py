@@ -13,7 +13,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from hf_dist import collectives, failure, machine, mesh, on_one_rank
+from hf_dist import comm_log, failure, machine, mesh, on_one_rank
 from hf_dist.launch import detect_launch
 from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
@@ -121,7 +121,7 @@ class Watchdog(threading.Thread):
     def _status(self) -> Status:
         location = self._location()
         # Without what it waits for: a GPU is asked only where the host has stood for a while, and that is no other place.
-        seen = (collectives.num_started(), mesh.sequence_number(), replace(location, waits_for=""))
+        seen = (comm_log.num_started(), mesh.sequence_number(), replace(location, waits_for=""))
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         step = max((e.global_steps for e in self.engines), default=-1)

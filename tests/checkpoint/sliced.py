@@ -164,7 +164,7 @@ def save(holder: Holder, whole: nn.Module, folder: Path, mode: str | None, dtype
 
 def round_trip(family: str, dtype: torch.dtype, stage: int, stock: Path, root: Path, meshes: Any) -> list[str]:
     """Problems: cut and uncut layouts load the stock folder, save, and read what the other has saved."""
-    from hf_dist import collectives
+    from hf_dist import comm_log
     from hf_dist.checkpoint.folder import STATE
     from hf_dist.checkpoint.model_files import read_plan, read_weights
     from hf_dist.checkpoint.safetensors_source import bytes_read
@@ -185,7 +185,7 @@ def round_trip(family: str, dtype: torch.dtype, stage: int, stock: Path, root: P
         set_states(holders[kind], 3.0)
         for mode in ("in order", None):
             folders[kind] = root / f"{kind}-{mode}"
-            with collectives.record() as log:
+            with comm_log.record() as log:
                 save(holders[kind], whole, folders[kind], mode, dtype)
             if family != "shuffled" and log.count("transfer") >= meshes[kind].world.size:
                 problems.append(f"{kind}, {mode}: a message for each run of bytes, not for each rank")

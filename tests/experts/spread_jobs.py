@@ -240,7 +240,7 @@ def stop_and_resume(
 
 def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
     """Bytes of one step as they were counted, and by hand from the routing; bytes at rest."""
-    from hf_dist import collectives
+    from hf_dist import comm_log
     from hf_dist.estimate.state_bytes import States
     from hf_dist.estimate.wire import step_traffic
     from hf_dist.experts.spread import exchanges
@@ -261,7 +261,7 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
     groups = engine.sharded.groups
     spread = [g for g in groups if g.axes.parts is not None]
     places = [g.full.data_ptr() for g in spread]  # 0: freed
-    with collectives.record() as log:
+    with comm_log.record() as log:
         total, _ = summed_loss(engine.model, part)
         engine.backward(total / 100)
         engine.step()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_dist import DistTrainer, DistTrainingArguments, collectives, log
+from hf_dist import DistTrainer, DistTrainingArguments, comm_log, log
 from hf_dist.hf.callbacks.communication import CommunicationCallback, communication_table
 from hf_dist.mesh import MeshAxis
 
@@ -63,7 +63,7 @@ def test_comms_logger_prints_a_table_when_training_ends(tmp_path: Path, caplog: 
     with caplog.at_level(logging.INFO, logger=log.logger.name):
         trained(tmp_path, {"comms_logger": {"enabled": True}})
     assert "communication of this rank in 3 steps" in caplog.text
-    assert not collectives._logs, "nothing is counted after the run"
+    assert not comm_log._logs, "nothing is counted after the run"
 
 
 def test_the_table_adds_up_calls_and_bytes_over_the_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +72,7 @@ def test_the_table_adds_up_calls_and_bytes_over_the_steps(caplog: pytest.LogCapt
     axis = MeshAxis.__new__(MeshAxis)
     object.__setattr__(axis, "name", "shard")
     for _ in range(2):
-        collectives._count("all_gather", axis, 1_500_000)
+        comm_log.count("all_gather", axis, 1_500_000)
         callback.on_step_end(None, None, None)
     with caplog.at_level(logging.INFO, logger=log.logger.name):
         callback.on_train_end(None, None, None)

@@ -72,7 +72,7 @@ def model_and_blocks(folder: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
 def curve(rank: int, world: int, section: dict[str, Any], folder: str, begins: bool = False) -> dict[str, Any]:
     """Loss of held-out blocks every `EVALUATED` steps, and what a rank sent to other replicas; or the beginning."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import collectives, comm_log
 
     model, train, held_out = model_and_blocks(folder)
     config: dict[str, Any] = {
@@ -94,7 +94,7 @@ def curve(rank: int, world: int, section: dict[str, Any], folder: str, begins: b
     for step in range(1, BEGINNING + 1) if begins else range(BEGINNING + 1, STEPS + 1):
         first = ((step - 1) * world + rank) * ROWS % (len(train) - ROWS)
         rows = train[first : first + ROWS]
-        with collectives.record() as log:
+        with comm_log.record() as log:
             engine.backward(engine(input_ids=rows, labels=rows).loss)
             engine.step()
             if step == STEPS:  # fragments that meet in turn: what is evaluated is all of them

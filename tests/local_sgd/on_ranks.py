@@ -68,7 +68,7 @@ def train(
     `steps`: the first and the last (0: of the work); `load`, `save`: checkpoints before and after.
     """
     import hf_dist
-    from hf_dist import collectives, mesh
+    from hf_dist import comm_log, mesh
 
     model = model_for(work)
     engine = hf_dist.initialize(
@@ -92,7 +92,7 @@ def train(
             total, _ = summed_loss(model, rows)
             return engine.backward(total * (readers / items), scale_wrt_gas=False)
 
-        with collectives.record() as log:
+        with comm_log.record() as log:
             loss = engine.run_window([rows_of(of_replica, at // layout.cp, readers)], one)
             engine.step()
         if step == work.steps:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_dist import DistTrainer, DistTrainingArguments, collectives, mesh
+from hf_dist import DistTrainer, DistTrainingArguments, comm_log, mesh
 from tests.hf.lifecycle import local_state, logged
 from tests.hf.on_ranks import weights_of
 from tests.hf.recipes import Recipe, Row, texts
@@ -49,7 +49,7 @@ class Watched(DistTrainer):
             self.record.__exit__(None, None, None)
             entries = [(e.op, e.axis, e.nbytes) for e in self.sent.entries if e.axis in ACROSS]
             notes.append((self.state.global_step, entries, now - self.number))
-        self.record = collectives.record()
+        self.record = comm_log.record()
         self.sent, self.number = self.record.__enter__(), now
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

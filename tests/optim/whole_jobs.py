@@ -54,14 +54,14 @@ def made(section: dict[str, Any] | None, stage: int, optimizer: Any = None, **mo
 
 def bits(rank: int, world: int, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], int, int, int, int]]:
     """By stage: weights after torch's Muon, bytes and number of exchanges on this rank, the formula's bytes, rounds."""
-    from hf_dist import collectives
+    from hf_dist import comm_log
     from hf_dist.optim import owners
 
     owners.BUCKET_NUMEL = ROUND_NUMEL
     results = []
     for stage in stages:
         engine = made(None, stage, torch_muon)
-        with collectives.record() as log:
+        with comm_log.record() as log:
             same_rows(engine, engine.model)
         items = engine.fragments._muon._owners.items
         rounds = len(engine.fragments._muon._owners.buckets(lambda o: True))

@@ -29,7 +29,7 @@ def measure(
 
     traffic: (number, bytes sent) of a step by kind · rest, peak: bytes of all tensors between steps and at most ·
     resident: of weights, masters and optimizer states · set_up, first, step: host CPU seconds, operators not counted.
-    With hf_dist also counted (as `hf_dist.collectives` counts), planned_traffic, planned_resident, planned_peak.
+    With hf_dist also counted (as `hf_dist.comm_log` counts), planned_traffic, planned_resident, planned_peak.
     """
     config = config or config_of(3)
     with fake_world(size, rank):
@@ -64,13 +64,13 @@ def _run(
     steps: int,
     counts: bool,
 ) -> tuple[dict[str, Any], list[float]]:
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     live, seconds = tensors.live, []
     for _ in range(steps):
         tensors.traffic, live.peak = Traffic(), live.nbytes
         start, inside = time.thread_time(), tensors.operator_seconds
-        with collectives.record() as log:
+        with comm_log.record() as log:
             for batch in window:
                 micro_step(batch)
         seconds.append(time.thread_time() - start - (tensors.operator_seconds - inside))

@@ -230,7 +230,7 @@ def measure(job: Job, model: Any = None) -> dict[str, Any]:
     `model`: makes it, by default the one that the job names.
     """
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     make = model or (lambda: model_of(job.model))
     with fake_world(job.ranks, job.rank), FakeRank() as tensors, tensors.live:
@@ -244,7 +244,7 @@ def measure(job: Job, model: Any = None) -> dict[str, Any]:
             for _ in range(STEPS):
                 tensors.live.peak = tensors.live.nbytes
                 window = iter([batch] * job.microbatches)
-                with collectives.record() as log:
+                with comm_log.record() as log:
                     engine.train_batch(window, lambda m, rows: chunked_loss(m, **rows, split=split))
         sent: Sent = {}
         for entry in log.entries:

@@ -145,6 +145,6 @@ class FakeRank(FakeTensorMode):
         return out
 
     def _count(self, kind: str, whole: torch.Tensor, size: int) -> None:
-        """The bytes that the best algorithms send, as `hf_dist.collectives` counts them."""
+        """The bytes that the best algorithms send, as `hf_dist.comm_log` counts them."""
         nbytes = whole.numel() * whole.element_size() * (2 if kind == "all_reduce" else 1)
         self.traffic.add(kind, nbytes * (size - 1) // size)

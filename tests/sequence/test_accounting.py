@@ -20,7 +20,7 @@ WORLD = 2
 def sent(rank: int, world: int) -> dict[str, dict[str, int]]:
     """Bytes by operation along `cp`, of one forward and backward; with recomputed blocks for Ulysses, too."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     found: dict[str, dict[str, int]] = {}
     for exchange in (*EXCHANGES, "recomputed", "convolution"):
@@ -35,7 +35,7 @@ def sent(rank: int, world: int) -> dict[str, dict[str, int]]:
         engine.train()
         batch = make_batch("llama", "plain", 0)
         for _ in range(9):  # later forwards do not compare their rows any more
-            with collectives.record() as log:
+            with comm_log.record() as log:
                 engine.backward(engine(**batch, use_cache=False).loss)
                 engine.step()
         own: dict[str, int] = {}

@@ -16,7 +16,7 @@ B, D, S = 2, 3, 12
 def exchange(rank: int, world: int) -> dict[str, Any]:
     """Everything that is asked below."""
     import hf_dist.sequence.exchange as ours
-    from hf_dist import collectives
+    from hf_dist import collectives, comm_log
     from hf_dist.axes import Axes
     from hf_dist.mesh import build_mesh
 
@@ -29,7 +29,7 @@ def exchange(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     part = whole[:, :, mine].clone().requires_grad_()
-    with collectives.record() as log:
+    with comm_log.record() as log:
         some, wide = ours.to_heads(axis, part, part[:, :world].repeat(1, 1, 1, 2))
     found["heads bytes"] = log.nbytes()
     at = slice(rank * 2, rank * 2 + 2)
@@ -39,7 +39,7 @@ def exchange(rank: int, world: int) -> dict[str, Any]:
     found["heads gradient"] = torch.allclose(part.grad, weight[:, :, mine], atol=1e-14)
 
     part = whole[:, :, mine].clone().requires_grad_()
-    with collectives.record() as log:
+    with comm_log.record() as log:
         keys = ours.gather_keys(axis, part)
         found["gather bytes"] = log.nbytes()
         found["gather"] = torch.equal(keys, whole)
@@ -61,7 +61,7 @@ def exchange(rank: int, world: int) -> dict[str, Any]:
     found["loss"] = (float(total.detach()), float(loss.grad))
 
     sent, received = torch.full((4,), float(rank)), torch.empty(4)
-    with collectives.record() as log:
+    with comm_log.record() as log:
         collectives.shift(axis, sent, received).wait()
     found["shift"] = (received.tolist(), log.nbytes())
     return found

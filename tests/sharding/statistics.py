@@ -58,7 +58,7 @@ def ddp(rank: int, world: int) -> Any:
 def ours(rank: int, world: int, root: str) -> dict[str, Any]:
     """The same with the engine, by stage; a checkpoint of it; how many broadcasts a step has."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     found: dict[str, Any] = {}
     for name, stage, dtype in (("z0", 0, ""), ("z1", 1, ""), ("z2", 2, ""), ("z3", 3, ""), ("bf16", 1, "bf16")):
@@ -72,7 +72,7 @@ def ours(rank: int, world: int, root: str) -> dict[str, Any]:
         for step in range(6):
             if step == 4:
                 engine.save_checkpoint(Path(root) / name)
-            with collectives.record() as log:
+            with comm_log.record() as log:
                 engine.backward(engine(rows(step, rank)).float().square().mean())
                 engine.step()
         engine.eval()

@@ -232,14 +232,14 @@ def test_a_window_that_ends_early_leaves_nothing_stale() -> None:
 def pipelined(rank: int, world: int) -> list[dict[str, Any]]:
     """Two pipeline stages of two data ranks: without a budget, with one for everything, with one for nothing."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     found = []
     for budget in (None, ALL, 1):
         config = config_of(budget, 3, pipeline={"stages": 2})
         engine = hf_dist.initialize(llama(4), config=config, device="cpu")
         numbers = []
-        with collectives.record() as log:
+        with comm_log.record() as log:
             for step in range(2):
                 log.entries.clear()
                 window = [tokens(100 * step + 10 * m + engine.mesh.dp.rank) for m in range(3)]
@@ -287,7 +287,7 @@ MIXES: dict[str, dict[int, Stay]] = {
 def count_gathers(rank: int, world: int) -> list[list[dict[str, Any]]]:
     """By mix and accumulation: all-gathers of the third step, and what is resident after each microbatch's forward and end."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     found = []
     for mix in MIXES.values():
@@ -300,7 +300,7 @@ def count_gathers(rank: int, world: int) -> list[list[dict[str, Any]]]:
             )
             ids = torch.arange(12).view(2, 6) + rank
             held = []
-            with forced(mix, engine), collectives.record() as log:
+            with forced(mix, engine), comm_log.record() as log:
                 for _ in range(3):
                     log.entries.clear()
                     held.clear()

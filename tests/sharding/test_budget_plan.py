@@ -108,7 +108,7 @@ def peaks(rank: int, world: int) -> list[dict[str, Any]]:
     import logging
 
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
     from tests.estimate_peak import Peak
 
     said: list[str] = []
@@ -128,7 +128,7 @@ def peaks(rank: int, world: int) -> list[dict[str, Any]]:
             measured = 0
             for step in range(3):
                 tracked = Peak()
-                with collectives.record() as log:
+                with comm_log.record() as log:
                     for _ in range(accumulation):
                         ids = tokens(rank + step)
                         with tracked if step == 2 else torch.enable_grad():

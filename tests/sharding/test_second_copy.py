@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 def train(rank: int, second: int, case: dict[str, Any]) -> dict[str, Any]:
     """Three steps; losses, weights, and what the last step sent over which axis."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
     from hf_dist.estimate.optimizer_states import OptimizerStates
     from hf_dist.estimate.state_bytes import States
     from hf_dist.estimate.wire import step_traffic
@@ -50,7 +50,7 @@ def train(rank: int, second: int, case: dict[str, Any]) -> dict[str, Any]:
     }
     engine = hf_dist.initialize(model, config=config)
     losses = []
-    with collectives.record() as log:
+    with comm_log.record() as log:
         for step in range(STEPS):
             ids = (torch.arange(12).view(2, 6) + 7 * rank + step) % 53
             log.entries.clear()

@@ -5,7 +5,7 @@
 HF Llama, AdamW, no clipping, fp32, ZeRO stage 0. Engines take turns of some steps on the same batches; losses must agree.
 Ratios: median over turns of an engine's seconds by those of each peer. Processor time of rank 0 does not depend on who else
 uses the machine. Collectives: calls of one forward and backward, ours as
-`collectives.record` has them (on gloo some are made of several transfers), the others' as torch dispatches them.
+`comm_log.record` has them (on gloo some are made of several transfers), the others' as torch dispatches them.
 DeepSpeed is left out where it is not installed.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from hf_dist import collectives
+from hf_dist import comm_log
 from tests.harness import run_ranks
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -170,7 +170,7 @@ def _collectives(engine: str, passes: Callable[[], Any]) -> dict[str, int]:
         with CommDebugMode() as mode:
             passes()
         return {str(op).split(".")[-1]: count for op, count in mode.get_comm_counts().items() if count}
-    with collectives.record() as log:
+    with comm_log.record() as log:
         passes()
     return dict(Counter(e.op for e in log.entries if e.axis == "tp"))
 

@@ -30,14 +30,14 @@ def fused(tied: bool) -> Any:
 def run(rank: int, world: int, stage: int) -> list[dict[str, Any]]:
     """Loss and gradients, tied and not; what is read outside of a forward; the model's own loss afterwards."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     found = []
     for tied in (False, True):
         model = fused(tied)
         engine = engine_of(model, world, zero_optimization={"stage": stage})
         outside = tuple(model.lm_head.weight.shape)
-        with collectives.record() as log:
+        with comm_log.record() as log:
             loss = engine(**batch())
             engine.backward(loss)
         gathers = [e.nbytes for e in log.entries if e.op == "all_gather" and e.axis == "tp"]

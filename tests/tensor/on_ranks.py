@@ -60,13 +60,13 @@ def batch() -> dict[str, torch.Tensor]:
 
 def wire(rank: int, world: int) -> dict[str, Any]:
     """Bytes and calls of one forward and backward, by operation, plain and with regions; over `tp` only."""
-    from hf_dist import collectives
+    from hf_dist import comm_log
 
     found = {}
     for name, regions in (("plain", False), ("regions", True)):
         engine = engine_of(llama(), world, hf_dist={"sequence_regions": regions, "tiled_loss": "auto"})
         for _ in range(2):
-            with collectives.record() as log:
+            with comm_log.record() as log:
                 loss = engine(**batch()).loss
                 engine.backward(loss)
             engine.step()

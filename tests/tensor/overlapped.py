@@ -9,7 +9,7 @@ from tests.tensor.on_ranks import batch, engine_of, llama
 
 def order(rank: int, world: int) -> dict[Any, tuple[list[str], dict[str, int]]]:
     """(overlap, regions) -> what happened in the second backward, in order; bytes by operation."""
-    from hf_dist import collectives
+    from hf_dist import comm_log
     from hf_dist.tensor_parallel import overlap, peers
 
     happened: list[str] = []
@@ -39,7 +39,7 @@ def order(rank: int, world: int) -> dict[Any, tuple[list[str], dict[str, int]]]:
             section = {"autotp_size": world, "tp_overlap_comm": early}
             engine = engine_of(llama(), world, tensor_parallel=section, hf_dist={"sequence_regions": regions})
             for _ in range(2):
-                with collectives.record() as log:
+                with comm_log.record() as log:
                     loss = engine(**batch()).loss
                     happened.clear()
                     engine.backward(loss)

@@ -1,0 +1,71 @@
+"""Records the collectives that this process starts, and the bytes that it sends in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hf_dist.mesh import MeshAxis
+
+__all__ = ["CommLog", "Sent", "count", "count_start", "num_started", "record"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sent in one collective."""
+
+    op: str
+    axis: str
+    nbytes: int
+    """Bytes this rank sends."""
+
+
+@dataclass
+class CommLog:
+    """The collectives recorded inside a `record()` block."""
+
+    entries: list[Sent] = field(default_factory=list)
+
+    def nbytes(self, op: str | None = None) -> int:
+        """Bytes sent by this rank, in operation `op` or in all operations."""
+        return sum(e.nbytes for e in self.entries if op in (None, e.op))
+
+    def count(self, op: str) -> int:
+        """How often `op` ran."""
+        return sum(e.op == op for e in self.entries)
+
+
+_logs: list[CommLog] = []
+
+
+@contextmanager
+def record() -> Iterator[CommLog]:
+    """Record every collective that this process starts inside the block. Local."""
+    log = CommLog()
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        _logs.remove(log)
+
+
+_num_started = 0
+
+
+def num_started() -> int:
+    """Number of transfers that this process has started. Two readings show whether the process makes progress."""
+    return _num_started
+
+
+def count_start() -> None:
+    """Count one more started transfer."""
+    global _num_started
+    _num_started += 1
+
+
+def count(op: str, axis: MeshAxis, nbytes: int) -> None:
+    """Count and record one collective of `nbytes` that this rank sends."""
+    count_start()
+    for log in _logs:
+        log.entries.append(Sent(op, axis.name, nbytes))
