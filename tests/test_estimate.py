@@ -339,7 +339,7 @@ def test_the_plan_counts_the_reductions_that_the_bucket_lets_fly(zero: dict[str,
     config = resolved({**config_of(3, ""), "zero_optimization": {"stage": 3, **zero}})
     states = Planner(meta, 2, Workload(MICRO, SEQ)).plan(config).states
     block = states.units[-1].learning
-    assert Temporary(states)._in_flight([7 * block, block, block, block]) == blocks * block
+    assert Temporary(states).in_flight([7 * block, block, block, block]) == blocks * block
 
 
 def test_limits_count_all_ranks_of_a_machine() -> None:

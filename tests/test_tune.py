@@ -150,7 +150,7 @@ def test_what_has_run_is_kept_when_it_is_interrupted(
     """Ctrl-C in the first run, or in the second."""
 
     class Prepared:
-        work = SimpleNamespace(tokens_per_step=100.0, dtype="fp32")
+        work = SimpleNamespace(tokens_per_step=100.0, dtype="fp32", unit="tokens")
         contenders = [SimpleNamespace(name=name, engine="hf_dist") for name in ("stage1", "stage3")]
 
     def run(work: Any, contender: Any) -> list[dict[str, Any]]:
@@ -173,6 +173,7 @@ def test_what_has_run_is_kept_when_it_is_interrupted(
     if finished:
         assert json.loads(output.read_text())["zero_optimization"]["stage"] == 1
         assert "stage1, microbatch 2" in told.out and "stage3" not in told.out
+        assert "round 1 of 2: stage1\n  50 tokens/s" in told.err
 
 
 def test_it_runs_as_a_command(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,11 @@ class Run:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Measurements of each rank; empty if the run failed."""
     error: str = ""
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of the slowest rank, step by step."""
+        return [max(step) for step in zip(*(rank["step_seconds"] for rank in self.ranks), strict=True)]
 
 
 @dataclass
@@ -81,14 +87,18 @@ def run_rounds(prepared: Prepared, rounds: int, tell: Callable[[str], None]) -> 
             if index in failed:
                 continue
             tell(f"round {number + 1} of {rounds}: {contender.name}")
-            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+            load, start = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, time.monotonic()
             try:
                 runs.append(Run(index, number, load, run(prepared.work, contender)))
             except RunFailedError as error:
                 failed.add(index)
                 runs.append(Run(index, number, load, error=str(error).strip()))
+                tell(f"  failed: {runs[-1].error.splitlines()[-1]}")
             except KeyboardInterrupt:
                 raise InterruptedRounds(runs) from None
+            else:
+                speed = prepared.work.tokens_per_step / statistics.median(runs[-1].step_seconds)
+                tell(f"  {speed:.0f} {prepared.work.unit}/s, in {time.monotonic() - start:.0f} s with its start")
     return runs
 
 
@@ -113,7 +123,7 @@ def summarize(work: Work, contenders: Sequence[Contender], runs: Sequence[Run]) 
 
 def _row(work: Work, contender: Contender, runs: Sequence[Run]) -> Row:
     every = [rank for each in runs for rank in each.ranks]
-    steps = [max(step) for each in runs for step in zip(*(rank["step_seconds"] for rank in each.ranks), strict=True)]
+    steps = [seconds for each in runs for seconds in each.step_seconds]
     low, middle, high = _quartiles([work.tokens_per_step / seconds for seconds in steps])
     typical = statistics.median(steps)
     first = runs[0].ranks

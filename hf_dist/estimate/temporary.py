@@ -91,7 +91,7 @@ class Temporary:
                 used = self._gathered([*stays, *read[:1], *self._prefetched(read[1:])])
             here = kept + used + waits + left + (whole if accumulated else reduced) - stepped
             passes = recomputed if unit is not root and unit.needed_in_backward else 0
-            most = max(most, here + self._of_unit(unit, self._in_flight(sent[:k]), sent[k], passes))
+            most = max(most, here + self._of_unit(unit, self.in_flight(sent[:k]), sent[k], passes))
             reduced += unit.reduced
             kept -= unit.nbytes if self.states.stay(unit) is Stay.BACKWARD else 0
         return most
@@ -110,7 +110,7 @@ class Temporary:
         freed = unit.nbytes if unit.needed_in_backward and self.states.stay(unit) is not Stay.WINDOW else 0
         return max(flying * wire + max(passes, waiting) + unit.newest, waiting + max(flying, numel) * wire - freed)
 
-    def _in_flight(self, sent: Sequence[int]) -> int:
+    def in_flight(self, sent: Sequence[int]) -> int:
         """Elements in flight once the last of the units `sent` is with the reducer, which waits for earlier ones."""
         zero = self.states.config.zero_optimization
         if zero.overlap_comm is False or not (most := settled(zero.reduce_bucket_size)):

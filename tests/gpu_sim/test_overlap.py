@@ -13,6 +13,7 @@ import hf_dist
 from hf_dist.build import in_flight_limits
 from hf_dist.config import AutoSources, load_config, resolve, resolve_without_trainer
 from hf_dist.estimate.planner import Planner, Workload
+from hf_dist.estimate.temporary import Temporary
 from hf_dist.optim.clip import EarlyNorms, owned_norms
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.unit import ShardUnit
@@ -49,7 +50,7 @@ def test_the_plan_counts_gradients_that_fly_on_gpus() -> None:
     for on_gpu in (False, True):
         config = resolve_without_trainer(loaded, on_gpu=on_gpu)
         states = Planner(model, 2, Workload(1, 16)).plan(config).states
-        flying.append(states._in_flight([u.learning for u in states.units]))
+        flying.append(Temporary(states).in_flight([u.learning for u in states.units]))
     assert flying[0] == 0 < flying[1]
 
 
