@@ -93,7 +93,7 @@ def run_rounds(prepared: Prepared, rounds: int, tell: Callable[[str], None]) -> 
             except RunFailedError as error:
                 failed.add(index)
                 runs.append(Run(index, number, load, error=str(error).strip()))
-                tell(f"  failed: {runs[-1].error.splitlines()[-1]}")
+                tell("  failed: " + runs[-1].error.rpartition("\n")[2])
             except KeyboardInterrupt:
                 raise InterruptedRounds(runs) from None
             else:
