@@ -16,7 +16,6 @@ from hf_dist.errors import ModelError
 from hf_dist.ordinary import made_ordinary
 from hf_dist.sharding.guard import make_readable
 from hf_dist.sharding.keeper import prepared_in
-from hf_dist.sharding.lazy import lazy_source
 
 __all__ = ["give_ddp_whole_weights"]
 
@@ -44,5 +43,4 @@ def _make_whole(model: nn.Module) -> None:
                 "hf_dist.unprepare(model) on every rank, first."
             )
     for param in model.parameters():
-        if lazy_source(param) is not None:
-            make_readable(param)
+        make_readable(param)  # from its file; raises for a part of a prepared model

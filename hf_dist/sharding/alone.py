@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Protocol
 
 from torch import nn
@@ -43,7 +42,7 @@ def gathers_alone(group: Group) -> bool:
 def leave_elements(group: Group) -> None:
     """Called when `group` is dropped: parameters that others still hold keep their elements, if it can gather them alone."""
     left = [p for p in group.params if is_left(p, group)] if gathers_alone(group) else []
-    if left and not sys.is_finalizing():
+    if left:
         others = [p for p in group.params if is_guarded(p) and all(p is not own for own in left)]
         group.unshard()
         group.wait_unshard()

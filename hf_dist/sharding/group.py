@@ -7,6 +7,7 @@ as `weight.t()`, and gradients would be silently wrong.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,8 +95,9 @@ class FlatGroup:
 
     _built = False
 
-    def __del__(self) -> None:
-        if self._built:
+    # The default stays when the interpreter ends, where names of modules are None.
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._built and not ends():
             leave_elements(self)
 
     # ------------------------------------------------------------------ storage

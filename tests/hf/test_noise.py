@@ -35,6 +35,16 @@ trainer.predict(texts(8))
 trainer.save_model("last")
 """
 """A training with six checkpoints and three evaluations, then what usually follows one."""
+LOOP = """
+import torch, hf_dist
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+engine = hf_dist.initialize(model, config=config, device="cpu")
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+"""
+"""A loop of one's own, whose model and engine live until the interpreter ends."""
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "stage1": ({"zero_optimization": {"stage": 1}}, []),
     "stage3": ({"zero_optimization": {"stage": 3}, "hf_dist": {"log_measurements": False}}, ["logging"]),
@@ -73,6 +83,13 @@ def test_a_run_prints_its_report_and_at_most_five_lines(case: str, tmp_path: Pat
     measured = config.get("hf_dist", {}).get("log_measurements", True)
     for record in training:
         assert set(record) > STOCK if measured else set(record) == STOCK
+
+
+def test_a_script_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    # A forked interpreter does not end as a started one.
+    done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "ignored" not in done.stderr, done.stderr
 
 
 def test_lines_are_not_written_twice_when_logging_is_set_up_late(
