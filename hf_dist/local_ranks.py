@@ -11,9 +11,7 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
-import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -24,23 +22,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["free_port", "run_ranks"]
+from hf_dist.patience import Patience
+from hf_dist.ports import HeldPort
+
+__all__ = ["FOLDER", "run_ranks"]
+
+FOLDER = "HF_DIST_RANKS_FOLDER"
+"""Names, in each rank, a folder that they share and that is removed when all have ended."""
 
 _ASK = getattr(signal, "SIGUSR2", 0)
 """Asks a rank where it is. SIGUSR1 asks a job for a checkpoint."""
-
-
-_PORTS = range(20_000, 32_768)
-"""Below those from which systems take the local ends of connections: nobody gets one of these unasked."""
-
-
-def free_port() -> int:
-    """A free TCP port, chosen at random; it stays free until another process asks for the same."""
-    for _ in range(100):
-        with contextlib.suppress(OSError), socket.socket() as s:
-            s.bind(("", random.SystemRandom().choice(_PORTS)))
-            return int(s.getsockname()[1])
-    raise RuntimeError(f"no free TCP port was found between {_PORTS.start} and {_PORTS.stop}")
+_LOOK_SECONDS = 1.0
+"""Between two looks at how long the ranks have had."""
 
 
 def run_ranks(
@@ -53,28 +46,28 @@ def run_ranks(
     """The results of `fn(rank, world, *args)`, by rank. Raises RuntimeError with the traceback of the first failing rank.
 
     `fn` must be in an importable module; its arguments and result are pickled. If a rank fails, the others are stopped at
-    once; if some do not end within `timeout` seconds, the error shows where each of them is. `preload`: modules that the
-    fork server imports; only the first call's value counts.
+    once; if some do not end within `timeout` seconds (more on a busy machine: `Patience`), the error shows where every
+    thread of each of them is. `preload`: modules that the fork server imports; only the first call's value counts.
     """
     forks = "forkserver" in mp.get_all_start_methods()
     context: Any = mp.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(list(preload))
-    port = free_port()
     pipes: list[Connection] = []
     children = []
-    with tempfile.TemporaryDirectory(prefix="hf_dist-ranks-", ignore_cleanup_errors=True) as folder:
+    folders = tempfile.TemporaryDirectory(prefix="hf_dist-ranks-", ignore_cleanup_errors=True)
+    with folders as folder, HeldPort() as port:
         stacks = [str(Path(folder, str(rank))) for rank in range(world)]
         for rank in range(world):
             here, there = context.Pipe(duplex=False)
-            job = (fn.__module__, fn.__qualname__, rank, world, port, tuple(args), there)
+            job = (fn.__module__, fn.__qualname__, rank, world, port.number, tuple(args), there)
             child = context.Process(target=_child, args=(job, list(sys.path), stacks[rank]), daemon=True)
             child.start()
             there.close()
             pipes.append(here)
             children.append(child)
         try:
-            return _collect(pipes, time.monotonic() + timeout)
+            return _collect(pipes, Patience(timeout))
         except TimeoutError as late:
             where = "".join(f"\n{_stack(children[rank].pid, rank, stacks[rank])}" for rank in late.args[0])
             raise RuntimeError(f"ranks {late.args[0]} did not finish within {timeout:.0f} s{where}") from None
@@ -94,11 +87,11 @@ def _stack(pid: int | None, rank: int, file: str) -> str:
     return f"[rank {rank}] does not answer"
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], patience: Patience) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         open_pipes = [p for rank, p in enumerate(pipes) if rank not in results]
-        for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
+        for pipe in wait(open_pipes, timeout=_LOOK_SECONDS):
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
@@ -107,7 +100,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             if kind == "error":
                 raise RuntimeError(value)
             results[rank] = value
-        if time.monotonic() > deadline:
+        if len(results) < len(pipes) and patience.is_over():
             raise TimeoutError(sorted(set(range(len(pipes))) - set(results)))
     return [results[rank] for rank in range(len(pipes))]
 
@@ -128,6 +121,7 @@ def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], pat
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true",
+        **{FOLDER: str(Path(stack).parent)},
     )  # fmt: skip
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

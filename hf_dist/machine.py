@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from hf_dist.sizes import size_text
+
+if TYPE_CHECKING:  # for time-outs in processes that must not load torch yet
+    import torch
 
 __all__ = [
     "available_nbytes",
@@ -17,6 +19,7 @@ __all__ = [
     "memory_kills",
     "memory_report",
     "process_state",
+    "processors",
     "ranks_here",
     "resident_nbytes",
     "share_nbytes",
@@ -30,6 +33,11 @@ _LIMITS = (  # (limit, usage, reclaimable cache within the usage): cgroup v2, th
 )
 
 
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def ranks_here(env: Mapping[str, str] | None = None) -> int:
     """Ranks of this job on this machine, according to the launcher; if unknown, all ranks of the job, an upper bound."""
     env = os.environ if env is None else env
@@ -39,6 +47,8 @@ def ranks_here(env: Mapping[str, str] | None = None) -> int:
 def free_nbytes(device: torch.device) -> int | None:
     """Bytes that this process can still allocate on `device` (of host memory, its share); None if unknown."""
     if device.type == "cuda":
+        import torch
+
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     return share_nbytes()

@@ -19,7 +19,7 @@ from hf_dist.axes import Axes
 from hf_dist.errors import TopologyError
 from hf_dist.groups import FAKE, GroupLease, GroupMaker, MeshAxis, leave_in_order
 from hf_dist.launch import Launch, detect_launch
-from hf_dist.rendezvous import DEFAULT_TIMEOUT, job_store, own_address, prepare_start
+from hf_dist.rendezvous import DEFAULT_TIMEOUT, job_store, own_address, prepare_start, release_port
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -239,6 +239,7 @@ def join_job(device: torch.device | str | None, timeout: timedelta) -> tuple[Lau
     if launch.world_size > 1 and not dist.is_initialized():
         # No device_id, as in accelerate: with it, the whole job would have to take part in making every later group.
         dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
+    release_port()
     return launch, chosen
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hf_dist.errors import TopologyError
 from hf_dist.machine import ranks_here
+from hf_dist.ports import HeldPort
 
 __all__ = [
     "CONNECTIONS",
@@ -29,6 +30,7 @@ __all__ = [
     "job_store",
     "own_address",
     "prepare_start",
+    "release_port",
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -40,6 +42,8 @@ _ELSEWHERE = "192.0.2.1"
 """An address of a reserved network (RFC 5737), to find the interface that leads away from this machine."""
 _SIOCGIFADDR = 0x8915
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_held: HeldPort | None = None
+"""The port that rank 0 has offered, until its store listens there."""
 
 
 def prepare_start() -> None:
@@ -88,9 +92,10 @@ def agree_on_port(store: dist.Store, rank: int, world: int, patience: timedelta 
 
 
 def _offer_port(store: Any, word: str, world: int, deadline: float) -> int | None:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = int(free.getsockname()[1])
+    global _held
+    offered = HeldPort()  # before the last one is given back: not the same
+    release_port()
+    _held, port = offered, offered.number
     others = range(1, world)
     hellos = [f"hf_dist/hello/{rank}" for rank in others]
     offer = json.dumps([word, port])
@@ -104,6 +109,14 @@ def _offer_port(store: Any, word: str, world: int, deadline: float) -> int | Non
             store.set(f"hf_dist/go/{word}", "")
             return port
     return None
+
+
+def release_port() -> None:
+    """Stop holding the offered port: call it when the store of this start listens there. Local; allowed on every rank."""
+    global _held
+    if _held is not None:
+        _held.release()
+    _held = None
 
 
 def _take_port(store: dist.Store, hello: str, rank: int, deadline: float) -> int | None:

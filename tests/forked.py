@@ -29,6 +29,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_dist.patience import Patience
 from tests.harness import PRELOAD
 
 __all__ = ["Job", "run", "start"]
@@ -46,7 +47,9 @@ class Job:
 
     def end(self, timeout: float) -> subprocess.CompletedProcess[str]:
         """Wait for it. Raises `subprocess.TimeoutExpired` with its output after `timeout` seconds, and kills it."""
-        self.process.join(timeout)
+        patience = Patience(timeout)
+        while self.process.is_alive() and not patience.is_over():
+            self.process.join(1.0)
         code = self.process.exitcode
         if code is None:
             self.process.kill()

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hf_dist import local_ranks
-from hf_dist.local_ranks import free_port
 
-__all__ = ["PRELOAD", "ROOT", "free_port", "run_ranks"]
+__all__ = ["PRELOAD", "ROOT", "run_ranks"]
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PRELOAD = ["torch", "transformers", "torch.distributed", "tests.preload"]

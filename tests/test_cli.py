@@ -17,19 +17,18 @@ from hf_dist.accelerate_launch import words_of_launch
 from hf_dist.cli import doctor, launch
 from hf_dist.config import LauncherSettings
 from hf_dist.errors import ConfigError
-from tests.harness import free_port
+from hf_dist.ports import HeldPort
+from tests import processes
 
 REPO = Path(__file__).resolve().parent.parent
 
 
 def hf_dist(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a new process and return what it said."""
-    return subprocess.run(
+    return processes.run(
         [sys.executable, "-m", "hf_dist.cli", *arguments],
         cwd=REPO,
         env={**os.environ, "COLUMNS": "120", **environment},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
 
@@ -172,16 +171,17 @@ def test_accelerate_launch_with_a_yaml_of_deepspeed_continues_or_says_what_to_ty
     (tmp_path / "train.py").write_text(
         "import os, sys; open(f'rank{os.environ[\"RANK\"]}', 'w').write(repr(sys.argv[1:]))"
     )
-    options = ["--machine_rank", "0", "--num_processes", "2", "--main_process_port", str(free_port())]
-    told = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    for words in (["train.py", "a b"], ["-m", "hf_dist.run", "train.py", "a b"]):
-        arguments = ["--config_file", "zero3.yaml", *options, *words]
-        command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True)
-        if words[0] == "-m":
-            assert done.returncode == 0, done.stderr
-            assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["['a b']"] * 2
-        else:
-            first = f"hf_dist needs no deepspeed. Type: {shlex.join(['hf-dist', 'launch', *arguments])}"
-            assert done.returncode == 1 and first in done.stderr.splitlines()
-            assert done.stderr.index(first) < done.stderr.index("Traceback")
+    with HeldPort() as port:
+        options = ["--machine_rank", "0", "--num_processes", "2", "--main_process_port", str(port.number)]
+        told = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+        for words in (["train.py", "a b"], ["-m", "hf_dist.run", "train.py", "a b"]):
+            arguments = ["--config_file", "zero3.yaml", *options, *words]
+            command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
+            done = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True)
+            if words[0] == "-m":
+                assert done.returncode == 0, done.stderr
+                assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["['a b']"] * 2
+            else:
+                first = f"hf_dist needs no deepspeed. Type: {shlex.join(['hf-dist', 'launch', *arguments])}"
+                assert done.returncode == 1 and first in done.stderr.splitlines()
+                assert done.stderr.index(first) < done.stderr.index("Traceback")

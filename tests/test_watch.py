@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from hf_dist.checkpoint import folder
 from hf_dist.cli.watch import RECORD, watch
 from hf_dist.errors import CheckpointError
+from hf_dist.patience import Patience
 
 SCRIPT = """
 import json, os, pathlib, sys
@@ -107,9 +107,7 @@ def test_killed_while_it_evaluates_it_goes_on_with_the_same_one(number: signal.S
     code = "from hf_dist.cli import app; app()"
     options = ["watch", "--poll", "0.05", str(root), "--", *words]
     started = subprocess.Popen([sys.executable, "-c", code, *options], env={**os.environ, "SLOW_AT": "2"})
-    deadline = time.monotonic() + 60
-    while asked(tmp_path) != [1, 2] and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert Patience(60).until(lambda: asked(tmp_path) == [1, 2])
     folder.remove(root / "checkpoint-2")  # rotated away while it is evaluated: the links keep it
     held = root / ".watched-checkpoint-2"
     assert (held / "weights").read_text() == "2"

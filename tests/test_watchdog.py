@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
 from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers
 from hf_dist.watchdog.wire import Collector, Sender
+from tests import processes
 from tests.workers.launcher import launch
 
 WORKER = "tests.workers.stalling"
@@ -288,7 +288,7 @@ def test_one_process_has_no_watchdog(tmp_path: Path) -> None:
         "print([t.name for t in threading.enumerate()])"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=100)
+    done = processes.run([sys.executable, "-c", program], env=environment, timeout=100)
     assert done.stdout.strip().endswith("['MainThread']"), done.stdout + done.stderr
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from hf_dist.bench.rank import result_file
 from hf_dist.bench.work import Contender, Work, write_work
-from hf_dist.local_ranks import free_port
+from hf_dist.machine import processors
+from hf_dist.patience import Patience
+from hf_dist.ports import HeldPort
 
 __all__ = ["TIMEOUT", "RunFailedError", "run"]
 
@@ -35,12 +37,12 @@ def run(work: Work, contender: Contender) -> list[dict[str, Any]]:
         result_file(work.folder, rank).unlink(missing_ok=True)
     logs = [folder / f"rank_{rank}.log" for rank in range(work.ranks)]
     command = [contender.python or sys.executable, "-m", "hf_dist.bench.rank", str(spec)]
-    port = free_port()
     children: list[subprocess.Popen[bytes]] = []
+    port = HeldPort()
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as out:
-                environment = _environment(work, rank, port)
+                environment = _environment(work, rank, port.number)
                 children.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
         failed = _wait(children)
     finally:
@@ -48,6 +50,7 @@ def run(work: Work, contender: Contender) -> list[dict[str, Any]]:
             if child.poll() is None:
                 child.kill()
             child.wait()
+        port.release()
     if failed is not None:
         raise RunFailedError(logs[failed].read_text(encoding="utf-8", errors="replace")[-_SHOWN:])
     return [json.loads(result_file(work.folder, rank).read_text(encoding="utf-8")) for rank in range(work.ranks)]
@@ -55,8 +58,8 @@ def run(work: Work, contender: Contender) -> list[dict[str, Any]]:
 
 def _wait(children: list[subprocess.Popen[bytes]]) -> int | None:
     """The rank that failed first, or None if all succeeded. A rank that hangs counts as failed."""
-    until = time.monotonic() + TIMEOUT
-    while time.monotonic() < until:
+    patience = Patience(TIMEOUT)
+    while not patience.is_over():
         codes = [child.poll() for child in children]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
@@ -68,7 +71,6 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _environment(work: Work, rank: int, port: int) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -80,7 +82,7 @@ def _environment(work: Work, rank: int, port: int) -> dict[str, str]:
             "LOCAL_WORLD_SIZE": str(work.ranks),
         },
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(paths)},
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // work.ranks)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, processors() // work.ranks)),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DIST_BENCH_BORN": repr(time.time()),
     }

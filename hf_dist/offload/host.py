@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_dist.log import say_once, warn_once
+from hf_dist.machine import processors
 from hf_dist.pages import fresh_pages
 from hf_dist.sizes import size_text
 
@@ -272,8 +273,7 @@ class HostGradient(Gradient):
 
 def step_threads(ranks_on_machine: int) -> int:
     """Threads for an optimizer step on the CPU: this rank's share of the machine's cores, limited to those it may use."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, min(allowed, (os.cpu_count() or 1) // ranks_on_machine))
+    return max(1, min(processors(), (os.cpu_count() or 1) // ranks_on_machine))
 
 
 @contextmanager

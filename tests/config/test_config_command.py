@@ -14,6 +14,7 @@ import pytest
 
 from hf_dist.cli.script_arguments import HF_DEFAULTS
 from hf_dist.config import load_config, resolve_without_trainer
+from tests import processes
 
 REPO = Path(__file__).resolve().parents[2]
 MAX_CPU_SECONDS = 1.0
@@ -24,7 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`hf-dist config ...` in a new process."""
     command = [sys.executable, "-m", "hf_dist.cli", "config", *arguments]
     environment = {**os.environ, "COLUMNS": "120"}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+    return processes.run(command, cwd=REPO, env=environment, timeout=120)
 
 
 def test_check_alone_prints_what_the_file_says() -> None:
@@ -210,7 +211,7 @@ def test_the_command_needs_no_torch_and_less_than_a_second() -> None:
         "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules), 'imported'"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+    result = processes.run([sys.executable, "-c", code], cwd=REPO, timeout=120)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 0, result.stderr
     # CPU time: on a busy machine the wall clock measures the others.

@@ -28,6 +28,8 @@ from typing import Any
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
+from tests import processes
+
 FILES = (
     "tests/trainer/test_trainer.py",
     "tests/trainer/test_trainer_seq2seq.py",
@@ -89,7 +91,7 @@ def run_file(checkout: Path, file: str, column: str, more: list[str], folder: Pa
     paths = [str(checkout), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     try:
-        done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=limit)
+        done = processes.run(command, cwd=checkout, env=env, timeout=limit)
     except subprocess.TimeoutExpired as late:
         raise RuntimeError(f"{file}: not done after {limit:.0f} s:\n{late.stdout!r:.4000}") from late
     if not report.exists():

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests import forked
-from tests.harness import ROOT, free_port
+from hf_dist.ports import HeldPort
+from tests import forked, processes
+from tests.harness import ROOT
 
 LAUNCHERS: dict[str, list[str]] = {
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "{port}"],
@@ -34,18 +35,19 @@ def launched(
     launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True, fails: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """`launch` with both streams. `fails`: the launcher has to, else the test does."""
-    port = str(free_port())
+    port = HeldPort()
     trl = find_spec("trl")
     configs = Path(str(trl.origin)).parent / "accelerate_configs" if trl is not None else ""
-    command = [sys.executable, *(word.format(port=port, trl=configs) for word in LAUNCHERS[launcher]), *words]
+    command = [sys.executable, *(word.format(port=port.number, trl=configs) for word in LAUNCHERS[launcher]), *words]
     path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder / "datasets"),
     }  # fmt: skip
-    if is_real:
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
-    else:
-        done = forked.run(command, cwd=folder, env=env, apart=True, timeout=timeout)
+    with port:
+        if is_real:
+            done = processes.run(command, cwd=folder, env=env, timeout=timeout)
+        else:
+            done = forked.run(command, cwd=folder, env=env, apart=True, timeout=timeout)
     assert (done.returncode != 0) == fails, done.stderr[-12000:]
     return done

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import datasets
 from accelerate import PartialState
 
 from hf_dist import run
+from tests.attempts import attempts
 
 
 def run_scripts(rank: int, world: int, jobs: list[tuple[str, str, list[str]]], sharded: bool, root: str) -> list[Any]:
@@ -25,8 +26,8 @@ def run_scripts(rank: int, world: int, jobs: list[tuple[str, str, list[str]]], s
     if sharded:
         # A script without a Trainer has no argument for it; the others name the same.
         os.environ["HF_DIST_CONFIG"] = f"{root}/zero3.json"
-    results: list[Any] = []
-    for name, script, arguments in jobs:
+
+    def run_one(name: str, script: str, arguments: list[str]) -> dict[str, Any]:
         folder = f"{root}/{'sharded' if sharded else 'plain'}/{name}"
         path = str(Path(__file__).parent / "scripts" / f"{script}.py")
         arguments = [*(a.format(parent=Path(folder).parent, root=root) for a in arguments), "--output_dir", folder]
@@ -37,11 +38,13 @@ def run_scripts(rank: int, world: int, jobs: list[tuple[str, str, list[str]]], s
             else:
                 sys.argv = [path, *arguments]
                 runpy.run_path(path, run_name="__main__")
-            results.append(collected(Path(folder)))
-        except BaseException:
-            results.append(traceback.format_exc())
-        sys.path[:], sys.argv[:] = before
-    return results
+            return collected(Path(folder))
+        except SystemExit as end:
+            raise RuntimeError(f"the script left with {end.code}") from end
+        finally:
+            sys.path[:], sys.argv[:] = before
+
+    return attempts(rank, world, (functools.partial(run_one, *job) for job in jobs))
 
 
 def collected(folder: Path) -> dict[str, Any]:

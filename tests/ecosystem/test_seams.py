@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from accelerate import Accelerator
 
 import hf_dist
 from hf_dist import DistAccelerator, DistSeq2SeqTrainer, DistTrainer, DistTrainerMixin, DistTrainingArguments
+from tests import processes
 from tests.ecosystem.loops import config_of
 from tests.ecosystem.runs import arguments
 from tests.harness import run_ranks
@@ -89,7 +89,7 @@ substitute()
 from {way} import Accelerator
 print(Accelerator.__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = processes.run([sys.executable, "-c", code], timeout=300)
     assert done.stdout.split() == ["DistAccelerator"], done.stderr
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import forked
+from tests import forked, processes
 
 REPO = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 400
@@ -27,14 +27,13 @@ def run(*command: str, is_real: bool = False, **variables: str) -> str:
         **variables,
     }
     if is_real:
-        done = subprocess.run(
+        done = processes.run(
             [sys.executable, *command],
             cwd=REPO,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             timeout=TIMEOUT_S,
         )
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.attempts import attempts
+from tests.attempts import attempts, attempts_by_name
 from tests.parity.families import make_batches, make_model, param_groups, summed_loss
 
 ROWS, STEPS, CLIP = 36, 3, 1.0
@@ -222,17 +222,13 @@ def stop_and_resume(
     rank: int, world: int, folder: str, saved: list[Setting], loaded: list[tuple[str, Setting]]
 ) -> dict[str, Any]:
     """Checkpoints of `saved`; then runs from those of other jobs. "name to name" -> outcome, or a traceback."""
-    import traceback
-
     for setting in saved:
         stopped(setting, world, folder)
-    found: dict[str, Any] = {}
-    for source, setting in loaded:
-        try:
-            found[f"{source} to {setting.name}"] = resumed(setting, world, f"{folder}/{source}")
-        except Exception:
-            found[f"{source} to {setting.name}"] = traceback.format_exc()
-    return found
+    jobs = {
+        f"{source} to {setting.name}": functools.partial(resumed, setting, world, f"{folder}/{source}")
+        for source, setting in loaded
+    }
+    return attempts_by_name(rank, world, jobs)
 
 
 # ---- bytes
@@ -290,6 +286,19 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
         "sent": {op: (log.count(op), log.nbytes(op)) for op in ("all_gather", "reduce_scatter", "all_reduce")},
         "planned_sent": {op: planned.get(op, (0, 0)) for op in ("all_gather", "reduce_scatter", "all_reduce")},
     }
+
+
+def loads_of_a_step(rank: int, world: int) -> list[torch.Tensor | None]:
+    """(layers, experts): rows of a step, plain and with blocks that run again."""
+    from hf_dist.experts.balance import loads
+
+    found = []
+    for again in (False, True):
+        setting = Setting("loads", stage=0, ep=world, checkpointing=again)
+        engine = start(setting, world)
+        step(engine, setting, rank, world, 0)
+        found.append(loads(engine.model, engine.mesh))
+    return found
 
 
 # ---- life

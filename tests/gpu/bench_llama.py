@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_dist.ports import HeldPort
 from tests.gpu.results import record
-from tests.harness import free_port
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def main() -> None:
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(HeldPort().number),
     }.items():
         os.environ.setdefault(key, value)
     dist.init_process_group("nccl" if chosen.device.type == "cuda" else "gloo")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from tests import processes
 
 VARIABLE = "HF_DIST_GPU_RESULTS"
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -73,7 +74,7 @@ def machine() -> list[str]:
 
 def _said(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+        return processes.run(command, timeout=30).stdout.strip()
     except OSError:
         return ""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import forked
+from tests import forked, processes
 from tests.gpu.place import DEVICE, GPUS, rehearsed
 from tests.harness import ROOT
 
@@ -33,7 +32,7 @@ def test_a_script_started_by_python_trains_on_the_gpu_and_resumes(name: str, tmp
     environment["PYTHONPATH"] = ROOT
     if GPUS:  # forked from a server, CUDA could not be started
         environment.pop("ACCELERATE_USE_CPU", None)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = processes.run(command, env=environment, timeout=300)
     else:
         done = forked.run(command, env=environment | {"ACCELERATE_USE_CPU": "true"}, apart=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

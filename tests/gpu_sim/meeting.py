@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from pathlib import Path
 
-PATIENCE = 60.0
-"""Seconds."""
+from hf_dist.patience import Patience
+
+PATIENCE_SECONDS = 60.0
 
 
 class Meeting:
@@ -26,11 +26,9 @@ class Meeting:
 
     def get(self, key: str) -> bytes:
         """Wait for an answer. Raises `TimeoutError` if nobody leaves it."""
-        place, until = self._place(key), time.monotonic() + PATIENCE
-        while not place.exists():
-            if time.monotonic() > until:
-                raise TimeoutError(f"no other rank came to {key}")
-            time.sleep(0.005)
+        place = self._place(key)
+        if not Patience(PATIENCE_SECONDS).until(place.exists, every=0.005):
+            raise TimeoutError(f"no other rank came to {key}")
         return place.read_bytes()
 
     def _place(self, key: str) -> Path:

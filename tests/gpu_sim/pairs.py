@@ -6,17 +6,14 @@ a communicator keeps its host until the other rank has begun one there. After th
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-PATIENCE = 1.0
-"""Seconds after which who waits is taken to wait for ever."""
 
 
 class Hang(Exception):
@@ -29,15 +26,36 @@ class Communicator:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ends: set[int] = set()
-        self.complete = threading.Event()
-        self.data: queue.Queue[torch.Tensor] = queue.Queue()
+        self.data: deque[torch.Tensor] = deque()
 
-    def join(self, rank: int) -> None:
-        self.ends.add(rank)
-        if len(self.ends) == 2:
-            self.complete.set()
-        if not self.complete.wait(PATIENCE):
-            raise Hang(f"rank {rank} waits for the other end of {self.name}")
+
+class Waits:
+    """Who waits for what; nobody comes any more when all ranks that have not ended wait for something that is not there."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.running = 0
+        self._waited: list[Callable[[], bool]] = []
+
+    def until(self, there: Callable[[], bool], what: str) -> None:
+        """Raises `Hang`."""
+        with self.changed:
+            self._waited.append(there)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: there() or self._is_stuck())
+            self._waited.remove(there)
+            if not there():
+                raise Hang(what)
+
+    def _is_stuck(self) -> bool:
+        return len(self._waited) == self.running and not any(there() for there in self._waited)
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Around what others may wait for."""
+        with self.changed:
+            yield
+            self.changed.notify_all()
 
 
 class Nccl:
@@ -45,7 +63,7 @@ class Nccl:
 
     def __init__(self) -> None:
         self.here = threading.local()
-        self.lock = threading.Lock()
+        self.waits = Waits()
         self.communicators: dict[tuple[Any, str], Communicator] = {}
 
     def get_backend(self, group: Any) -> str:
@@ -67,19 +85,21 @@ class Nccl:
         return [self._transfer(tensor, group, "several", op) for tensor, group, op in ops]
 
     def _transfer(self, tensor: torch.Tensor, group: Any, way: str, op: Any) -> Any:
-        with self.lock:
+        rank = self.get_rank()
+        with self.waits.change():
             found = self.communicators.setdefault((group, way), Communicator(f"{group}, {way}"))
-        found.join(self.get_rank())
+            found.ends.add(rank)
+        self.waits.until(lambda: len(found.ends) == 2, f"rank {rank} waits for the other end of {found.name}")
         if op == self.isend:
-            found.data.put(tensor.clone())
+            with self.waits.change():
+                found.data.append(tensor.clone())
             return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
         return SimpleNamespace(wait=lambda: self._arrive(found, tensor), is_completed=lambda: True)
 
     def _arrive(self, communicator: Communicator, into: torch.Tensor) -> None:
-        try:
-            into.copy_(communicator.data.get(timeout=PATIENCE))
-        except queue.Empty:
-            raise Hang(f"rank {self.get_rank()} waits for data of {communicator.name}") from None
+        what = f"rank {self.get_rank()} waits for data of {communicator.name}"
+        self.waits.until(lambda: bool(communicator.data), what)
+        into.copy_(communicator.data.popleft())
 
     def on_ranks(self, count: int, job: Callable[[int], Any]) -> list[Any]:
         """What `job(rank)` returned on each thread, or its `Hang`."""
@@ -91,10 +111,14 @@ class Nccl:
                 found[rank] = job(rank)
             except BaseException as error:
                 found[rank] = error
+            finally:
+                with self.waits.change():
+                    self.waits.running -= 1
 
+        self.waits.running = count
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20 * PATIENCE)
+            thread.join()
         return [found[rank] for rank in range(count)]

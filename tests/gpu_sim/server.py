@@ -22,9 +22,10 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_dist.patience import Patience
 from tests.gpu_sim import library
 
-PATIENCE = 240.0
+PATIENCE_SECONDS = 240.0
 """Seconds for a job."""
 _LOADED = (
     "torch", "transformers.models.llama.modeling_llama", "torch.utils.flop_counter", "hf_dist.build",
@@ -85,8 +86,8 @@ def _serve(requests: Any, answers: Any) -> None:
         except EOFError:
             return
         jobs = [_Fork(function, args, rank, meet) for rank in ranks]
-        until = time.monotonic() + PATIENCE
-        pickle.dump([job.outcome(until) for job in jobs], answers)
+        patience = Patience(PATIENCE_SECONDS)
+        pickle.dump([job.outcome(patience) for job in jobs], answers)
         answers.flush()
 
 
@@ -107,13 +108,13 @@ class _Fork:
             pickle.dump(outcome, out)
         os._exit(0)  # what a job has replaced is not put back
 
-    def outcome(self, until: float) -> tuple[bool, Any]:
+    def outcome(self, patience: Patience) -> tuple[bool, Any]:
         """(True, what it returned) or (False, why not)."""
         while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > until:
+            if patience.is_over():
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
-                return False, f"no answer within {PATIENCE:.0f} s"
+                return False, f"no answer within {PATIENCE_SECONDS:.0f} s"
             time.sleep(0.01)
         try:
             with open(self._file, "rb") as given:

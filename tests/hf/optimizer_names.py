@@ -6,13 +6,15 @@ have 8 bits turns a difference in the last bit into one of a percent.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, SequentialSampler
+
+from tests.attempts import attempts, attempts_by_name
 
 STEPS, ROWS, WIDTH, WORDS = 3, 2, 64, 128
 Outcome = tuple[dict[str, torch.Tensor], float]
@@ -78,15 +80,17 @@ def sweep(rank: int, world: int, names: list[str], folder: str) -> dict[str, lis
     """By name what came of it at stages 1 and 3: weights, or the error."""
     from hf_dist import DistTrainer, DistTrainingArguments
 
-    outcomes: dict[str, list[Outcome | str]] = {name: [] for name in names}
-    for name, stage in itertools.product(names, (1, 3)):
+    def trained(name: str, stage: int) -> Outcome:
         config = {"zero_optimization": {"stage": stage}, "hf_dist": {"stall_report_seconds": 0, "check_load": False}}
-        try:
-            arguments = DistTrainingArguments(str(Path(folder) / "ours"), dist_config=config, **options(name))
-            weights, loss = train(DistTrainer, arguments, world)
-            outcomes[name].append(({}, loss) if rank else (weights, loss))
-        except Exception as error:
-            outcomes[name].append(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        arguments = DistTrainingArguments(str(Path(folder) / "ours"), dist_config=config, **options(name))
+        weights, loss = train(DistTrainer, arguments, world)
+        return {} if rank else weights, loss
+
+    cases = list(itertools.product(names, (1, 3)))
+    found = attempts(rank, world, (functools.partial(trained, *case) for case in cases))
+    outcomes: dict[str, list[Outcome | str]] = {name: [] for name in names}
+    for (name, _), outcome in zip(cases, found, strict=True):
+        outcomes[name].append(outcome)
     return outcomes
 
 
@@ -94,9 +98,9 @@ def parted(rank: int, world: int, names: list[str], folder: str, stage: int, res
     """By name the first steps of a training, saved, or the last one, from what others have saved. Weights are rank 0's."""
     from hf_dist import DistTrainer, DistTrainingArguments
 
-    found: dict[str, Outcome | str] = {}
     config = {"zero_optimization": {"stage": stage}, "hf_dist": {"stall_report_seconds": 0, "check_load": False}}
-    for name in names:
+
+    def trained(name: str) -> Outcome:
         home = Path(folder) / name
         # Rows are other rows with another number of ranks, so none are passed over.
         more = (
@@ -104,14 +108,12 @@ def parted(rank: int, world: int, names: list[str], folder: str, stage: int, res
             if resumes
             else {"max_steps": STEPS - 1, "save_strategy": "steps", "save_steps": STEPS - 1}
         )
-        try:
-            arguments = DistTrainingArguments(str(home), dist_config=config, **{**options(name), **more})
-            saved = str(home / f"checkpoint-{STEPS - 1}") if resumes else None
-            weights, loss = train(DistTrainer, arguments, world, saved)
-            found[name] = ({} if rank else weights, loss)
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    return found
+        arguments = DistTrainingArguments(str(home), dist_config=config, **{**options(name), **more})
+        saved = str(home / f"checkpoint-{STEPS - 1}") if resumes else None
+        weights, loss = train(DistTrainer, arguments, world, saved)
+        return {} if rank else weights, loss
+
+    return attempts_by_name(rank, world, {name: functools.partial(trained, name) for name in names})
 
 
 def alone(name: str, folder: str) -> Outcome:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from hf_dist.hf.callbacks.flops import TrainingFlops
 from hf_dist.hf.callbacks.memory import peak_nbytes, reset_peak
 from hf_dist.hf.callbacks.phases import PAUSE, WAIT, GpuClock, HostClock
 from hf_dist.hf.callbacks.tokens import TokenCounter
+from tests import forked
 
 REPO = Path(__file__).resolve().parents[2]
 SPLIT = {"time_data", "time_forward_backward", "time_optimizer", "time_communication_wait", "time_other"}
@@ -363,10 +363,8 @@ def train_one_rank(folder: Path) -> None:
 def test_two_ranks_agree_on_the_peak_and_wait_for_each_other(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forked.run([*command, str(tmp_path)], env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout
     logs = [json.loads((tmp_path / f"log-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert len(logs[0]) == len(logs[1]) == 2
     for first, second in zip(*logs, strict=True):
@@ -375,7 +373,7 @@ def test_two_ranks_agree_on_the_peak_and_wait_for_each_other(tmp_path: Path) -> 
         assert first["time_communication_wait"] > 0
         for record in (first, second):
             assert sum(record[key] for key in SPLIT) == pytest.approx(100)
-    assert done.stderr.count("start-up report") == 1
+    assert done.stdout.count("start-up report") == 1
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.harness import ROOT, free_port
+from hf_dist.ports import HeldPort
+from tests import forked, processes
+from tests.harness import ROOT
 
 LIMIT = 400
 WORKER = f"{ROOT}/tests/workers/elastic.py"
@@ -32,8 +33,8 @@ def launched(folder: Path, command: list[str], is_real: bool = False, **more: st
     """Exit code and output of a launcher, forked or in an interpreter of its own; a job that hangs fails the test."""
     command, env = [sys.executable, "-m", *command], environment(**more)
     if is_real:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        done = processes.run(
+            command, cwd=ROOT, env=env, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
     else:
         done = forked.run(command, cwd=ROOT, env=env, timeout=LIMIT)
@@ -106,7 +107,7 @@ def test_exit_codes_tell_the_launcher_that_a_restart_helps(tmp_path: Path) -> No
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: Log, tmp_path: Path) -> None:
-    port = free_port()
+    port = HeldPort()
     command = ["torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     command += [
         "--monitor-interval",
@@ -114,7 +115,7 @@ def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: 
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
-        f"127.0.0.1:{port}",
+        f"127.0.0.1:{port.number}",
         "--rdzv-id",
         "x",
     ]
@@ -127,6 +128,7 @@ def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: 
     jobs = [agent(1), agent(0, VICTIM="1")]
     done = jobs[0].end(LIMIT)
     jobs[1].process.kill()
+    port.release()
     assert done.returncode == 0, done.stdout
     again = log(tmp_path)
     assert again[1][3] == 2 and again[8][3] == 1, "two ranks, then one"
@@ -139,8 +141,8 @@ def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: 
 def test_accelerate_launch_restarts_too(whole: Log, tmp_path: Path) -> None:
     command = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--max_restarts", "1", "--monitor_interval", "0.1"]
-    port = str(free_port())
-    command += ["--main_process_port", port, WORKER, str(tmp_path), "killed"]
-    code, output = launched(tmp_path, command, ACCELERATE_USE_CPU="true")
+    with HeldPort() as port:
+        command += ["--main_process_port", str(port.number), WORKER, str(tmp_path), "killed"]
+        code, output = launched(tmp_path, command, ACCELERATE_USE_CPU="true")
     assert code == 0, output
     assert numbers(log(tmp_path)) == numbers(whole)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hf_dist import log
+from tests import processes
 from tests.ecosystem.launching import launched
 
 SCRIPT = """
@@ -88,7 +89,7 @@ def test_a_run_prints_its_report_and_at_most_five_lines(case: str, tmp_path: Pat
 def test_a_script_ends_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     # A forked interpreter does not end as a started one.
-    done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = processes.run([sys.executable, "loop.py"], cwd=tmp_path, timeout=300)
     assert done.returncode == 0 and "ignored" not in done.stderr, done.stderr
 
 

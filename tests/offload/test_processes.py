@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.harness import ROOT, run_ranks
 from tests.offload.test_parity import BF16, offload
 from tests.offload.training import differences, make_engine, states, train
@@ -53,9 +54,7 @@ def test_a_run_killed_in_the_middle_of_a_swap_leaves_no_files_and_resumes_from_i
 
 
 def test_state_on_disk_of_twice_the_memory_limit_trains(tmp_path: Path) -> None:
-    run = subprocess.run(
-        script("limited", tmp_path, "nvme", 2), env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+    run = processes.run(script("limited", tmp_path, "nvme", 2), env=ENVIRONMENT, cwd=ROOT, timeout=280)
     assert run.returncode == 0, run.stderr[-2000:]
     *losses, end = run.stdout.splitlines()
     assert len(losses) == 2 and float(losses[1].split()[-1]) < float(losses[0].split()[-1])
@@ -65,9 +64,7 @@ def test_state_on_disk_of_twice_the_memory_limit_trains(tmp_path: Path) -> None:
 
 
 def test_without_offload_the_same_limit_ends_the_run(tmp_path: Path) -> None:
-    run = subprocess.run(
-        script("limited", tmp_path, "none", 2), env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+    run = processes.run(script("limited", tmp_path, "none", 2), env=ENVIRONMENT, cwd=ROOT, timeout=280)
     # torch's allocator, or C++ for something small
     assert run.returncode != 0 and re.search("can't allocate memory|std::bad_alloc", run.stderr)
 

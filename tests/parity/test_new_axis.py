@@ -7,12 +7,12 @@ with shards inside, and together with `dp_replicate`.
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.attempts import attempts
 from tests.harness import run_ranks
 from tests.parity import pipelines
 from tests.parity.pipelines import PipelineCase
@@ -62,13 +62,12 @@ def train(rank: int, world: int) -> tuple[list[Any], list[Any]]:
 
     def run(sizes: dict[str, int], train: Callable[..., dict[str, Any]], case: Any) -> Any:
         build.axes_of = lambda config, ranks, **_: Axes(sizes)  # type: ignore[assignment]
-        try:
-            return {**train(rank, world, case), "owned": owned[-1]}
-        except Exception:
-            return traceback.format_exc()
+        return {**train(rank, world, case), "owned": owned[-1]}
 
-    whole = [run(SIZES[name], train_on_rank, case) for name, case in CASES]
-    return whole, [run({"pp": 2, name: 2}, pipelines.train_on_rank, case) for name, case in STAGED]
+    jobs = [functools.partial(run, SIZES[name], train_on_rank, case) for name, case in CASES]
+    jobs += [functools.partial(run, {"pp": 2, name: 2}, pipelines.train_on_rank, case) for name, case in STAGED]
+    found = attempts(rank, world, jobs)
+    return found[: len(CASES)], found[len(CASES) :]
 
 
 @functools.cache

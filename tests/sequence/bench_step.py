@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from hf_dist.local_ranks import free_port
+from hf_dist.ports import HeldPort
 
 WORLD, TOLERANCE = 2, 1e-4
 MODEL: dict[str, Any] = dict(
@@ -237,12 +237,12 @@ def rank(engine: str, lengths: list[int], steps: list[int], folder: str) -> None
 
 def run(engine: str, lengths: list[int], steps: list[int]) -> list[Result]:
     """What each rank measured. Raises `RuntimeError` with the end of what a failing rank printed."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, HeldPort() as port:
         spec = json.dumps([engine, lengths, steps, folder])
         common = {
             **os.environ,
             **{"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "LOCAL_SIZE": str(WORLD)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number), "OMP_NUM_THREADS": "1"},
             **{"DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"},
             **({"ACCELERATE_USE_CPU": "true"} if engine in OURS else {}),  # with it accelerate refuses both peers
         }

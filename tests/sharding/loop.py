@@ -6,6 +6,7 @@ norms, every weight, and whatever the scenario put into `extra`.
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +17,17 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dist.patience import crowding
+from tests.attempts import attempts
+
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 TOLERANCE = 1e-5
-TIMEOUT = timedelta(seconds=6)
-"""Of each collective: ranks that disagree about what comes next fail here, and the cases after them still run."""
+
+
+def timeout() -> timedelta:
+    """Of each collective: ranks that disagree about what comes next fail here, and the cases after them still run."""
+    return timedelta(seconds=10 * crowding())
+
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -103,7 +111,7 @@ def on_rank(scenario: Scenario, stage: int) -> dict[str, Any]:
     optimizer = scenario.optimizer(model) if scenario.optimizer else None
     zero = {"stage": stage, **scenario.config.get("zero_optimization", {})}
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, **scenario.config, "zero_optimization": zero}
-    engine = hf_dist.initialize(model, config=config, optimizer=optimizer, device="cpu", timeout=TIMEOUT)
+    engine = hf_dist.initialize(model, config=config, optimizer=optimizer, device="cpu", timeout=timeout())
     loop = Loop(model, optimizer, engine)
     scenario.train(loop)
     everyone = collectives.all_gather_object(engine.mesh.dp, loop.losses)
@@ -120,11 +128,12 @@ def run_all(rank: int, world: int, module: str, names: list[tuple[str, int]]) ->
     import importlib
 
     scenarios = importlib.import_module(module).SCENARIOS
-    return [attempt(lambda name=name, stage=stage: on_rank(scenarios[name], stage)) for name, stage in names]
+    jobs = (functools.partial(on_rank, scenarios[name], stage) for name, stage in names)
+    return attempts(rank, world, jobs)
 
 
 def attempt(run: Callable[[], Any]) -> Any:
-    """What `run()` returned, or its traceback, so that the cases after it still run."""
+    """What `run()` returned, or its traceback. Not for what ranks do together: `attempts`."""
     try:
         return run()
     except (Exception, pytest.fail.Exception):  # `pytest.raises` that saw nothing fails with the latter

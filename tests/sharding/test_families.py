@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.attempts import attempts_by_name
 from tests.harness import run_ranks
 from tests.parity.families import VOCAB, make_model
-from tests.sharding.loop import Loop, Scenario, adamw, assert_equal, attempt, on_one_process, on_rank
+from tests.sharding.loop import Loop, Scenario, adamw, assert_equal, on_one_process, on_rank
 
 WORLD = 2
 IDS = torch.randint(3, VOCAB, (12, 9), generator=torch.Generator().manual_seed(5))
@@ -154,9 +155,9 @@ GENERATIONS = [(f, stage, flag) for f in ("llama", "t5") for stage in (1, 3) for
 def run(rank: int, world: int) -> dict[Any, Any]:
     """Everything on this rank."""
     known = scenarios()
-    found: dict[Any, Any] = {case: attempt(lambda c=case: on_rank(known[c[0]], c[1])) for case in CASES}
-    found |= {case: attempt(lambda c=case: generate_sharded(rank, *c)) for case in GENERATIONS}
-    return found
+    jobs: dict[Any, Any] = {case: functools.partial(on_rank, known[case[0]], case[1]) for case in CASES}
+    jobs |= {case: functools.partial(generate_sharded, rank, *case) for case in GENERATIONS}
+    return attempts_by_name(rank, world, jobs)
 
 
 @functools.cache

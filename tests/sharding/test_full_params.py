@@ -13,8 +13,9 @@ from torch import nn
 
 import hf_dist
 from hf_dist.errors import FreedParameterError, ModelError
+from tests.attempts import attempts_by_name
 from tests.harness import run_ranks
-from tests.sharding.loop import adamw, attempt
+from tests.sharding.loop import adamw
 from tests.sharding.models import MixedNet, Net, batch
 
 STAGES = (0, 1, 2, 3)
@@ -236,7 +237,8 @@ CASES: list[Callable[[int, int], None]] = [
 
 def run(rank: int, world: int) -> dict[tuple[str, int], Any]:
     """Every case at every stage."""
-    return {(c.__name__, s): attempt(lambda c=c, s=s: c(rank, s)) for c in CASES for s in STAGES}
+    jobs = {(c.__name__, s): functools.partial(c, rank, s) for c in CASES for s in STAGES}
+    return attempts_by_name(rank, world, jobs)
 
 
 @functools.cache

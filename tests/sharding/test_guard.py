@@ -11,7 +11,6 @@ import gc
 import io
 import operator
 import pickle
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 
 import hf_dist
 from hf_dist.errors import FreedParameterError
+from hf_dist.patience import Patience
 from tests.harness import run_ranks
 from tests.sharding.loop import adamw, attempt
 from tests.sharding.models import Net, UnhookedNet, batch
@@ -230,9 +230,7 @@ def left_over(stage: int) -> list[str]:
             del group
         del engine, model, optimizer
         # gloo's thread lets go of the tensors of its last collective a moment after it is done.
-        deadline = time.monotonic() + 5
-        while any(ref() is not None for ref in alive.values()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        Patience(5).until(lambda: all(ref() is None for ref in alive.values()), every=0.01)
         return [name for name, ref in alive.items() if ref() is not None]
     finally:
         gc.enable()

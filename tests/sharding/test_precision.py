@@ -12,8 +12,9 @@ from torch import nn
 import hf_dist
 from hf_dist import collectives
 from hf_dist.sharding import precision
+from tests.attempts import attempts_by_name
 from tests.harness import run_ranks
-from tests.sharding.loop import TIMEOUT, adamw, attempt, difference
+from tests.sharding.loop import adamw, difference, timeout
 from tests.sharding.models import Net, batch
 
 STEPS = 20
@@ -51,7 +52,7 @@ def engine_with(settings: dict[str, Any], stage: int, scheduler: Any = None) -> 
     }
     model = Net()
     return hf_dist.initialize(
-        model, config=config, optimizer=adamw(model), lr_scheduler=scheduler, device="cpu", timeout=TIMEOUT
+        model, config=config, optimizer=adamw(model), lr_scheduler=scheduler, device="cpu", timeout=timeout()
     )
 
 
@@ -120,9 +121,9 @@ def overflow(stage: int) -> dict[str, Any]:
 
 def run(rank: int, world: int) -> dict[tuple[str, int], Any]:
     """Every setting at every stage."""
-    found = {(name, s): attempt(lambda name=name, s=s: train(name, s)) for name in SETTINGS for s in STAGES}
-    found |= {("overflow", s): attempt(lambda s=s: overflow(s)) for s in STAGES}
-    return found
+    jobs = {(name, s): functools.partial(train, name, s) for name in SETTINGS for s in STAGES}
+    jobs |= {("overflow", s): functools.partial(overflow, s) for s in STAGES}
+    return attempts_by_name(rank, world, jobs)
 
 
 @functools.cache

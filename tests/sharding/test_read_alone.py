@@ -12,8 +12,9 @@ from torch import nn
 
 import hf_dist
 from hf_dist.errors import FreedParameterError
+from tests.attempts import attempts
 from tests.harness import run_ranks
-from tests.sharding.loop import Loop, Scenario, adamw, assert_equal, attempt, on_one_process, run_all
+from tests.sharding.loop import Loop, Scenario, adamw, assert_equal, on_one_process, run_all
 from tests.sharding.models import Net, batch
 from tests.sharding.test_edge import loss_of
 
@@ -120,7 +121,7 @@ def offloaded(rank: int) -> str:
 
 def run(rank: int, world: int) -> tuple[list[Any], Any]:
     """Everything on this rank."""
-    return run_all(rank, world, __name__, CASES[world]), attempt(lambda: offloaded(rank))
+    return run_all(rank, world, __name__, CASES[world]), attempts(rank, world, [lambda: offloaded(rank)])[0]
 
 
 @functools.cache

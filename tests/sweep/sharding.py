@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.harness import free_port
+from hf_dist.ports import HeldPort
 from tests.sharding.loop import TOLERANCE, adamw, difference
 from tests.sweep.pipeline import classes, sections, short
 from tests.sweep.tiny import builders, tiny_batches
@@ -219,13 +219,13 @@ class Pool:
 
     def __init__(self, layout: dict[str, Any], in_double: InDouble | None = None) -> None:
         context = mp.get_context("fork")
-        port = free_port()
+        self.port = HeldPort()
         self.left = JOBS_PER_POOL
         self.pipes: list[Any] = []
         self.children: list[Any] = []
         for rank in range(WORLD):
             here, there = context.Pipe()
-            child = context.Process(target=serve, args=(rank, port, there, layout, in_double), daemon=True)
+            child = context.Process(target=serve, args=(rank, self.port.number, there, layout, in_double), daemon=True)
             child.start()
             there.close()
             self.pipes.append(here)
@@ -261,6 +261,7 @@ class Pool:
             pipe.close()
             child.kill()
             child.join()
+        self.port.release()
 
 
 ORDER = ("equal", "rounding", "not built", "not trained by DDP", "refused", "failed", "WRONG")

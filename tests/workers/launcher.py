@@ -6,15 +6,19 @@ start in a fraction of a second because torch and transformers are loaded alread
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing as mp
 import os
+import signal
 import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.harness import PRELOAD, free_port
+from hf_dist.patience import Patience
+from hf_dist.ports import HeldPort
+from tests.harness import PRELOAD
 
 GRACE = 5
 """Seconds between SIGTERM and SIGKILL; 30 in torchrun."""
@@ -28,37 +32,44 @@ def launch(
     worker: str = "tests.workers.failing",
     sends_sigterm: bool = True,
 ) -> tuple[list[int | None], str, float]:
-    """Exit codes by rank, what all ranks printed, seconds. A rank that outlives `timeout` is killed and has code None.
+    """Exit codes by rank, what all ranks printed, seconds (of `Patience`).
+
+    A rank that outlives `timeout` writes its stacks to its log, is killed, and has code None.
 
     `worker`: the module whose `CASES[case](folder)` every rank runs. `sends_sigterm`: to the other ranks when one has failed;
     False: nothing is done to them, as by srun.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port, start = free_port(), time.monotonic()
+    patience = Patience(timeout)
     logs = [folder / f"rank_{rank}.log" for rank in range(world)]
     children = []
-    for rank in range(world):
-        child = context.Process(target=_child, args=(worker, case, str(folder), rank, world, port, str(logs[rank])))
-        child.start()
-        children.append(child)
-    hung = _watch(children, start + timeout, sends_sigterm)
+    with HeldPort() as port:
+        for rank in range(world):
+            place = (rank, world, port.number)
+            child = context.Process(target=_child, args=(worker, case, str(folder), *place, str(logs[rank])))
+            child.start()
+            children.append(child)
+        hung = _watch(children, patience, sends_sigterm)
     codes = [None if rank in hung else child.exitcode for rank, child in enumerate(children)]
-    return codes, "".join(log.read_text() for log in logs), time.monotonic() - start
+    return codes, "".join(log.read_text() for log in logs), patience.spent
 
 
-def _watch(children: list[BaseProcess], deadline: float, sends_sigterm: bool) -> set[int]:
+def _watch(children: list[BaseProcess], patience: Patience, sends_sigterm: bool) -> set[int]:
     """Wait for all, as torchrun's agent does; the ranks that had to be killed at the deadline."""
-    failed: float | None = None
+    grace: Patience | None = None
     while any(child.is_alive() for child in children):
         if sends_sigterm and any(child.exitcode not in (None, 0) for child in children):
-            failed = failed or time.monotonic()
+            grace = grace or Patience(GRACE)
             for child in children:
                 child.terminate()
-                if time.monotonic() > failed + GRACE:
+                if grace.is_over():
                     child.kill()
-        if time.monotonic() > deadline:
+        if patience.is_over():
             hung = {rank for rank, child in enumerate(children) if child.is_alive()}
+            for rank in hung:
+                os.kill(children[rank].pid or 0, signal.SIGUSR2)
+            time.sleep(0.5)
             for rank in hung:
                 children[rank].kill()
                 children[rank].join()
@@ -75,6 +86,7 @@ def _child(worker: str, case: str, folder: str, rank: int, world: int, port: int
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     cases = importlib.import_module(worker).CASES
     code = 0
     try:
