@@ -1,21 +1,26 @@
 """Jobs that tests start print as a user's do: into a file or a pipe, Python keeps back what it prints until there is more."""
 
-import gc
 import os
 
 import pytest
 
+from tests import garbage, references, second_try
 from tests.durations import Durations
 
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every run says what its files cost."""
+    """Every run says what its files cost; one of `tests.second_try` writes down what failed."""
+    references.begin_run()
     config.pluginmanager.register(Durations(config), "durations")
+    for plugin, ours in (("xdist", "tests.order"), ("timeout", "tests.time_limit")):
+        if config.pluginmanager.hasplugin(plugin):  # not on every machine with GPUs
+            config.pluginmanager.import_plugin(ours)
+    if second_try.VARIABLE in os.environ:
+        config.pluginmanager.register(second_try.FailedCases(os.environ[second_try.VARIABLE]), "failed_cases")
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays, and need not be gone through again in each collection of garbage."""
-    gc.collect()
-    gc.freeze()
+    """Everything is loaded."""
+    garbage.settle()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the package with its test dependencies in a virtual environment, then runs every check.
-#   bash tests/run.sh [pytest arguments]        e.g.  bash tests/run.sh -k config -x
+#   bash tests/run.sh [pytest arguments]        e.g.  bash tests/run.sh -k config -x,  bash tests/run.sh -n 0 tests/test_axes.py
 # HF_DIST_VENV names the environment (default .venv in the repository); PYTHON the interpreter that makes it (3.10 or newer).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,5 +37,6 @@ ruff check .
 codespell --skip "*/sweep/*.md,*/schema/*" --ignore-words-list fro,nd README.md configs examples hf_dist tests
 ruff format --check .
 mypy hf_dist
-# Two workers, a file at a time: what starts, waits and reads in one leaves its core to the other. -n 0 for one process.
-python -m pytest tests -n 2 --dist loadfile "$@"
+# Two workers: files that start ranks in one, the others beside them (tests/order.py). -n 0 for one process. What fails is
+# tried once more, alone (tests/second_try.py).
+python -m tests.second_try -n 2 --dist loadfile "$@"

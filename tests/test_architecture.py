@@ -356,3 +356,41 @@ def test_no_file_names_a_path_of_one_machine() -> None:
             if found := MACHINE_PATH.search(line):
                 problems.append(f"{relative(path)}:{number}: {found.group()}")
     check(problems, "Use a path relative to the file or the repository, an argument, or a temporary folder.")
+
+
+# ---- the tests themselves
+
+
+def test_time_outs_are_those_of_a_machine_that_has_time() -> None:
+    """Whoever counts seconds of the clock fails when others use the processors."""
+    problems = [
+        f"{at(path, node)}: {ast.unparse(node)}"
+        for path in python_files("tests")
+        for node in ast.walk(parse(path))
+        if relative(path) != "tests/processes.py"
+        and not path.stem.startswith("bench_")
+        and "/sweep/" not in relative(path)
+        if counts_the_clock(node)
+    ]
+    check(problems, "Use tests.processes.run, or hf_dist.patience.Patience.")
+
+
+def counts_the_clock(node: ast.AST) -> bool:
+    """Whether a wait ends at a moment of the clock."""
+    if isinstance(node, ast.Call) and any(keyword.arg == "timeout" for keyword in node.keywords):
+        return re.fullmatch(r"subprocess\.\w+|\w+\.(communicate|wait)", ast.unparse(node.func)) is not None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return re.match(r"time\.(monotonic|time)\(\) \+", ast.unparse(node)) is not None
+    return False
+
+
+def test_ranks_that_fail_apart_are_brought_together() -> None:
+    """A traceback kept by one rank while it goes on leaves the others in another job, until all of them are given up."""
+    problems = [
+        f"{at(path, node)}: {ast.unparse(node)}"
+        for path in python_files("tests")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "traceback.format_exc"
+        if relative(path) not in {"tests/attempts.py", "tests/gpu_sim/server.py", "tests/sharding/loop.py"}
+    ]
+    check(problems, "Use tests.attempts.attempts.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import tree_seconds
+from tests import readme
+from tests.durations import Cost, grown, read_run, read_table, tree_seconds, write_run, write_table
 from tests.harness import ROOT
 
 PLUGIN = """
@@ -62,3 +64,37 @@ def test_what_a_process_below_has_used_counts_also_after_its_end() -> None:
     code = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert tree_seconds(os.getpid()) - before >= 0.4
+
+
+def test_what_a_run_cost_is_kept_and_compared(tmp_path: Path) -> None:
+    run, table = tmp_path / "run.json", tmp_path / "table.tsv"
+    cases = {"a.py::one": Cost(10, 8, 6), "a.py::two": Cost(2, 0, 2), "b.py::one": Cost(3, 0, 3)}
+    write_run(cases, {"a.py": {"train llama": 7.5}}, run)
+    assert read_run(run)[1] == cases
+    write_table(2.0, cases, table)
+    assert read_table(table) == {"a.py": Cost(6, 4, 4), "b.py": Cost(1.5, 0, 1.5)}
+    assert grown(2.0, cases, read_table(table)) == []
+    more = {**cases, "a.py::three": Cost(14, 0, 14), "c.py::one": Cost(12, 0, 12)}
+    lines = grown(2.0, more, read_table(table))
+    assert [line.split()[-1] for line in lines] == ["a.py", "c.py"], "7 seconds more, and a new file of 6"
+
+
+def test_a_job_of_ranks_is_told_apart_from_the_case_that_pays_for_its_spawn(tmp_path: Path) -> None:
+    from tests.attempts import _note_cost
+    from tests.durations import Durations
+
+    measured = Durations.__new__(Durations)
+    measured.cases, measured.jobs, measured._case, measured._noted = {}, {}, "", tmp_path / "jobs"
+    measured._since = (0.0, 0.0, 0.0)
+    measured._turn_to("tests/test_a.py::first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DIST_JOB_COSTS", str(tmp_path / "jobs"))
+        for rank in range(2):
+            _note_cost(functools.partial(print, rank, "llama-z3"), 1.5)
+    measured._turn_to("tests/test_a.py::second")
+    assert measured.jobs == {"tests/test_a.py": {"llama-z3": 3.0}}
+    assert list(measured.cases) == ["tests/test_a.py::first"]
+
+
+def test_the_page_about_the_tests_is_that_of_the_docstrings_and_the_table() -> None:
+    assert readme.page() == readme.PAGE.read_text(encoding="utf-8"), "python -m tests.readme"
