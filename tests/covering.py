@@ -10,13 +10,14 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["FULL_GRID", "Cell", "cells"]
+__all__ = ["FULL_GRID", "Cell", "cells", "chosen"]
 
 FULL_GRID = os.environ.get("HF_DIST_FULL_GRID") == "1"
 Cell = dict[str, Any]
 """Axis -> value."""
+Case = TypeVar("Case")
 
 
 def cells(
@@ -32,16 +33,26 @@ def cells(
     ranks. `full`: every allowed cell.
     """
     product = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    product = [cell for cell in product if allowed(cell)]
+    return chosen([cell for cell in product if allowed(cell)], lambda cell: cell, strength, full=full)
+
+
+def chosen(
+    cases: Sequence[Case], axes: Callable[[Case], Mapping[str, Any]], strength: int = 2, *, full: bool = FULL_GRID
+) -> list[Case]:
+    """As `cells`, among cases that are given: every combination of `strength` values that one of them has is in one of these.
+
+    `axes(case)`: what tells cases apart. An axis may be coarser than the setting: stages 0 to 2 run the same passes.
+    """
     if full:
-        return product
-    wanted = [set(_combinations(cell, min(strength, len(axes)))) for cell in product]
+        return list(cases)
+    named = [axes(case) for case in cases]
+    wanted = [set(_combinations(cell, min(strength, len(cell)))) for cell in named]
     missing = set().union(*wanted)
     # Of equals not the first in order, or all cells would have the first values of every axis.
-    order = random.Random(0).sample(range(len(product)), len(product))
+    order = random.Random(0).sample(range(len(cases)), len(cases))
     # Greedy: the cell that brings most. What a cell brings only shrinks, so an old count is a bound and few are counted again.
     bounds = [len(combinations) for combinations in wanted]
-    chosen = []
+    found = []
     while missing:
         best, most = -1, 0
         for i in sorted(order, key=lambda i: -bounds[i]):
@@ -51,9 +62,9 @@ def cells(
             if bounds[i] > most:
                 best, most = i, bounds[i]
         missing -= wanted[best]
-        chosen.append(best)
-    return [product[i] for i in sorted(chosen)]
+        found.append(best)
+    return [cases[i] for i in sorted(found)]
 
 
-def _combinations(cell: Cell, strength: int) -> Iterator[tuple[tuple[str, Any], ...]]:
+def _combinations(cell: Mapping[str, Any], strength: int) -> Iterator[tuple[tuple[str, Any], ...]]:
     return itertools.combinations(cell.items(), strength)

@@ -68,10 +68,20 @@ def reduce_scatter_in_its_dtype(axis: MeshAxis, dtype: torch.dtype) -> tuple[str
     return "reduce_scatter", (axis.size - 1) * PART * full.element_size()
 
 
+def sum_beyond_half_precision(axis: MeshAxis, dtype: torch.dtype) -> tuple[str, int]:
+    """1024 and some ones: in whichever order bf16 adds them, it loses some, and the result is wider."""
+    full, out = torch.full((axis.size * PART,), 1.0 if axis.rank else 1024.0, dtype=dtype), torch.empty(PART)
+    collectives.reduce_scatter(axis, full, out, op="sum").wait()
+    assert torch.equal(out, torch.full((PART,), 1024.0 + axis.size - 1))
+    return "reduce_scatter", (axis.size - 1) * PART * full.element_size()
+
+
 def all_reduce(axis: MeshAxis, dtype: torch.dtype) -> tuple[str, int]:
     for op, expected in (("sum", axis.size * (axis.size + 1) / 2), ("max", axis.size), ("mean", (axis.size + 1) / 2)):
         tensor = torch.full((7,), axis.rank + 1.0, dtype=dtype)
-        collectives.all_reduce(axis, tensor, op=op).wait()
+        handle = collectives.all_reduce(axis, tensor, op=op)
+        handle.wait()
+        handle.wait()
         assert torch.equal(tensor, torch.full((7,), expected, dtype=dtype)), op
     return "all_reduce", 3 * (2 * (axis.size - 1) * 7 * torch.empty(0, dtype=dtype).element_size() // axis.size)
 
@@ -110,8 +120,8 @@ def objects(axis: MeshAxis, dtype: torch.dtype) -> tuple[str, int]:
 
 
 OPERATIONS = (
-    all_gather, several_in_flight, reduce_scatter, reduce_scatter_in_its_dtype, all_reduce, broadcast, empty, objects,
-    all_to_all,
+    all_gather, several_in_flight, reduce_scatter, reduce_scatter_in_its_dtype, sum_beyond_half_precision, all_reduce,
+    broadcast, empty, objects, all_to_all,
 )  # fmt: skip
 
 

@@ -184,13 +184,21 @@ def containers(model: nn.Module, units: list[ShardUnit]) -> list[nn.Module]:
     Each can start a pass: `generate` of a PEFT model enters at the base model, and TRL calls the decoder directly.
     """
     blocks = {id(m) for u in units if not u.is_root for m in u.modules if not isinstance(m, nn.Embedding)}
-    found = [model]
-    for module in model.modules():
-        if module is model or not blocks or isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        if blocks <= {id(m) for m in module.modules()}:
-            found.append(module)
-    return found
+    if not blocks:
+        return [model]
+    inside: dict[int, frozenset[int]] = {}  # so that each module is visited once, not once per module above it
+
+    def blocks_of(module: nn.Module) -> frozenset[int]:
+        if id(module) not in inside:
+            inside[id(module)] = frozenset(blocks & {id(module)})  # also ends a circle
+            inside[id(module)] |= frozenset().union(*map(blocks_of, module.children()))
+        return inside[id(module)]
+
+    return [
+        module
+        for module in model.modules()
+        if module is model or (blocks_of(module) == blocks and not isinstance(module, (nn.ModuleList, nn.Sequential)))
+    ]
 
 
 def orders_of(units: Sequence[ShardUnit], names: Container[str] | None) -> PassOrders:

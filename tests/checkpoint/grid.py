@@ -11,7 +11,7 @@ import torch
 from tests.parity.families import make_batches, make_model, param_groups, summed_loss
 
 ROWS = 36
-BEFORE, AFTER = 3, 10
+BEFORE, AFTER = 3, 5
 
 
 def start(stage: int, *, precision: str = "fp32", accumulation: int = 1, family: str = "llama", seed: int = 0) -> Any:

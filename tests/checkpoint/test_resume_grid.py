@@ -25,9 +25,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[in
 
 
 def pairs() -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(saved at, loaded at): every combination of three of the four, and each layout with itself; all 256 in the full grid."""
+    """(saved at, loaded at): every combination of two of the four, and each layout with itself; all 256 in the full grid."""
     axes = {"saved_world": WORLDS, "saved_stage": STAGES, "world": WORLDS, "stage": STAGES}
-    chosen = [(cell["saved_world"], cell["saved_stage"], cell["world"], cell["stage"]) for cell in cells(axes, 3)]
+    chosen = [(cell["saved_world"], cell["saved_stage"], cell["world"], cell["stage"]) for cell in cells(axes)]
     found = {((a, b), (c, d)) for a, b, c, d in chosen} | {((w, z), (w, z)) for w in WORLDS for z in STAGES}
     return sorted(found)
 
@@ -35,7 +35,7 @@ def pairs() -> list[tuple[tuple[int, int], tuple[int, int]]]:
 def steps_after(saved_at: tuple[int, int], loaded_at: tuple[int, int]) -> int:
     """All pairs compare states bit for bit. Equal states train equally, so one pair in four trains on, and each layout with
     itself; in the full grid all."""
-    chosen = (sum(saved_at) + sum(loaded_at)) % 4 == 0 or saved_at == loaded_at
+    chosen = (sum(saved_at) + sum(loaded_at)) % 4 == 0 or (saved_at == loaded_at and saved_at[1] % 2)
     return AFTER if chosen or FULL_GRID else 0
 
 
@@ -51,7 +51,9 @@ def test_every_layout_is_loaded_by_others(saved: tuple[Path, dict[tuple[int, int
         where = f"saved at (world, stage) {saved_at}, loaded at {loaded_at}"
         want_digests, want_losses = expected[saved_at]
         assert digests == want_digests, where
+        if not losses:
+            continue
         if saved_at == loaded_at:
             assert losses == want_losses, where
-        elif losses:
+        else:
             assert losses == pytest.approx(want_losses, rel=1e-6), where

@@ -17,7 +17,7 @@ from tests.checkpoint import saving
 from tests.harness import run_ranks
 
 STEPS = 5
-KILLS = int(os.environ.get("HF_DIST_KILLS", "50"))
+KILLS = int(os.environ.get("HF_DIST_KILLS", "12"))
 
 
 @pytest.mark.parametrize("in_background", [False, True])

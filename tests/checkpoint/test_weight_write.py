@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.covering import chosen
 from tests.harness import run_ranks
 
 from .families import FAMILIES, VOCAB, Plain, make_model
@@ -56,53 +57,58 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int 
     return folders
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+Written = tuple[int, str, str, int | str, str]
+"""Ranks, family, dtype, size of a file, mode."""
+GRID: list[Written] = [
+    (world, family, dtype, size, mode)
+    for world in (1, 2, 3)
+    for family in FAMILIES
+    for dtype in ("float32", "bfloat16")
+    for size in sizes_for(family)
+    for mode in MODES
+]
+LOADED: list[Written] = [
+    (2, family, "float32", SIZES[1], "parallel") for family in FAMILIES if family not in ("plain", "shuffled")
+]
+CHOSEN = list(dict.fromkeys([*LOADED, *chosen(GRID, lambda case: dict(enumerate(case)))]))
+
+
+@pytest.fixture(scope="module")
 def written(
-    request: pytest.FixtureRequest,
-    stock: dict[tuple[str, str, int | str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[int, dict[tuple[str, str, int | str, str], Path]]:
-    """(family, dtype, size, mode) -> folder written by that many ranks."""
-    folders, cases = {}, []
-    for family, dtype, size in stock:
-        for mode in MODES:
-            folder = tmp_path_factory.mktemp("ours")
-            folders[family, dtype, size, mode] = folder
-            case: Case = (family, dtype, size, None if mode == "parallel" else mode, str(folder))
-            cases.append(case)
-    modes = run_ranks(write_cases, request.param, (cases,))
-    assert [set(m) for m in modes] == [set(MODES)] * request.param
-    return request.param, folders
+    stock: dict[tuple[str, str, int | str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[Written, Path]:
+    """The folders, written by so many ranks."""
+    folders = {case: tmp_path_factory.mktemp("ours") for case in CHOSEN}
+    for world in (1, 2, 3):
+        cases: list[Case] = [
+            (family, dtype, size, None if mode == "parallel" else mode, str(folder))
+            for (ranks, family, dtype, size, mode), folder in folders.items()
+            if ranks == world
+        ]
+        modes = run_ranks(write_cases, world, (cases,))
+        assert [set(m) for m in modes] == [set(MODES)] * world
+    return folders
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: "-".join(map(str, case)))
 def test_files_are_those_of_save_pretrained_in_every_byte(
-    family: str,
-    dtype: str,
-    mode: str,
-    written: tuple[int, dict[tuple[str, str, int | str, str], Path]],
-    stock: dict[tuple[str, str, int | str], Path],
+    case: Written, written: dict[Written, Path], stock: dict[tuple[str, str, int | str], Path]
 ) -> None:
-    for size in sizes_for(family):
-        expected = weight_files(stock[family, dtype, size])
-        found = weight_files(written[1][family, dtype, size, mode])
-        assert found.keys() == expected.keys()
-        different = [name for name in expected if found[name] != expected[name]]
-        assert not different, f"max_shard_size {size}: {different}"
+    _, family, dtype, size, _ = case
+    expected = weight_files(stock[family, dtype, size])
+    found = weight_files(written[case])
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if found[name] != expected[name]]
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("plain", "shuffled")])
+@pytest.mark.parametrize("case", LOADED, ids=lambda case: case[1])
 def test_from_pretrained_gives_the_same_logits(
-    family: str,
-    written: tuple[int, dict[tuple[str, str, int | str, str], Path]],
-    stock: dict[tuple[str, str, int | str], Path],
+    case: Written, written: dict[Written, Path], stock: dict[tuple[str, str, int | str], Path]
 ) -> None:
+    family, folder = case[1], written[case]
     model: Any = make_model(family)
-    folder = written[1][family, "float32", 4000, "parallel"]
-    for small in stock[family, "float32", 4000].rglob("*config.json"):
-        (folder / small.relative_to(stock[family, "float32", 4000])).write_bytes(small.read_bytes())
+    for small in stock[family, "float32", SIZES[1]].rglob("*config.json"):
+        (folder / small.relative_to(stock[family, "float32", SIZES[1]])).write_bytes(small.read_bytes())
     loaded = load_again(family, model, folder)
     ids = torch.arange(1, 13).reshape(2, 6) % VOCAB
     inputs: dict[str, Any] = (

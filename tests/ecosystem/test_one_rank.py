@@ -106,7 +106,7 @@ def test_one_rank_alone_under_a_launcher(launcher: str, stage: int, tmp_path: Pa
     (tmp_path / "zero.json").write_text(json.dumps(config))
     given = ["--output_dir", "out", "--report_to", "none", "--max_steps", "2", "--use_cpu", "--save_steps", "2",
              "--per_device_train_batch_size", "2", "--deepspeed", "zero.json"]  # fmt: skip
-    done = launched(launcher, ["-m", "hf_dist.run", "lone.py", *given], tmp_path, fails=stage == 3)
+    done = launched(launcher, ["-m", "hf_dist.run", "lone.py", *given], tmp_path, is_real=False, fails=stage == 3)
     if stage == 3:
         assert "model.save_pretrained() at lone.py:9 was called by rank 0 alone" in done.stderr
         assert "Every rank has to call it" in done.stderr

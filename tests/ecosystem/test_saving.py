@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import chosen
 from tests.ecosystem.savers import FOLDERS, grown, save_masked
 from tests.ecosystem.savers import OWN as OWN_KINDS
 from tests.ecosystem.tiny import save_example_models
@@ -21,6 +22,9 @@ SENTENCES = [
     *((kind, 3) for kind in ("cross", "sparse", "gist", "cached")),
     *(("softmax", stage) for stage in (1, 3)),
 ]
+SENTENCES = chosen(
+    SENTENCES, lambda case: {"kind": (case[0], case[0] in ("lora", "best") and case[1]), "stage": case[1]}, 1
+)
 OWN = [(kind, stage) for kind in OWN_KINDS for stage in (1, 3)]
 Job = tuple[str, dict[str, Any]]
 

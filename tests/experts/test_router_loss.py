@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_dist.experts.router_loss import _is_usual
+from tests.attempts import attempts_by_name
 from tests.covering import FULL_GRID
 from tests.experts import router_jobs
 from tests.harness import run_ranks
@@ -30,21 +31,15 @@ TRL = [(kind, stage) for kind in ("sft", "dpo") for stage in (1, 3)]
 
 def everything(rank: int, world: int, families: list[str], folder: str) -> dict[str, Any]:
     """One spawn."""
-    import traceback
-
-    def tried(function: Any, *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception:
-            return traceback.format_exc()
-
     jobs: list[tuple[str, dict[str, Any]]] = [(HERE + "trainer_job", given) for given in TRAINED.values()]
     jobs += (
         [(HERE + "trl_job", {"kind": kind, "stage": stage, "micro": 2}) for kind, stage in TRL] if world == 2 else []
     )
     return {
         "families": router_jobs.auxiliary_on_ranks(rank, world, families),
-        "loops": {case: tried(router_jobs.engine_loop, rank, world, *case) for case in LOOPS},
+        "loops": attempts_by_name(
+            rank, world, {case: functools.partial(router_jobs.engine_loop, rank, world, *case) for case in LOOPS}
+        ),
         "jobs": run_jobs(rank, world, jobs, folder) if world == 2 else [],
     }
 
@@ -140,6 +135,21 @@ def test_ranks_count_only_where_hf_multiplies_by_them(averages: bool, parts: int
     )
     tell_router_loss(trainer, 3)
     assert router.parts == parts
+
+
+def test_in_an_evaluation_it_is_no_part_of_a_window() -> None:
+    from hf_dist.experts.router_loss import router_loss_for
+    from hf_dist.mesh import build_mesh
+    from tests.hf.recipes import make_model
+
+    model = make_model("moe_router_loss")
+    assert router_loss_for(model, build_mesh(device="cpu"), 3, "global") is not None
+    batch, items = router_jobs.windows(1, 1)[0][0], torch.tensor(40)  # 8 rows of 5 targets
+    model.eval()
+    with torch.no_grad():
+        plain, counted = model(**batch), model(**batch, num_items_in_batch=items)
+    assert counted.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    assert torch.equal(counted.aux_loss, plain.aux_loss) and plain.aux_loss > 0
 
 
 @pytest.mark.parametrize("index", range(len(TRL)), ids=[f"{kind}-z{stage}" for kind, stage in TRL])

@@ -104,6 +104,7 @@ def everything_else(rank: int, world: int, folder: str) -> dict[str, Any]:
     """On a rank."""
     return {
         **{f"traffic {stage}": spread_jobs.traffic(rank, world, stage) for stage in (0, 3)},
+        "loads": spread_jobs.loads_of_a_step(rank, world),
         "life": spread_jobs.lived(rank, world, folder),
         "hung": spread_jobs.hung(rank, world),
     }
@@ -131,6 +132,13 @@ def test_the_plan_is_the_run(stage: int, outcomes: list[Any]) -> None:
         found = rank[f"traffic {stage}"]
         assert found["planned_resident"] == found["engine_resident"]
         assert found["planned_sent"] == found["sent"]
+
+
+def test_rows_of_blocks_that_run_again_count_once(outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        plain, again = rank["loads"]
+        assert plain.sum() > 0
+        assert torch.equal(plain, again)
 
 
 def test_a_rank_that_waits_for_a_late_one_says_what_it_waits_for(outcomes: list[Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import Cell, cells
+from tests.covering import Cell, cells, chosen
 from tests.gpu_sim import library
 from tests.gpu_sim.server import simulate
 from tests.gpu_sim.training import Report, Setting
@@ -36,7 +36,20 @@ def exists(cell: Cell) -> bool:
     return not (cell["in_backward"] and cell["dtype"] == "fp16")
 
 
-GRID = cells(AXES, 2, allowed=exists)
+PAIRED = ("stage", "accumulation", "checkpointing", "replicas", "offload", "dtype")
+
+
+def settings(cell: Cell) -> Cell:
+    """Every two of these six axes; of the others every value is in some cell."""
+    return {axis: cell[axis] for axis in PAIRED}
+
+
+EVERY = cells(AXES, allowed=exists, full=True)
+GRID = chosen(EVERY, settings)
+for single in ("in_backward", "budget", "lora", "between"):
+    for value in AXES[single]:
+        if all(cell[single] != value for cell in GRID):
+            GRID.append(next(cell for cell in reversed(EVERY) if cell[single] == value))
 
 
 def setting(cell: Cell) -> Setting:

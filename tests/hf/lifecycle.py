@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 
 from hf_dist import collectives
 from tests.hf.on_ranks import dist_trainer, record_of, weights_of
-from tests.hf.recipes import Row, make_model, pad, plain_arguments, texts, warmup_decay
+from tests.hf.recipes import RECIPES, Row, make_model, pad, plain_arguments, texts, warmup_decay
+from tests.references import shared
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 BEST: dict[str, Any] = {
@@ -162,9 +164,19 @@ def train_twice(trainer: Any) -> dict[str, Any]:
     return record_of(trainer)
 
 
-def evaluated(folder: Path, recipe: str, stage: int, config: Any = None) -> dict[str, Any]:
+def evaluated(folder: Path, recipe: str, stage: int, config: Any = None, **changes: Any) -> dict[str, Any]:
     """See `evaluate_around`."""
-    return evaluate_around(dist_trainer(recipe, stage, folder, config))
+    return evaluate_around(dist_trainer(recipe, stage, folder, config, **changes))
+
+
+def stock_evaluated(recipe: str, data_ranks: int, **changes: Any) -> dict[str, Any]:
+    """`evaluate_around` of the stock Trainer in one process; once per test run."""
+
+    def run() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return evaluate_around(RECIPES[recipe].in_one_process(folder, data_ranks, **changes))
+
+    return shared(("stock Trainer evaluates", recipe, data_ranks, sorted(changes.items())), run)
 
 
 def evaluate_around(trainer: Any) -> dict[str, Any]:

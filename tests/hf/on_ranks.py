@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import Trainer
 
 from tests.attempts import attempts
 from tests.hf.recipes import RECIPES
+from tests.references import shared
 
 
 def run_jobs(rank: int, world: int, jobs: list[tuple[str, dict[str, Any]]], folder: str) -> list[Any]:
@@ -78,6 +80,19 @@ def dist_trainer(recipe: str, stage: int, folder: Path, config: Any = None, **ch
 
     config = {"zero_optimization": {"stage": stage}, **(config or {})}
     return RECIPES[recipe].build(DistTrainer, DistTrainingArguments, folder, 2, dist_config=config, **changes)
+
+
+def stock_record(recipe: str, data_ranks: int, **changes: Any) -> dict[str, Any]:
+    """What the stock Trainer makes of a recipe in one process, on the rows of all data ranks; once per test run."""
+
+    def run() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer: Any = RECIPES[recipe].in_one_process(folder, data_ranks, **changes)
+            trainer.train()
+            state = trainer.state
+            return {**record_of(trainer), "steps": state.global_step, "epoch": state.epoch, "flops": state.total_flos}
+
+    return shared(("stock Trainer", recipe, data_ranks, sorted(changes.items())), run)
 
 
 def train(folder: Path, recipe: str, stage: int, **changes: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hf_dist.hf.proof.blame import Blamed, to_blame
 from hf_dist.hf.proof.compare import compare
 from hf_dist.hf.proof.job import Job
 from hf_dist.hf.proof.parts import ALONE, ONE_RANK, WITHOUT, Part, alone_parts, one_rank, parts_without_one
+from tests.covering import FULL_GRID
 from tests.hf.proofs import asked_for, start_fork_server
 
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
@@ -41,7 +42,11 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str, str]] = {
 """Fault and mixture -> class of `tests/workers/broken.py`, layout on four ranks, first tensor, axis to blame."""
 
 
-@pytest.mark.parametrize("name", BROKEN)
+FEW = ("a route's weight, ep x tp", "parts of a sequence, cp x ep", "a gradient between stages, pp x dp")
+FEW = (*FEW, "copies, dp_replicate x dp")
+
+
+@pytest.mark.parametrize("name", BROKEN if FULL_GRID else FEW)
 def test_the_broken_axis_is_named(name: str, tmp_path: Path) -> None:
     start_fork_server()
     cls, layout, first, blamed = BROKEN[name]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from tests.covering import chosen
 from tests.harness import run_ranks
-from tests.hf.lifecycle import evaluate_around, json_optimizer_by_hand, own_loop, train_twice
-from tests.hf.on_ranks import record_of, run_jobs
+from tests.hf.lifecycle import json_optimizer_by_hand, own_loop, stock_evaluated, train_twice
+from tests.hf.on_ranks import record_of, run_jobs, stock_record
 from tests.hf.recipes import RECIPES
 
 TOLERANCE = 1e-5
@@ -38,6 +39,19 @@ CASES: list[tuple[Job, int]] = [
 ]
 
 
+def settings(case: tuple[Job, int]) -> dict[str, Any]:
+    """Every recipe below stage 3 and at it; every other job at its lowest and highest stage, or the stages of its own."""
+    (function, arguments), world = case
+    stage = arguments["stage"]
+    return {
+        "case": (function, arguments.get("recipe"), arguments.get("section"), stage == 3, world),
+        "at": (function, stage),
+    }
+
+
+CASES = chosen(CASES, settings, 1)
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`outcomes(world)[job]` as the main rank saw it; one spawn per world size."""
@@ -56,6 +70,10 @@ def expected(job: str, recipe: str, world: int, folder: Path) -> dict[str, Any]:
     """The same in one process with stock classes."""
     if job == "raw_loop":
         return one_process_loop()
+    if job == "train":
+        return stock_record(recipe, world)
+    if job == "evaluated":
+        return stock_evaluated(recipe, world)
     changes: dict[str, Any] = {"max_steps": 4} if job == "twice" else {}
     if job == "json_section":
         trainer: Any = RECIPES["plain"].in_one_process(folder, world)
@@ -65,12 +83,8 @@ def expected(job: str, recipe: str, world: int, folder: Path) -> dict[str, Any]:
     if job == "json_optimizer":
         trainer.args.warmup_steps = 3
         return json_optimizer_by_hand(trainer, warmup=3, total=8)
-    if job == "twice":
-        return train_twice(trainer)
-    if job == "evaluated":
-        return evaluate_around(trainer)
-    trainer.train()
-    return record_of(trainer)
+    assert job == "twice"
+    return train_twice(trainer)
 
 
 def one_process_loop() -> dict[str, Any]:
@@ -139,9 +153,9 @@ def test_a_trainer_without_a_config_is_the_stock_trainer(tmp_path: Path) -> None
     assert ours.dist is None
     for trainer in (ours, stock):
         trainer.train()
-    ours_record, stock_record = record_of(ours), record_of(stock)
-    assert ours_record["losses"] == stock_record["losses"]
-    assert all(torch.equal(ours_record["weights"][n], w) for n, w in stock_record["weights"].items())
+    mine, theirs = record_of(ours), record_of(stock)
+    assert mine["losses"] == theirs["losses"]
+    assert all(torch.equal(mine["weights"][n], w) for n, w in theirs["weights"].items())
 
 
 def test_only_the_evaluation_that_sharded_the_model_leaves_out_its_time(tmp_path: Path) -> None:

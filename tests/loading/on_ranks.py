@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import hf_dist
 from hf_dist.checkpoint.safetensors_source import bytes_read
 from hf_dist.sharding.full_params import full_tensors
 from hf_dist.sharding.lazy import lazy_sources
+from tests.attempts import attempts_by_name
 from tests.loading.checkpoints import CASES, inputs_for
 
 SPOTS = 16 * 64
@@ -78,12 +80,7 @@ def check_case(rank: int, world: int, name: str, path: Path, stage: int) -> list
     return problems
 
 
-def check_all(rank: int, world: int, paths: dict[str, Path], stages: list[int]) -> dict[str, list[str]]:
-    """Problems by case and stage."""
-    found = {}
-    for name, path in paths.items():
-        for stage in stages:
-            problems = check_case(rank, world, name, path, stage)
-            if problems:
-                found[f"{name}, stage {stage}"] = problems
-    return found
+def check_all(rank: int, world: int, asked: list[tuple[str, Path, int]]) -> dict[str, list[str]]:
+    """Problems by case and stage, of those that have any."""
+    jobs = {f"{case[0]}, stage {case[2]}": functools.partial(check_case, rank, world, *case) for case in asked}
+    return {name: problems for name, problems in attempts_by_name(rank, world, jobs).items() if problems}

@@ -7,76 +7,59 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCAB = 101
+from tests.pipeline import zoo
+from tests.pipeline.zoo import VOCAB
+
 ROWS = 36  # divides by 1, 2, 3 and 4 ranks, with 1 or 3 microbatches
-SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=56)
 FAMILIES = ("llama", "gpt2", "qwen3", "bert", "t5", "qwen3_moe", "vit")
 MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 """Experts in a loop; transposed stacks with biases; grouped products beside a shared expert, after a dense layer."""
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 3},
+    "t5": {"d_ff": 56},
+    "qwen3_moe": {"num_experts": 8, "output_router_logits": False, "experts_implementation": "eager"},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "sliding_window": 8,
+        "output_router_logits": False,
+        "experts_implementation": "eager",
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 2,
+        "experts_implementation": "grouped_mm",
+    },
+}
+"""What differs from the models of `tests/pipeline/zoo.py`, beside the size."""
+NAMES = {
+    "llama": "Llama",
+    "gpt2": "GPT2",
+    "qwen3": "Qwen3",
+    "bert": "Bert",
+    "t5": "T5",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt_oss": "GptOss",
+    "deepseek_v3": "DeepseekV3",
+    "vit": "ViT",
+}
+"""Their names there."""
 
 
 def make_model(
     family: str, tied: bool = False, lora: bool = False, checkpointing: bool = False, layers: int = 3
 ) -> nn.Module:
     """The same weights on every call and every rank. `layers`: of a mixture."""
-    import transformers as tf
-
-    torch.manual_seed(0)
-    causal: dict[str, Any] = dict(SMALL, vocab_size=VOCAB, tie_word_embeddings=tied, use_cache=False)
-    mixture = {**causal, "num_hidden_layers": layers}
-    model: Any
-    if family == "llama":
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**causal, num_key_value_heads=2))
-    elif family == "qwen3":
-        model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**causal, num_key_value_heads=2, head_dim=8))
-    elif family == "qwen3_moe":
-        config = tf.Qwen3MoeConfig(
-            **mixture, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
-            decoder_sparse_step=1, experts_implementation="eager",
-        )  # fmt: skip
-        model = tf.Qwen3MoeForCausalLM(config)
-    elif family == "gpt_oss":
-        config = tf.GptOssConfig(
-            **mixture, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
-            experts_implementation="eager",
-        )  # fmt: skip
-        model = tf.GptOssForCausalLM(config)
-    elif family == "deepseek_v3":
-        config = tf.DeepseekV3Config(
-            **mixture, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
-            v_head_dim=8, n_routed_experts=8, num_experts_per_tok=3, n_group=2, topk_group=2, first_k_dense_replace=1,
-            n_shared_experts=1, moe_intermediate_size=24, experts_implementation="grouped_mm",
-        )  # fmt: skip
-        model = tf.DeepseekV3ForCausalLM(config)
-    elif family == "gpt2":
-        no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        model = tf.GPT2LMHeadModel(
-            tf.GPT2Config(
-                n_embd=32, n_layer=3, n_head=4, vocab_size=VOCAB, n_positions=32, use_cache=False, **no_dropout
-            )
-        )
-    elif family == "bert":
-        no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        model = tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=VOCAB, max_position_embeddings=32, **no_dropout))
-    elif family == "t5":
-        model = tf.T5ForConditionalGeneration(
-            tf.T5Config(d_model=32, d_kv=8, d_ff=56, num_layers=2, num_heads=4, vocab_size=VOCAB, dropout_rate=0.0,
-                        use_cache=False, decoder_start_token_id=0)
-        )  # fmt: skip
-    elif family == "vit":
-        no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        model = tf.ViTForImageClassification(
-            tf.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=7, **no_dropout)
-        )
-    else:
-        raise ValueError(family)
-    # A relative comparison needs weights that are not zero; attention key biases start at zero and their gradient is zero.
-    with torch.no_grad():
-        for p in model.parameters():
-            if not p.any():
-                p.normal_(std=0.02)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    sized: dict[str, Any] = {} if family in ("gpt2", "t5") else {"num_hidden_layers": 3, "intermediate_size": 56}
+    if family in MIXTURES:
+        sized["num_hidden_layers"] = layers
+    if "pad_token_id" in zoo.CONFIGS[NAMES[family]]:  # rows of padding are looked up, and have gradients
+        sized["pad_token_id"] = None
+    head = "MaskedLM" if family == "bert" else ""
+    model: Any = zoo.make_model(NAMES[family], tied, checkpointing, head, **sized, **CHANGES.get(family, {}))
     if lora:
         from peft import LoraConfig, get_peft_model
 

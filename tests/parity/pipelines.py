@@ -14,6 +14,7 @@ from tests.attempts import attempts
 from tests.parity.optimizers import EPS, LR, PLAIN, SECTIONS
 from tests.parity.train import CLIP
 from tests.pipeline.zoo import make_microbatches, make_model
+from tests.references import shared
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
@@ -149,11 +150,14 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-@functools.cache
-def reference(
+def reference(*work: Any) -> dict[str, Any]:
+    """The mean of the model's own loss over the microbatches of each step, in one process; `work`: of a `PipelineCase`."""
+    return shared(("pipelines", work), lambda: _reference(*work))
+
+
+def _reference(
     built: tuple[str, bool, bool, int], count: int, optimizer_name: str, evaluates: bool, steps: int
 ) -> dict[str, Any]:
-    """The mean of the model's own loss over `count` microbatches per step, in one process."""
     family, model = built[0], build(*built)
     optimizer = PLAIN[optimizer_name](model) if optimizer_name in SECTIONS else optimizer_for(model)
     losses, norms, evaluated = [], [], []

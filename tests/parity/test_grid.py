@@ -19,8 +19,7 @@ BOTH = (False, True)
 SWITCHES = {"checkpointing": BOTH, "lora": BOTH}
 OTHERS = tuple(family for family in FAMILIES if family != "llama")
 AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
-    # The whole grid for one family.
-    "llama": (3, {"world": (1, 2, 3, 4), "stage": STAGES, "accumulation": (1, 3), "tied": BOTH, **SWITCHES}),
+    "llama": (2, {"world": (1, 2, 3, 4), "stage": STAGES, "accumulation": (1, 3), "tied": BOTH, **SWITCHES}),
     "families": (2, {"family": OTHERS, "stage": STAGES, "world": (2, 3), "accumulation": (3,), **SWITCHES}),
     "hsdp": (2, {"world": (4,), "shard_size": (2,), "stage": (0, 3), "accumulation": (1, 3)}),
     "once": (2, {"once": (True,), "world": (2, 3), "stage": (2, 3), "accumulation": (3,), **SWITCHES}),

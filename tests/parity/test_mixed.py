@@ -34,7 +34,7 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
 """What else a job has: where states rest, a streamed load and an export, a budget of memory."""
 HALF: dict[str, tuple[Any, ...]] = {
     **{axis: AXES[axis] for axis in ("pp", "tp", "cp", "ep", "data", "stage")},
-    **{name: COLUMNS[name] for name in ("offload", "files")},
+    **({name: COLUMNS[name] for name in ("offload", "files")} if FULL_GRID else {}),
     "dtype": ("bf16", "fp16"),
 }
 """Cells of their own: every pair of the others is compared in fp32. How near they have to be is the rule of `hf-dist check`."""

@@ -11,6 +11,7 @@ import torch
 from tests.attempts import attempts
 from tests.parity.families import ROWS, make_batches, make_model, summed_loss
 from tests.parity.optimizers import PLAIN, SECTIONS, adamw
+from tests.references import shared
 
 STEPS = 3
 CLIP = 1.0
@@ -60,9 +61,12 @@ def window_rows(case: Case, step: int) -> int:
     return ROWS * 2 // 3 if case.accumulation == 3 and step == STEPS - 1 else ROWS
 
 
-@functools.cache
 def reference(case: Case) -> dict[str, Any]:
     """Losses, norms and weights of one process on the joined batches; `case.stage` must be 0 (it plays no part)."""
+    return shared(("parity", case), lambda: _reference(case))
+
+
+def _reference(case: Case) -> dict[str, Any]:
     model = make_model(*case.model)
     optimizer = PLAIN[case.optimizer](model)
     losses, norms = [], []

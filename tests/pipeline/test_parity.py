@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_dist.pipeline import forward_only, make_plan, make_schedule, partition, plan_stages, probe, verify
+from tests.covering import cells, chosen
 from tests.pipeline.local import run_local, stage_models, summed_gradients
 from tests.pipeline.zoo import CLASSIFIERS, CONFIGS, SEQ2SEQ, TIED_ALWAYS, make_microbatches, make_model
 
@@ -49,30 +50,37 @@ def check(model: nn.Module, batches: list[Any], stages: int, schedule: str = "1f
     return staged
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_loss_and_gradients_equal_the_plain_model(family: str, stages: int) -> None:
-    check(make_model(family), make_microbatches(family, MICROBATCHES), stages)
+CAN_TIE = [f for f in CONFIGS if f not in (*CLASSIFIERS, *TIED_ALWAYS, *SEQ2SEQ, "ViT")]
+GRID = [
+    *((family, stages, False, False, "1f1b") for family in CONFIGS for stages in (2, 3, 4)),
+    *((family, 2, True, False, "1f1b") for family in CAN_TIE),
+    *((family, 2, False, True, "1f1b") for family in CONFIGS),
+    *((family, 2, False, False, "zb_h1") for family in CONFIGS),
+]
 
 
-@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in (*CLASSIFIERS, *TIED_ALWAYS, *SEQ2SEQ, "ViT")])
-def test_tied_embeddings(family: str) -> None:
-    check(make_model(family, tied=True), make_microbatches(family, MICROBATCHES), 2)
+def settings(case: tuple[str, int, bool, bool, str]) -> dict[str, Any]:
+    """Every family in two cells, a split of each kind among them; every number of stages, ties, recomputation, schedule."""
+    family, stages, tied, checkpointing, schedule = case
+    return {"family and kind": (family, schedule), "rest": (stages, tied, checkpointing, schedule)}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_gradient_checkpointing(family: str) -> None:
-    check(make_model(family, checkpointing=True), make_microbatches(family, MICROBATCHES), 2)
+@pytest.mark.parametrize(("family", "stages", "tied", "checkpointing", "schedule"), chosen(GRID, settings, 1))
+def test_loss_and_gradients_equal_the_plain_model(
+    family: str, stages: int, tied: bool, checkpointing: bool, schedule: str
+) -> None:
+    model = make_model(family, tied=tied, checkpointing=checkpointing)
+    check(model, make_microbatches(family, MICROBATCHES), stages, schedule)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_zero_bubble_splits_every_backward_exactly(family: str) -> None:
-    check(make_model(family), make_microbatches(family, MICROBATCHES), 2, "zb_h1")
+SCHEDULED = {
+    "family": ("Llama", "Bert", "T5", "Mixtral"),
+    "schedule": ("gpipe", "interleaved_1f1b", "zb_h1"),
+    "checkpointing": (False, True),
+}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zb_h1"])
-@pytest.mark.parametrize("family", ["Llama", "Bert", "T5", "Mixtral"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "schedule", "checkpointing"), [tuple(cell.values()) for cell in cells(SCHEDULED)])
 def test_every_schedule(family: str, schedule: str, checkpointing: bool) -> None:
     virtual = 2 if schedule == "interleaved_1f1b" else 1
     model = make_model(family, checkpointing=checkpointing)

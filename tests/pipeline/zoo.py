@@ -68,24 +68,27 @@ TIED_ALWAYS = ("GPT2", "T5", "Bart")
 CLASSES = {"GPT2": "GPT2LMHeadModel", "ViT": "ViTForImageClassification"}
 
 
-def make_model(family: str, tied: bool = False, checkpointing: bool = False) -> nn.Module:
-    """The same weights on every call and every rank; no dropout; in training mode."""
+def make_model(
+    family: str, tied: bool = False, checkpointing: bool = False, head: str = "", **changes: Any
+) -> nn.Module:
+    """The same weights on every call and every rank; no dropout; in training mode. `changes`: of the configuration."""
     import transformers as tf
 
     config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    kind = (
+    kind = head or (
         "SequenceClassification"
         if family in CLASSIFIERS
         else "ConditionalGeneration"
         if family in SEQ2SEQ
         else "CausalLM"
     )
-    fields = dict(CONFIGS[family])
+    fields = {**CONFIGS[family], **changes}
     if kind == "CausalLM" and family not in TIED_ALWAYS:
         fields["tie_word_embeddings"] = tied
     torch.manual_seed(0)
     config = getattr(tf, config_class)(**fields)
     model = getattr(tf, CLASSES.get(family, f"{family}For{kind}"))(config)
+    # A relative comparison needs weights that are not zero; attention key biases start at zero and their gradient is zero.
     with torch.no_grad():
         for p in model.parameters():
             if not p.any():

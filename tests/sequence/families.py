@@ -123,6 +123,19 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
         pad_token_id=0,
         tie_word_embeddings=False,
     ),
+    "mamba2-groups": lambda t: t.Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=1,
+        state_size=8,
+        num_heads=12,
+        head_dim=8,
+        expand=3,
+        n_groups=3,
+        chunk_size=16,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    ),
     "qwen3next": lambda t: t.Qwen3NextConfig(
         **_base(
             head_dim=8,
@@ -214,8 +227,9 @@ def make_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def make_batch(family: str, kind: str, seed: int, length: int | None = None) -> dict[str, torch.Tensor]:
-    """Two rows. `kind`: plain (48 tokens), ragged (61, padded on the right), masked (labels at the end only), packed (three
-    documents in each row, told by the positions)."""
+    """Two rows. `kind`: plain (48 tokens), ragged (61, padded on the right), left (padded on the left), masked (labels at the
+    end only), packed (three documents in each row, told by the positions), together (the same beside a mask of ones, with
+    which HF looks for no documents)."""
     draw = torch.Generator().manual_seed(seed)
     length = length or (61 if kind == "ragged" else 48)
     ids = torch.randint(3, VOCABULARY, (2, length), generator=draw)
@@ -236,10 +250,18 @@ def make_batch(family: str, kind: str, seed: int, length: int | None = None) -> 
         ids[1, -17:] = 1 if family == "roberta" else 0
         labels[1, -17:] = -100
         batch["attention_mask"] = mask
+    if kind == "left":
+        mask = torch.ones_like(ids)
+        mask[1, :17] = 0
+        ids[1, :17] = 0
+        labels[1, :18] = -100
+        batch["attention_mask"] = mask
     if kind == "masked":
         labels[:, : labels.shape[1] * 5 // 6] = -100
-    if kind == "packed":
+    if kind in ("packed", "together"):
         ends = [0, length // 4, length // 2 + 3, length]
         batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)]).expand(2, -1)
         labels[:, ends[1:-1]] = -100
+    if kind == "together":
+        batch["attention_mask"] = torch.ones_like(ids)
     return batch

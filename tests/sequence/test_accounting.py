@@ -14,6 +14,7 @@ from tests.sequence.families import make_batch, make_model
 ROWS, LENGTH, LAYERS, HEADS, KEYS, SIZE = 2, 48, 2, 4, 2, 8
 BYTES = 4
 EXCHANGES = ("ulysses", "gather", "ring")
+HALF = 2
 WORLD = 2
 
 
@@ -23,13 +24,14 @@ def sent(rank: int, world: int) -> dict[str, dict[str, int]]:
     from hf_dist import comm_log
 
     found: dict[str, dict[str, int]] = {}
-    for exchange in (*EXCHANGES, "recomputed", "convolution"):
+    for exchange in (*EXCHANGES, "ring in bf16", "recomputed", "convolution"):
         model = make_model("lfm2" if exchange == "convolution" else "llama")
         if exchange == "recomputed":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        kind = exchange if exchange in EXCHANGES else "ulysses"
+        kind = exchange.split()[0] if exchange.split()[0] in EXCHANGES else "ulysses"
         ours = {"sequence_parallel": kind, "stall_report_seconds": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": world, "hf_dist": ours}
+        config["bf16"] = {"enabled": exchange.endswith("bf16")}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = hf_dist.initialize(model, config=config, optimizer=optimizer)
         engine.train()
@@ -81,6 +83,11 @@ def positions_nbytes(heads: int, size: int = BYTES) -> int:
         ),
         # Keys and values round about, twice; in backward their gradients in fp32, and home.
         ("ring", {"shift": (2 * (WORLD - 1) + WORLD) * positions_nbytes(2 * KEYS)}),
+        # In half precision, too, gradients travel in fp32: every rank adds to them.
+        (
+            "ring in bf16",
+            {"shift": 2 * (WORLD - 1) * positions_nbytes(2 * KEYS, HALF) + WORLD * positions_nbytes(2 * KEYS)},
+        ),
     ],
 )
 def test_bytes_along_the_axis_equal_the_formula(exchange: str, expected: dict[str, int]) -> None:

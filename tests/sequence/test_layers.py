@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.sequence.test_parity import check
-from tests.sequence.train import Case
+from tests.sequence.train import KINDS, Case
 
+LEFT = (*KINDS, "left")
+"""A layer that mixes positions forgets the padding on the right without a trace."""
 TWO = (
     Case("mamba", stage=0, kinds=("plain", "ragged", "masked")),
-    Case("mamba2", stage=3, kinds=("plain", "ragged", "masked"), checkpointing=True),
-    Case("qwen3next", stage=3, checkpointing=True),
-    Case("qwen3next", "ring", stage=1, checkpointing=True),
+    Case("mamba2", stage=3, kinds=("plain", "ragged", "masked", "left"), checkpointing=True),
+    Case("mamba2-groups", stage=1, kinds=("plain",), accumulation=1),
+    Case("qwen3next", stage=3, kinds=LEFT, checkpointing=True),
+    Case("qwen3next", "ring", stage=1, kinds=LEFT, checkpointing=True),
     Case("lfm2", "gather", stage=2),
     Case("lfm2", "ring", stage=3),
     *(
@@ -31,7 +34,7 @@ TWO = (
 FOUR = (
     Case("mamba2", stage=3, cp=4, kinds=("plain", "ragged")),
     Case("t5", "auto", stage=3, cp=4, kinds=("plain", "ragged"), length=61),
-    Case("qwen3next", (2, 2), stage=2, cp=4, checkpointing=True),
+    Case("qwen3next", (2, 2), stage=2, cp=4, kinds=LEFT, checkpointing=True),
     Case("bert", "gather", stage=2, cp=4, kinds=("plain", "ragged")),
 )
 

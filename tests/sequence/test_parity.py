@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import FULL_GRID
 from tests.sequence.train import Case, check
 
 TWO = (
@@ -68,6 +69,8 @@ FOUR = (
     Case("mistral", "ring", stage=3, pp=2, accumulation=4, checkpointing=True),
     Case("bert", stage=2, pp=2, accumulation=4, kinds=("plain", "ragged")),
 )
+FOUR = FOUR if FULL_GRID else (*FOUR[2:5], FOUR[9], FOUR[11], FOUR[13], FOUR[16])
+"""What `parity/test_mixed.py` does not have: exchanges of both kinds, odd heads, short rows, and a ring beside other axes."""
 THREE = (Case("llama-odd", stage=3, cp=3), Case(exchange="auto", cp=3, stage=2), Case(exchange="ring", cp=3, stage=1))
 
 

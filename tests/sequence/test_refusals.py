@@ -15,18 +15,7 @@ from tests.sweep.tiny import builders
 
 
 def _bart(t: Any) -> Any:
-    return t.BartForConditionalGeneration(
-        t.BartConfig(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-        )
-    )
+    return make_model("bart")
 
 
 def _bloom(t: Any) -> Any:
@@ -50,8 +39,16 @@ def _conv_bert(t: Any) -> Any:
 
 
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "encoder and decoder in a ring": (_bart, {"sequence_parallel": "ring"}, "attends from a decoder to an encoder"),
-    "encoder and decoder between stages": (_bart, {"ranks": 4, "stages": 2}, "whose rows are not split in a pipeline"),
+    "encoder and decoder in a ring": (
+        lambda t: make_model("bart"),
+        {"sequence_parallel": "ring"},
+        "attends from a decoder to an encoder",
+    ),
+    "encoder and decoder between stages": (
+        lambda t: make_model("bart"),
+        {"ranks": 4, "stages": 2},
+        "whose rows are not split in a pipeline",
+    ),
     "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
     "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
     "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
@@ -136,7 +133,28 @@ def attempt(rank: int, world: int) -> dict[str, str]:
             said[name] = "accepted"
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
-    return said
+    return said | (other_rows(world) if world % 2 == 0 else {})
+
+
+def other_rows(world: int) -> dict[str, str]:
+    """A loader that counts processes along the sequence: ranks that share rows read others. And the mode before that."""
+    import hf_dist
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "sequence_parallel_size": 2,
+        "tensor_parallel": {"autotp_size": world // 2},
+        "hf_dist": {"stall_report_seconds": 0},
+    }
+    engine = hf_dist.initialize(make_model("llama").train(), config=config)
+    mode = "training" if engine.model.training else "evaluation"
+    engine.train()
+    try:
+        engine(input_ids=IDS + engine.mesh.cp.rank, labels=IDS)
+        said = "accepted"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"mode": mode, "other rows": said}
 
 
 @functools.cache
@@ -154,21 +172,16 @@ def test_is_refused_by_name_on_every_rank(name: str) -> None:
         assert said[name].startswith(("ModelError", "ConfigError"))
 
 
-def other_rows(rank: int, world: int) -> str:
-    """A loader that counts processes: ranks that share rows read others."""
-    import hf_dist
-
-    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "hf_dist": {"stall_report_seconds": 0}}
-    engine = hf_dist.initialize(make_model("llama"), config=config)
-    engine.train()
-    try:
-        engine(input_ids=IDS + rank, labels=IDS)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_with_other_rows_are_told_whichever_axis_is_between_them(world: int) -> None:
+    """On four ranks the ones that cut matrices read the same rows, and the ones that share them do not."""
+    split = world // 2
+    for rank, said in enumerate(ranks(world)):
+        first = rank % split
+        assert said["other rows"].startswith(f"ModelError: rank {first + split} reads another batch than rank {first}")
+        assert "sequence_parallel_size 2" in said["other rows"]
 
 
-def test_ranks_with_other_rows_are_told() -> None:
-    for said in run_ranks(other_rows, 2):
-        assert said.startswith("ModelError: rank 1 reads another batch than rank 0")
-        assert "sequence_parallel_size 2" in said
+def test_a_model_in_training_is_in_training_after_its_check() -> None:
+    for said in ranks(2):
+        assert said["mode"] == "training"

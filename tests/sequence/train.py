@@ -16,6 +16,7 @@ from hf_dist.hf.proof.limits import relative as relative_numbers
 from hf_dist.hf.proof.runs import routed_parameters
 from tests.attempts import attempts
 from tests.parity.train import relative
+from tests.references import shared
 from tests.sequence.families import make_batch, make_model
 from tests.sequence.standins import use_kernel
 
@@ -110,15 +111,9 @@ def _key(case: Case, data_ranks: int) -> tuple[Any, ...]:
     return case.family, case.kinds, case.accumulation, case.lora, case.length, data_ranks
 
 
-_known: dict[tuple[Any, ...], dict[str, Any]] = {}
-
-
 def reference(case: Case, data_ranks: int) -> dict[str, Any]:
     """Losses, norms and weights of one process in fp32."""
-    key = _key(case, data_ranks)
-    if key not in _known:
-        _known[key] = _reference(case, data_ranks)
-    return _known[key]
+    return shared(("sequence", *_key(case, data_ranks)), lambda: _reference(case, data_ranks))
 
 
 def _reference(case: Case, data_ranks: int) -> dict[str, Any]:
@@ -246,7 +241,8 @@ def train_on_rank(rank: int, world: int, case: Case, folder: str = "") -> dict[s
         else:
             total = torch.zeros((), device=engine.device)
             for batch in own:
-                loss = engine(**batch, use_cache=False).loss
+                # HF makes no cache by itself where blocks run again, and so keeps packed documents apart.
+                loss = engine(**batch, **({} if case.checkpointing else {"use_cache": False})).loss
                 engine.backward(loss)
                 engine.step()
                 total += loss.detach() / len(own)

@@ -28,7 +28,7 @@ def fused(tied: bool) -> Any:
 
 
 def run(rank: int, world: int, stage: int) -> list[dict[str, Any]]:
-    """Loss and gradients, tied and not; what is read outside of a forward; the model's own loss afterwards."""
+    """Losses and first gradients, tied and not; what is read outside of a forward; the model's own loss after a step."""
     import hf_dist
     from hf_dist import comm_log
 
@@ -42,11 +42,15 @@ def run(rank: int, world: int, stage: int) -> list[dict[str, Any]]:
             engine.backward(loss)
         gathers = [e.nbytes for e in log.entries if e.op == "all_gather" and e.axis == "tp"]
         gradients = {name: hf_dist.full_gradient(p).clone() for name, p in model.named_parameters()}
+        engine.step()
+        losses = [loss.item()]
+        for _ in range(2):  # the head of a later forward is the one that the step has left
+            losses.append(float(engine.train_batch(iter([batch()]), lambda model, given: model(**given))))
         with torch.no_grad():
             logits = model(input_ids=batch()["input_ids"]).logits + 0
         found.append(
             {
-                "loss": loss.item(), "gradients": gradients, "outside": outside, "gathers": gathers,
+                "losses": losses, "gradients": gradients, "outside": outside, "gathers": gathers,
                 "logits": logits, "class": type(model.lm_head).__name__, "is": isinstance(model.lm_head, torch.nn.Linear),
             }
         )  # fmt: skip

@@ -101,22 +101,39 @@ def kept_inputs(rank: int, world: int) -> dict[bool, tuple[int, int]]:
     return found
 
 
-def two_lengths(rank: int, world: int) -> list[torch.Tensor]:
-    """Gradients of the last block's norm: of two forwards at once, and one after the other; blocks run again in backward."""
+def run_again(rank: int, world: int) -> dict[str, list[torch.Tensor]]:
+    """By what comes before the backward that runs blocks again: gradients of the last block's norm with it, and without."""
     import hf_dist
+    from tests.tensor import past_blocks
 
-    found = []
-    for at_once in (True, False):
+    def flagged() -> Any:
         model = llama()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        engine = engine_of(model, world, hf_dist={"sequence_regions": True})
-        parts = [batch(), {key: value[:, :7] for key, value in batch().items()}]
-        if at_once:
-            engine.backward(engine(**parts[0]).loss + engine(**parts[1]).loss)
-        else:
-            for part in parts:
-                engine.backward(engine(**part).loss)
-        found.append(hf_dist.full_gradient(model.model.layers[-1].input_layernorm.weight).clone())
+        return model
+
+    def engine(model: Any) -> Any:
+        return engine_of(model, world, hf_dist={"sequence_regions": True})
+
+    def gradient(model: Any) -> torch.Tensor:
+        return hf_dist.full_gradient(model.model.layers[-1].input_layernorm.weight).clone()
+
+    parts = [batch(), {key: value[:, :7] for key, value in batch().items()}]
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, make in (("lengths", flagged), ("lengths, own code", lambda: past_blocks.make(again=True))):
+        together, apart = engine(make()), engine(make())
+        together.backward(together(**parts[0]).loss + together(**parts[1]).loss)
+        for part in parts:
+            apart.backward(apart(**part).loss)
+        found[name] = [gradient(together.model), gradient(apart.model)]
+    found["no gradients"] = []
+    for between in (True, False):
+        own = engine(flagged())
+        loss = own(**parts[0]).loss
+        if between:
+            with torch.no_grad():
+                own(**parts[0])
+        own.backward(loss)
+        found["no gradients"].append(gradient(own.model))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The order of what backward does with `tp_overlap_comm`; what a rank does in its test."""
+"""The order of what backward does with `tp_overlap_comm`, and losses under autocast; what a rank does in its test."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Any
 from tests.tensor.on_ranks import batch, engine_of, llama
 
 
-def order(rank: int, world: int) -> dict[Any, tuple[list[str], dict[str, int]]]:
-    """(overlap, regions) -> what happened in the second backward, in order; bytes by operation."""
+def narrow(world: int, early: bool) -> list[float]:
+    """Losses of two steps under autocast, with or without the overlap."""
+    section = {"autotp_size": world, "tp_overlap_comm": early}
+    autocast = {"enabled": True, "dtype": "torch.bfloat16"}
+    engine = engine_of(llama(), world, tensor_parallel=section, torch_autocast=autocast)
+    return [float(engine.train_batch(iter([batch()]))) for _ in range(2)]
+
+
+def order(rank: int, world: int) -> dict[Any, Any]:
+    """(overlap, regions) -> what happened in the second backward, in order; bytes by operation. Overlap -> `narrow`."""
     from hf_dist import comm_log
     from hf_dist.tensor_parallel import overlap, peers
 
@@ -33,7 +41,7 @@ def order(rank: int, world: int) -> dict[Any, tuple[list[str], dict[str, int]]]:
     peers.MeshPeers.start_scatter_sum = started(peers.MeshPeers.start_scatter_sum)  # type: ignore[method-assign]
     overlap._Product.backward = staticmethod(logged("dx", overlap._Product.backward))  # type: ignore[method-assign]
     overlap._Token.backward = staticmethod(logged("dW", overlap._Token.backward))  # type: ignore[method-assign]
-    found = {}
+    found: dict[Any, Any] = {early: narrow(world, early) for early in (False, True)}
     for early in (False, True):
         for regions in (False, True):
             section = {"autotp_size": world, "tp_overlap_comm": early}

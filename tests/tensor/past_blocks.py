@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -14,13 +16,17 @@ LENGTHS, WINDOW = (7, 9), 2
 class PastModel(LlamaModel):
     """Adds residuals past its inner blocks, where the input and the output of a block are parts of the sequence."""
 
+    again = False
+    """Whether its code has torch run the blocks again in backward."""
+
     def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
         """Without padding or caches."""
         x = self.embed_tokens(input_ids)
         places = torch.arange(x.shape[1], device=x.device)[None]
         turned = self.rotary_emb(x, places)
         for i, block in enumerate(self.layers):
-            out = block(x, attention_mask=None, position_ids=places, position_embeddings=turned)
+            run = functools.partial(checkpoint, block, use_reentrant=False) if self.again else block
+            out = run(x, attention_mask=None, position_ids=places, position_embeddings=turned)
             x = x + out if 0 < i < len(self.layers) - 1 else out
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
@@ -34,11 +40,13 @@ class PastForCausalLM(LlamaForCausalLM):
         self.post_init()
 
 
-def make() -> Any:
+def make(again: bool = False) -> Any:
     """Four blocks."""
     torch.manual_seed(0)
     small = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=101)
-    return PastForCausalLM(LlamaConfig(intermediate_size=48, use_cache=False, **small)).train()
+    model = PastForCausalLM(LlamaConfig(intermediate_size=48, use_cache=False, **small))
+    model.model.again = again
+    return model.train()
 
 
 def window() -> list[dict[str, torch.Tensor]]:

@@ -16,9 +16,20 @@ FILE = "hiyouga__LLaMA-Factory__examples__deepspeed__ds_z2_autotp_config.json"
 PATH = Path(__file__).resolve().parents[3] / "shared" / "corpus" / FILE
 
 
+def from_file(folder: Path, path: str) -> dict[str, Any]:
+    """A Trainer whose JSON is a file of somebody else; and what share of the parameters was cut."""
+    from hf_dist import DistTrainer, DistTrainingArguments, full_shape
+    from tests.hf.recipes import RECIPES
+
+    trainer = RECIPES["plain"].build(DistTrainer, DistTrainingArguments, folder, 2, dist_config=path)
+    trainer.train()
+    cut = [p.shape != full_shape(p) for p in trainer.model.parameters() for _ in range(p.numel())]
+    return {**record_of(trainer), "share": sum(cut) / len(cut)}
+
+
 @pytest.mark.skipif(not PATH.exists(), reason="the corpus is not here")
 def test_the_autotp_file_of_llama_factory_trains_unchanged(tmp_path: Path) -> None:
-    job = ("tests.tensor.jobs:from_file", {"path": str(PATH)})
+    job = ("tests.tensor.test_corpus:from_file", {"path": str(PATH)})
     ranks = [rank[0] for rank in run_ranks(run_jobs, 2, ([job], str(tmp_path / "ours")), timeout=300)]
     trainer: Any = RECIPES["plain"].in_one_process(tmp_path / "alone", 1)
     trainer.train()

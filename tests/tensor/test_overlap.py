@@ -40,6 +40,11 @@ def test_as_many_bytes_travel(regions: bool) -> None:
         assert sum(rank[True, regions][1].values()) > 0
 
 
+def test_under_autocast_the_losses_are_those_of_a_sum_behind_the_weight_gradients() -> None:
+    for rank in ran():
+        assert rank[True] == pytest.approx(rank[False], rel=1e-5)
+
+
 class _Alone:
     """A split between one rank, which counts its sums."""
 

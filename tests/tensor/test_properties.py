@@ -22,8 +22,8 @@ from tests.tensor.on_ranks import (
     llama,
     precise,
     refusals,
+    run_again,
     streamed,
-    two_lengths,
     user_code,
     wire,
 )
@@ -63,9 +63,23 @@ def test_what_is_kept_of_a_blocks_input_is_one_part_of_the_sequence() -> None:
         assert rank[True] == (BLOCKS * row * -(-LENGTH // WORLD), 0)
 
 
-def test_forwards_of_two_lengths_run_again_in_one_backward() -> None:
-    for at_once, in_turn in run_ranks(two_lengths, WORLD):
+@functools.cache
+def ran_again() -> list[dict[str, list[torch.Tensor]]]:
+    return run_ranks(run_again, WORLD)
+
+
+@pytest.mark.parametrize("what", ["lengths", "lengths, own code"])
+def test_forwards_of_two_lengths_run_again_in_one_backward(what: str) -> None:
+    """Their gradients are those of one after the other, by HF's flag and where the model's code calls checkpoint."""
+    for rank in ran_again():
+        at_once, in_turn = rank[what]
         assert relative(at_once, in_turn) < 1e-5
+
+
+def test_a_forward_without_gradients_leaves_the_blocks_that_run_again_as_they_were() -> None:
+    for rank in ran_again():
+        between, alone = rank["no gradients"]
+        assert relative(between, alone) < 1e-5
 
 
 def test_code_that_adds_past_blocks_keeps_whole_sequences_between_stages() -> None:

@@ -1,0 +1,121 @@
+"""What a rank does in the tests of the Trainer under a layout: keys that split stages, matrices or sequences."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.hf.on_ranks import dist_trainer, record_of
+
+PROMPTS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+DECODING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 0},
+    "static": {"do_sample": False, "cache_implementation": "static"},
+}
+"""Ways to generate. Stages have no cache of a fixed size."""
+
+
+def stages(count: int, **more: Any) -> dict[str, Any]:
+    """A pipeline."""
+    return {"pipeline": {"stages": count, **more}} if count > 1 else {}
+
+
+def matrices(parts: int) -> dict[str, Any]:
+    """Split matrices."""
+    return {"tensor_parallel": {"autotp_size": parts}}
+
+
+def sequences(parts: int, exchange: str = "auto", **more: Any) -> dict[str, Any]:
+    """Split sequences."""
+    return {"sequence_parallel_size": parts, "hf_dist": {"sequence_parallel": exchange}, **more} if parts > 1 else more
+
+
+def train(folder: Path, recipe: str, stage: int, layout: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """One recipe; whole weights on the main rank, and what the Trainer counted."""
+    trainer = dist_trainer(recipe, stage, folder, layout, **changes)
+    trainer.train()
+    state = trainer.state
+    return {**record_of(trainer), "steps": state.global_step, "epoch": state.epoch, "flops": state.total_flos}
+
+
+def saved(folder: Path, stage: int, layout: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    """A whole run that saves in the middle of an epoch."""
+    more = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": accumulation}
+    return {**train(folder, "even", stage, layout, **more), "checkpoint": str(folder / "checkpoint-3")}
+
+
+def resumed(folder: Path, saved_by: str, stage: int, layout: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    """Train on from the checkpoint of another layout."""
+    trainer = dist_trainer("even", stage, folder, layout, gradient_accumulation_steps=accumulation)
+    trainer.train(resume_from_checkpoint=saved_by)
+    return record_of(trainer)
+
+
+def dropout(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """With dropout and a collator that draws: the ranks that share rows must go on reading the same ones."""
+    trainer = dist_trainer("random_collator", 1, folder, layout, max_steps=4)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "next": float(torch.rand(()))}
+
+
+def other_data(rank: int, world: int, folder: str, layout: dict[str, Any]) -> None:
+    """A collator that knows the process: the ranks read different batches."""
+    from tests.hf.recipes import pad
+
+    def collate(rows: Any) -> Any:
+        batch = pad(rows)
+        batch["input_ids"] = batch["input_ids"].roll(rank, dims=1)
+        return batch
+
+    trainer = dist_trainer("plain", 1, Path(folder), layout, max_steps=4)
+    trainer.data_collator = collate
+    trainer.train()
+
+
+def generate(folder: Path, stage: int, layout: dict[str, Any], how: list[str]) -> dict[str, Any]:
+    """After two steps: tokens by each way of `DECODING` in `how`, logits, the folder of the model; what is said of a part."""
+    trainer = dist_trainer("plain", stage, folder, layout, max_steps=2)
+    trainer.train()
+    trainer.model.eval()
+    found: dict[str, Any] = {"num_parameters": trainer.model.num_parameters(), "folder": str(folder / "model")}
+    with torch.no_grad():
+        for name in how:
+            found[name] = decoded(trainer.model, name)
+        found["logits"] = trainer.model(input_ids=PROMPTS).logits + 0
+    found["state_dict"] = said_by(trainer.model.state_dict)
+    found["gradients"] = said_by(lambda: trainer.model(input_ids=PROMPTS))
+    trainer.save_model(found["folder"])
+    return found
+
+
+def decoded(model: Any, how: str) -> torch.Tensor:
+    """Six tokens after each prompt; the same random numbers on every call."""
+    torch.manual_seed(3)
+    tokens: torch.Tensor = model.generate(PROMPTS, max_new_tokens=6, pad_token_id=0, **DECODING[how])
+    return tokens
+
+
+def said_by(call: Any) -> str:
+    """The error of a call; empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def one_after_the_other(folder: Path, layout: dict[str, Any]) -> bool:
+    """`main_process_first` with one data rank: the second rank must see what the first process wrote."""
+    trainer = dist_trainer("plain", 1, folder, layout)
+    note = folder / "note"
+    with trainer.args.main_process_first():
+        if trainer.args.process_index == 0:
+            time.sleep(0.5)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text("done")
+        return note.exists() and trainer.args.world_size == 1
