@@ -16,6 +16,8 @@ from tests.durations import TABLE
 
 ROOT = Path(__file__).resolve().parent
 PAGE = ROOT / "README.md"
+LONGEST = 105
+"""Characters of a sentence that are shown: a page has lines of at most 160."""
 MARK = "<!-- python -m tests.readme -->\n"
 
 
@@ -23,7 +25,8 @@ def first_sentence(path: Path) -> str:
     """Of the docstring of a module, on one line."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[.?!])\s", paragraph)[0].rstrip(".").replace("|", r"\|")
+    sentence = re.split(r"(?<=[.?!])\s", paragraph)[0].rstrip(".").replace("|", r"\|")
+    return sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1].rpartition(" ")[0] + " …"
 
 
 def measured() -> dict[str, tuple[int, float]]:
@@ -48,9 +51,9 @@ def table() -> str:
         sections.append("\n".join(lines))
     total = sum(cpu for _, cpu in known.values())
     head = (
-        f"Seconds are processor seconds of all processes, {total:.0f} in all. One file alone: "
-        "`bash tests/run.sh -n 0 tests/FOLDER/FILE`. Benchmarks (`bench_*.py`) and sweeps (`python -m tests.sweep`, "
-        "`python -m tests.scale`) are not part of the run.\n\n"
+        f"Seconds are processor seconds of all processes, {total:.0f} in all. One file: "
+        "`bash tests/run.sh -n 0 tests/FOLDER/FILE`.\n"
+        "Benchmarks (`bench_*.py`) and sweeps (`python -m tests.sweep`, `python -m tests.scale`) are not part of the run.\n\n"
     )
     return head + "\n\n".join(sections) + "\n"
 

@@ -1,0 +1,264 @@
+"""Faults in `tensor_parallel`, `sequence`, `experts`, and in the mesh and its collectives."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS: list[Mutant] = [
+    # ---- axes, groups, mesh, collectives
+    Mutant(
+        "shards inside of a sequence leave too many copies",
+        "axes.py",
+        '"dp_replicate": ranks // max(shard, cp)',
+        '"dp_replicate": ranks // shard',
+        ("test_axes.py",),
+    ),
+    Mutant(
+        "groups end before what is on its way has arrived",
+        "groups.py",
+        "    _settle(under_way)\n    while groups",
+        "    under_way.clear()\n    while groups",
+        ("test_collectives.py",),
+    ),
+    Mutant(
+        "a replica that trains alone averages over a shard only, not over the whole sequence",
+        "mesh.py",
+        'dp = self.views["shard"] if self.axes.size("cp_replicate") == 1 else self.cp',
+        'dp = self.views["shard"]',
+        ("local_sgd/test_parity.py",),
+    ),
+    Mutant(
+        "gradients are summed in the dtype that travels, not in the wider one",
+        "collectives.py",
+        """        out.copy_(full.narrow(0, axis.rank * part, part))
+        for step in range(axis.size - 1):
+            out.add_(received.narrow(0, step * part, part))
+""",
+        """        total = full.narrow(0, axis.rank * part, part).clone()
+        for step in range(axis.size - 1):
+            total.add_(received.narrow(0, step * part, part))
+        out.copy_(total)
+""",
+        ("test_collectives.py::test_values_and_bytes", "sharding/test_precision.py"),
+    ),
+    Mutant(
+        "a second wait for a sum of two ranks adds once more",
+        "collectives.py",
+        "works, finish, self._works, self._finish = self._works, self._finish, [], None",
+        "works, finish, self._works = self._works, self._finish, []",
+        ("test_collectives.py::test_values_and_bytes",),
+    ),
+    # ---- random numbers, rows, agreement
+    Mutant(
+        "a rank stays in its own stream after a recomputation that stopped early",
+        "random_streams.py",
+        "return self._alike is not None and torch.initial_seed() == self._seed",
+        "return self._alike is not None",
+        ("tensor/test_dropout.py",),
+    ),
+    Mutant(
+        "rows are compared along the first axis only",
+        "same_rows.py",
+        "        for axis in axes:\n            _compare_along",
+        "        for axis in axes[:1]:\n            _compare_along",
+        (
+            "sequence/test_refusals.py::test_ranks_with_other_rows_are_told_whichever_axis_is_between_them",
+            "hf/test_layouts_in_trainer.py::test_a_rank_that_reads_other_data_is_named",
+        ),
+    ),
+    Mutant(
+        "an interrupt is not told to the other ranks",
+        "agree.py",
+        'first_problem(self.axis, f"it was interrupted ({type(raised).__name__})")',
+        "pass",
+        ("test_agree.py",),
+    ),
+    # ---- tensor parallelism
+    Mutant(
+        "ranks that share a head of keys take the mean of its gradient, not the sum",
+        "tensor_split.py",
+        'found[name] = ("sum", split.kept[name].sharing)',
+        'found[name] = ("mean", split.kept[name].sharing)',
+        ("tensor/test_layouts.py::test_equals_one_process[tp4-z1-sequence]",),
+    ),
+    Mutant(
+        "a stage cuts and joins the sequence at the ends of its own blocks",
+        "tensor_split.py",
+        "for name in find_unit_modules(whole or model)}",
+        "for name in find_unit_modules(model)}",
+        ("test_mixed_traffic.py", "parity/test_pipeline.py"),
+    ),
+    Mutant(
+        "the second factor of adapters on row products is not summed",
+        "tensor_parallel/split.py",
+        'return rest.startswith("A." if style in COLUMN else "B.") and style in (COLUMN | ROW)',
+        'return rest.startswith("A.") and style in COLUMN',
+        ("tensor/test_layouts.py::test_equals_one_process[tp4-z3-lora-checkpointing]",),
+    ),
+    Mutant(
+        "a block that runs again takes the length of the latest forward",
+        "tensor_parallel/sequence.py",
+        "        self._length = found[1]\n",
+        "",
+        ("tensor/test_properties.py::test_forwards_of_two_lengths_run_again_in_one_backward[lengths, own code]",),
+    ),
+    Mutant(
+        "after a forward without gradients, blocks that run again keep whole sequences",
+        "tensor_parallel/sequence.py",
+        "            self._depth, self._plain = 0, False",
+        "            self._depth = 0",
+        (
+            "tensor/test_properties.py::test_a_forward_without_gradients_leaves_the_blocks_that_run_again_as_they_were",
+            "tensor/test_layouts.py",
+        ),
+    ),
+    Mutant(
+        "a sequence that does not divide is not padded before an early sum",
+        "tensor_parallel/crossings.py",
+        "return peers.start_scatter_sum(padded(tensor, 1, _up(extra, peers.size)), 1)",
+        "return peers.start_scatter_sum(tensor, 1)",
+        ("tensor/test_overlap.py",),
+    ),
+    Mutant(
+        "sums that begin early are split under autocast, too",
+        "tensor_parallel/overlap.py",
+        "if due is None or torch.is_autocast_enabled(self.tensor.device.type):",
+        "if due is None:",
+        (
+            "tensor/test_overlap.py::test_under_autocast_the_losses_are_those_of_a_sum_behind_the_weight_gradients",
+            "hf/test_autocast.py",
+        ),
+    ),
+    Mutant(
+        "a gathered head is kept for the next forward",
+        "tensor_parallel/head.py",
+        "        if not self._depth:\n            self._gathered.clear()",
+        "        if self._depth:\n            self._gathered.clear()",
+        ("tensor/test_fused_losses.py",),
+    ),
+    Mutant(
+        "heads of keys are dealt in turn, not to neighbours",
+        "tensor_parallel/slices.py",
+        "first = rank // sharing * width",
+        "first = rank % heads * width",
+        ("tensor/test_plans.py",),
+    ),
+    Mutant(
+        "a plan that was made for another partition_config is used again",
+        "tensor_parallel/choose.py",
+        "        repr(given),\n",
+        "        given is None,\n",
+        ("tensor/test_partition.py",),
+    ),
+    Mutant(
+        "ranks without the row of the padding take another row for it",
+        "tensor_parallel/sizes.py",
+        "if first <= base.padding_idx < last else None",
+        "if base.padding_idx < last else None",
+        (
+            "sequence/test_parity.py::test_four_ranks_of_which_some_share_sequences_equal_one_process",
+            "parity/test_mixed.py",
+        ),
+    ),
+    Mutant(
+        "routing weights outside of regions get the gradient of a rank's own rows only",
+        "tensor_parallel/whole_experts.py",
+        "return (change(rows, peers), _own(chosen, peers), change(weights, peers)), {}",
+        "return (change(rows, peers), _own(chosen, peers), _own(weights, peers)), {}",
+        ("experts/test_spread.py",),
+    ),
+    # ---- sequences
+    Mutant(
+        "packed rows of recomputed blocks are not kept apart",
+        "sequence/split.py",
+        'if module.training and any(getattr(m, "gradient_checkpointing", False) for m in module.modules()):',
+        "if False:",
+        (
+            "sequence/test_layers.py::test_two_ranks_that_share_sequences_equal_one_process[qwen3next-auto-z3-cp2-checkpointing]",
+            "sequence/test_parity.py::test_two_ranks_that_share_sequences_equal_one_process",
+        ),
+    ),
+    Mutant(
+        "packed documents are looked for beside a mask, too",
+        "sequence/inputs.py",
+        "if is_given and mask is None and documents_of is not None:",
+        "if is_given and documents_of is not None:",
+        ("sequence/test_bits.py",),
+    ),
+    Mutant(
+        "a kernel that knows causal attention by itself gets no mask of packed documents",
+        "sequence/attention.py",
+        '        kwargs["allow_is_causal_skip"] = False\n',
+        "",
+        ("sequence/test_bits.py",),
+    ),
+    Mutant(
+        "a recomputed block takes the relative biases of a row as long as its part",
+        "sequence/pairs.py",
+        "if axes is None or (current() is None and not in_backward()):",
+        "if axes is None or current() is None:",
+        ("sequence/test_layers.py",),
+    ),
+    Mutant(
+        "gradients of keys travel round the ring in half precision",
+        "sequence/ring.py",
+        "travelling = torch.zeros(key.numel() + value.numel(), dtype=wide, device=key.device)",
+        "travelling = torch.zeros(key.numel() + value.numel(), dtype=key.dtype, device=key.device)",
+        ("sequence/test_accounting.py::test_bytes_along_the_axis_equal_the_formula",),
+    ),
+    Mutant(
+        "positions that a ring has added get the gradient of the last token",
+        "sequence/exchange.py",
+        "            own = own * is_there.view(1, -1, *[1] * (own.dim() - 2))\n",
+        "",
+        ("sequence/test_parity.py::test_two_ranks_that_share_sequences_equal_one_process",),
+    ),
+    Mutant(
+        "heads that share groups unevenly are counted as if evenly",
+        "sequence/mixers.py",
+        "return distinct if len(set(counts.tolist())) == 1 else of_each",
+        "return distinct",
+        ("sequence/test_layers.py::test_two_ranks_that_share_sequences_equal_one_process[mamba2-groups-auto-z1-cp2]",),
+    ),
+    Mutant(
+        "a recomputed recurrence forgets the padding",
+        "sequence/whole_rows.py",
+        "ones if mask is None else mask.to(ones.dtype))",
+        "ones)",
+        (
+            "sequence/test_layers.py::test_two_ranks_that_share_sequences_equal_one_process[mamba2-auto-z3-cp2-checkpointing]",
+        ),
+    ),
+    Mutant(
+        "a model stays in evaluation after its check, and drops nothing",
+        "sequence/verify.py",
+        "        model.train(was_training)\n",
+        "        model.eval()\n",
+        (
+            "sequence/test_refusals.py::test_a_model_in_training_is_in_training_after_its_check",
+            "sequence/test_accounting.py",
+        ),
+    ),
+    # ---- experts
+    Mutant(
+        "a recomputed forward routes again and counts its rows twice",
+        "experts/exchange.py",
+        "plan = kept(lambda: self._plan(chosen))",
+        "plan = self._plan(chosen)",
+        ("experts/test_spread.py::test_rows_of_blocks_that_run_again_count_once", "experts/test_life.py"),
+    ),
+    Mutant(
+        "the auxiliary loss of an evaluation is divided by the microbatches of a window",
+        "experts/router_loss.py",
+        "default = self.mesh.data.size * (self.accumulation if model.training else 1)",
+        "default = self.mesh.data.size * self.accumulation",
+        ("experts/test_router_loss.py::test_in_an_evaluation_it_is_no_part_of_a_window",),
+    ),
+    Mutant(
+        "rows of the ranks that cut matrices are left out of the load",
+        "experts/balance.py",
+        "for among in (mesh.dp, mesh.tp):",
+        "for among in (mesh.dp,):",
+        ("experts/test_life.py",),
+    ),
+]
