@@ -5,6 +5,7 @@ found = attempts(rank, world, [lambda: train(case) for case in cases])
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -60,7 +61,7 @@ def _note_cost(job: Callable[[], Any], seconds: float) -> None:
             [word for word in map(str, job.args) if not word.isdigit()] if isinstance(job, functools.partial) else []
         )
         name = " ".join(given).replace("\n", " ")[:200]
-        with open(os.environ[JOB_COSTS], "a") as file:
+        with contextlib.suppress(OSError), open(os.environ[JOB_COSTS], "a") as file:  # a cost is no reason to fail
             file.write(f"{seconds:.3f}\t{name or getattr(job, '__qualname__', job)}\n")
 
 

@@ -13,7 +13,8 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says what its files cost; one of `tests.second_try` writes down what failed."""
     references.begin_run()
-    config.pluginmanager.register(Durations(config), "durations")
+    if not config.pluginmanager.is_blocked("durations"):
+        config.pluginmanager.register(Durations(config), "durations")
     for plugin, ours in (("xdist", "tests.order"), ("timeout", "tests.time_limit")):
         if config.pluginmanager.hasplugin(plugin):  # not on every machine with GPUs
             config.pluginmanager.import_plugin(ours)

@@ -91,6 +91,9 @@ def test_a_job_of_ranks_is_told_apart_from_the_case_that_pays_for_its_spawn(tmp_
         patch.setenv("HF_DIST_JOB_COSTS", str(tmp_path / "jobs"))
         for rank in range(2):
             _note_cost(functools.partial(print, rank, "llama-z3"), 1.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DIST_JOB_COSTS", str(tmp_path / "gone" / "jobs"))
+        _note_cost(functools.partial(print, 0, "a run without the plugin"), 1.5)
     measured._turn_to("tests/test_a.py::second")
     assert measured.jobs == {"tests/test_a.py": {"llama-z3": 3.0}}
     assert list(measured.cases) == ["tests/test_a.py::first"]

@@ -68,7 +68,7 @@ MUTANTS: list[Mutant] = [
         "pipeline/runtime.py",
         "self._sent[action.microbatch] >= self._sends_before[action]",
         "self._sent[action.microbatch] + 1 >= self._sends_before[action]",
-        ("gpu_sim/test_pipelines.py",),
+        ("gpu_sim/test_channels.py", "gpu_sim/test_pipelines.py"),
     ),
     Mutant(
         "a weight that several nodes lead to gets its gradient in both parts of a split backward",
@@ -125,7 +125,7 @@ MUTANTS: list[Mutant] = [
         "window.py",
         "            return summary.norm\n        self.apply_factor()\n",
         "            return summary.norm\n",
-        ("window/test_order_of_calls.py", "window/test_raw_loops.py"),
+        ("optim/test_step_scaling.py", "window/test_order_of_calls.py"),
     ),
     Mutant(
         "a replica that skips the step of a meeting keeps its old weights",

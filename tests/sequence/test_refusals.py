@@ -14,10 +14,6 @@ from tests.sequence.standins import use_kernel
 from tests.sweep.tiny import builders
 
 
-def _bart(t: Any) -> Any:
-    return make_model("bart")
-
-
 def _bloom(t: Any) -> Any:
     return t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
 
