@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_dist.patience import crowding
 from hf_dist.ports import HeldPort
 from tests import forked, processes
 from tests.harness import ROOT
@@ -120,8 +121,10 @@ def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: 
         "x",
     ]
 
+    last_call = round(15 * crowding())  # how long the first agent waits for the second one, and then for nobody
+
     def agent(is_host: int, **more: str) -> forked.Job:
-        settings = f"is_host={is_host},last_call_timeout=20,keep_alive_interval=1"
+        settings = f"is_host={is_host},last_call_timeout={last_call},keep_alive_interval=1"
         words = [sys.executable, "-m", *command, "--rdzv-conf", settings, WORKER, str(tmp_path), "node"]
         return forked.start(words, cwd=ROOT, env=environment(**more))
 
