@@ -110,8 +110,10 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "gradients of a backward that raised are added to the next window",
         "sharding/passes.py",
-        "        if self._in_backward:  # the last backward raised; its gradients belong to no step\n            self._abandon_window()",
-        "        if self._in_backward:  # the last backward raised; its gradients belong to no step\n            self._end_backward()",
+        "        if self._in_backward:  # the last backward raised; its gradients belong to no step\n"
+        "            self._abandon_window()",
+        "        if self._in_backward:  # the last backward raised; its gradients belong to no step\n"
+        "            self._end_backward()",
         ("window/test_order_of_calls.py", "window/test_raw_loops.py"),
     ),
     Mutant(

@@ -1,0 +1,37 @@
+"""Every planted fault of the table can be planted in this package, and names tests that exist."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.table import MUTANTS
+
+TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "hf_dist"
+
+
+def test_names_differ() -> None:
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_fault_can_be_planted_once_and_is_a_change_of_python(mutant: Mutant, tmp_path: Path) -> None:
+    copy = tmp_path / mutant.file
+    copy.parent.mkdir(parents=True)
+    shutil.copy(PACKAGE / mutant.file, copy)
+    mutant.plant(tmp_path)
+    text = copy.read_text(encoding="utf-8")
+    assert text != (PACKAGE / mutant.file).read_text(encoding="utf-8")
+    compile(text, mutant.file, "exec")
+    assert mutant.tests and all((TESTS / test.split("::")[0]).exists() for test in mutant.tests), mutant.tests
+
+
+def test_a_fault_whose_line_has_changed_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
+    with pytest.raises(ValueError, match="2 times, not once"):
+        Mutant("twice", "a.py", "x = 1\n", "x = 2\n", ()).plant(tmp_path)
