@@ -19,12 +19,15 @@ class Mutant:
     tests: tuple[str, ...]
     """Files or cases below `tests/` of which one fails, likely ones first."""
 
-    def plant(self, package: Path) -> None:
-        """Change the copy of the package. Raises ValueError if `before` is not there exactly once."""
-        path = package / self.file
-        text = path.read_text(encoding="utf-8")
+    def planted(self, text: str) -> str:
+        """The text of the file with the fault. Raises ValueError if `before` is not there exactly once."""
         if text.count(self.before) != 1:
             raise ValueError(
                 f"{self.name}: hf_dist/{self.file} has {self.before!r} {text.count(self.before)} times, not once"
             )
-        path.write_text(text.replace(self.before, self.after), encoding="utf-8")
+        return text.replace(self.before, self.after)
+
+    def plant(self, package: Path) -> None:
+        """Change the copy of the package."""
+        path = package / self.file
+        path.write_text(self.planted(path.read_text(encoding="utf-8")), encoding="utf-8")
