@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
         "sharding/full_params.py",
         "for row in group.access.to_combine():",
         "for row in group.access.to_combine()[1:]:",
-        ("tensor/test_properties.py",),
+        ("tensor/test_fused_losses.py", "tensor/test_properties.py"),
     ),
     # ---- passes
     Mutant(
