@@ -35,11 +35,11 @@ MUTANTS: list[Mutant] = [
         ("pipeline/test_parity.py", "pipeline/test_split.py", "parity/test_pipeline_families.py"),
     ),
     Mutant(
-        "parameters of other stages have the dtype of the file, not that of the run",
+        "a module whose parameters are on other stages says the dtype of the file, not that of the run",
         "pipeline/placeholder.py",
-        "                    dtype = compute_dtype(names[id(param)], param.dtype)\n",
-        "                    dtype = param.dtype\n",
-        ("parity/test_pipeline_families.py", "hf/test_layouts_in_trainer.py"),
+        "(module, compute_dtype(names[id(params[0])], params[0].dtype))",
+        "(module, params[0].dtype)",
+        ("parity/test_pipeline_families.py::test_a_model_loaded_in_fp32_and_run_in_half_precision_equals_one_stage",),
     ),
     Mutant(
         "a tensor written in part is known by what was written last",
@@ -89,7 +89,7 @@ MUTANTS: list[Mutant] = [
         "pipeline/p2p.py",
         "own = next(row for row in rows if rank in row)",
         "own = rows[0]",
-        ("parity/test_pipeline.py",),
+        ("parity/test_pipeline_families.py::test_equals_one_process",),
     ),
     Mutant(
         "weight gradients of zb_h1 lag one microbatch more than promised",
