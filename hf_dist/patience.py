@@ -10,6 +10,8 @@ from hf_dist.machine import processors
 
 __all__ = ["Patience"]
 
+_MOST_CROWDED = 10.0
+"""The load may be that of a host of many more processors than this container may use; a hang must end all the same."""
 _STANDSTILL = 5.0
 """Seconds by the clock that one look can add: a machine that was stopped for longer was not waited for."""
 
@@ -19,7 +21,7 @@ class Patience:
 
     While more processes want to run than there are processors, time passes more slowly by that factor (the load average
     of the last minute). A job that waits for nothing but processors is given the same share of work on any machine; one that
-    hangs is given up after at most that many times longer. Look often: `is_over`, or `until`.
+    hangs is given up after at most ten times as long. Look often: `is_over`, or `until`.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -43,7 +45,7 @@ class Patience:
 
 
 def crowding() -> float:
-    """Processes that want to run per processor, in the last minute; at least 1."""
+    """Processes that want to run per processor, in the last minute; at least 1, at most 10."""
     if not hasattr(os, "getloadavg"):
         return 1.0
-    return max(1.0, os.getloadavg()[0] / processors())
+    return min(max(1.0, os.getloadavg()[0] / processors()), _MOST_CROWDED)

@@ -10,8 +10,9 @@ from types import TracebackType
 
 __all__ = ["HeldPort"]
 
-_RANGE = range(20_000, 32_768)
-"""Below those from which systems take the local ends of connections: nobody gets one of these unasked."""
+_RANGE = range(20_000, 30_000)
+"""Below those from which systems take the local ends of connections, and below the node ports of Kubernetes, whose packets
+go elsewhere: nobody gets one of these unasked."""
 
 
 class HeldPort:

@@ -81,6 +81,14 @@ def test_time_passes_as_slowly_as_the_machine_is_crowded(monkeypatch: pytest.Mon
     assert waits.spent == 11
 
 
+def test_a_load_that_is_not_ours_makes_a_hang_last_ten_times_as_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container of two processors sees the load of its whole host."""
+    monkeypatch.setattr(patience, "processors", lambda: 2)
+    for load, factor in ((0.5, 1), (6, 3), (300, 10)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0, 0))
+        assert patience.crowding() == factor
+
+
 def test_a_machine_that_stood_still_was_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])

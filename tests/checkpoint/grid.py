@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from tests.covering import FULL_GRID
 from tests.parity.families import make_batches, make_model, param_groups, summed_loss
 
 ROWS = 36
-BEFORE, AFTER = 3, 5
+BEFORE, AFTER = 3, 10 if FULL_GRID else 5
 
 
 def start(stage: int, *, precision: str = "fp32", accumulation: int = 1, family: str = "llama", seed: int = 0) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.covering import FULL_GRID
 from tests.examples.running import REPO, TIMEOUT_S, run, train
 
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
@@ -28,7 +29,9 @@ def test_text_classification_trains_saves_and_classifies(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
-@pytest.mark.parametrize("config", ["zero2.json", "pp_zero1.json"])
+@pytest.mark.parametrize(
+    "config", ["zero2.json", "pp_zero1.json", *["zero3_fp32.json", "zero3_offload.json"] * FULL_GRID]
+)
 def test_causal_lm_trains_samples_and_saves(tmp_path: Path, config: str) -> None:
     small = ("--max_characters", "100000", "--block_size", "32", "--vocab_size", "512", "--sample_tokens", "4")
     said = train("train_clm.py", config, tmp_path, *small)
