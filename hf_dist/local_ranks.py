@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from hf_dist.machine import schedule_as_batch
 from hf_dist.patience import Patience
 from hf_dist.ports import HeldPort
 
@@ -126,6 +127,7 @@ def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], pat
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.path[:] = path
+    schedule_as_batch()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 

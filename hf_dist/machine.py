@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ __all__ = [
     "processors",
     "ranks_here",
     "resident_nbytes",
+    "schedule_as_batch",
     "share_nbytes",
 ]
 
@@ -36,6 +38,18 @@ _LIMITS = (  # (limit, usage, reclaimable cache within the usage): cgroup v2, th
 def processors() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def schedule_as_batch() -> None:
+    """Schedule this thread, and those that it starts, so that none of them interrupts a running one when it wakes up. Linux.
+
+    For ranks that share processors over gloo. A thread of gloo that wakes up spins for as long as another one holds its
+    connection, and which one holds it is often the thread that it has just interrupted: it then spins for a whole time slice.
+    On two processors, small all-reduces of two (four) ranks take a quarter (a fifth) of the time.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # a sandbox may refuse it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def ranks_here(env: Mapping[str, str] | None = None) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dist.errors import TopologyError
-from hf_dist.machine import ranks_here
+from hf_dist.machine import ranks_here, schedule_as_batch
 from hf_dist.ports import HeldPort
 
 __all__ = [
@@ -55,6 +55,8 @@ def prepare_start() -> None:
         # The default is 8. With more streams (each communicator uses one), some share a hardware queue, where a kernel that
         # waits for another rank can block the kernel that this rank waits for: a deadlock.
         os.environ.setdefault(CONNECTIONS, "32")
+    if not torch.cuda.is_available():
+        schedule_as_batch()
     _choose_interface()
     _leave_agent_store()
 

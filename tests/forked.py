@@ -29,6 +29,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_dist.machine import schedule_as_batch
 from hf_dist.patience import Patience
 from tests.harness import PRELOAD
 
@@ -126,6 +127,7 @@ class _ForkedPython(subprocess.Popen):  # type: ignore[type-arg]
 def _become(command: list[str], cwd: str, env: dict[str, str], into: list[int]) -> NoReturn:
     """Go on as `command` would after its imports; `into`: descriptors for input, output, errors (-1: those there are)."""
     code = 1
+    schedule_as_batch()
     try:
         gc.freeze()  # nothing of the process this was is freed: its files are closed here
         copies = [os.dup(given if given >= 0 else own) for own, given in enumerate(into)]

@@ -1,8 +1,9 @@
-"""Memory that can still be had: what the kernel calls available, within the limit of any cgroup around this process."""
+"""What a process may have of this machine: memory within the limit of any cgroup around it, and how it is scheduled."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,26 @@ def test_what_the_kernel_says_of_memory_and_of_a_process(tmp_path: Path) -> None
     assert memory_kills(tmp_path / "none") == 0
     assert machine.resident_nbytes() > 1_000_000
     assert machine.process_state(os.getpid()) in "RS"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_a_rank_and_its_threads_interrupt_nobody_when_they_wake_up() -> None:
+    found = []
+
+    def rank() -> None:
+        machine.schedule_as_batch()
+        machine.schedule_as_batch()
+        found.append(os.sched_getscheduler(0))
+        one = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+        one.start()
+        one.join()
+
+    policy = os.sched_getscheduler(0)
+    thread = threading.Thread(target=rank)  # the policy belongs to a thread and to those that it starts
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_BATCH] * 2
+    assert os.sched_getscheduler(0) == policy
 
 
 def test_nobody_else_asks_for_free_memory_or_for_the_ranks_of_a_machine() -> None:
