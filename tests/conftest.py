@@ -1,6 +1,8 @@
 """Jobs that tests start print as a user's do: into a file or a pipe, Python keeps back what it prints until there is more."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,3 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Everything is loaded."""
     garbage.settle()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def accelerate_starts_anew() -> Iterator[None]:
+    """accelerate keeps one state per process: no file finds the precision that another one has chosen."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
