@@ -235,7 +235,7 @@ class FlatGroup:
             self._gather = None
         if self._guarded:
             self._guarded = False
-            for p in self.params:
+            for p in (*self.params, *self.writes.aliases):
                 unguard(p)
             if self.trainable:
                 self.writes.watch()
@@ -243,7 +243,7 @@ class FlatGroup:
     def _guard(self) -> None:
         if not self._guarded:
             self._guarded = True
-            for p in self.params:
+            for p in (*self.params, *self.writes.aliases):
                 guard(p)
 
     def reshard(self) -> None:

@@ -127,8 +127,8 @@ def _twin(cls: type) -> type:
     )
 
 
-def guard(param: nn.Parameter) -> None:
-    """Refuse reads of `param` from now on. Call `set_owner` first. Local."""
+def guard(param: torch.Tensor) -> None:
+    """Refuse reads of `param`, or of an alias of it, from now on. Call `set_owner` first. Local."""
     if not isinstance(param, _Guard):
         param.__class__ = guarded_class(type(param))
 

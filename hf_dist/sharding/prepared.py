@@ -43,8 +43,11 @@ class GradientAccess(Protocol):
 class Writes(Protocol):
     """What `prepare`d parameters tell of user code (`user_writes.py`)."""
 
-    def note_read(self) -> None:
+    def note_alias(self, alias: torch.Tensor) -> None:
         """User code has read `p.data`."""
+
+    def note_assignment(self) -> None:
+        """User code has set `p.data`."""
 
 
 class Owner(Protocol):
@@ -54,7 +57,7 @@ class Owner(Protocol):
 
     @property
     def writes(self) -> Writes:
-        """Told when user code has read `p.data` and may write into it."""
+        """Told when user code has read `p.data` and may write into it, or has set it."""
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -121,17 +124,19 @@ class _Prepared:
     @property
     def data(self) -> torch.Tensor:
         """The elements, without autograd."""
+        alias = raw_data(cast(Any, self))
         owner = _owner(self)
-        if owner is not None:
-            owner.writes.note_read()
-        return raw_data(cast(Any, self))
+        if owner is not None:  # noted last: the read may have waited for weights, which forgets earlier notes
+            setattr(alias, OWNER, getattr(self, OWNER))
+            owner.writes.note_alias(alias)
+        return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
         owner = _owner(self)
         if owner is not None:
-            owner.writes.note_read()
-        _DATA.__set__(self, value)
+            owner.writes.note_assignment()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -21,15 +22,28 @@ class UserWrites:
         self._layout = layout
         self._full = full
         self._version: int | None = None
-        self._data_was_read = False
+        self._data_was_used = False
+        self._aliases: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def note_read(self) -> None:
-        """Note that user code has read some `p.data`; writes through it leave no trace."""
-        self._data_was_read = True
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Note that user code has read some `p.data`: writes through it leave no trace, for as long as it is kept."""
+        self._data_was_used = True
+        key, aliases = id(alias), self._aliases
+        aliases[key] = weakref.ref(alias, lambda _: aliases.pop(key, None))
+
+    def note_assignment(self) -> None:
+        """Note that user code has set some `p.data`."""
+        self._data_was_used = True
+
+    @property
+    def aliases(self) -> list[torch.Tensor]:
+        """What user code has read as `p.data` and still holds."""
+        held = [reference() for reference in list(self._aliases.values())]
+        return [alias for alias in held if alias is not None]
 
     def watch(self) -> None:
         """Treat the weights as unwritten from now on: discard what user code has written so far."""
-        self._version, self._data_was_read = self._count(), False
+        self._version, self._data_was_used = self._count(), False
 
     def stop(self) -> None:
         """Notice nothing until the next `watch`."""
@@ -38,7 +52,9 @@ class UserWrites:
     @property
     def happened(self) -> bool:
         """Whether user code may have written since `watch`."""
-        return self._version is not None and (self._data_was_read or self._count() != self._version)
+        if self._version is None:
+            return False
+        return self._data_was_used or bool(self._aliases) or self._count() != self._version
 
     def _count(self) -> int:
         """A number that grows whenever an operator writes into a parameter. Each view of `full` has its own counter."""
