@@ -1,12 +1,11 @@
 """Training state in the format of `torch.distributed.checkpoint` (DCP): any layout writes it, any layout reads its part.
 
 DCP plans, `FlatSlice` tells it which boxes of a parameter this rank holds, and `dcp_storage` does the input and output.
-Reading needs no process group, and unpickles nothing but DCP's own metadata classes.
+Reading needs no process group, and makes nothing but DCP's own descriptions of what a pickle says (`dcp_metadata`).
 """
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from hf_dist.checkpoint.dcp_metadata import read_metadata
 from hf_dist.checkpoint.dcp_storage import Reader, Writer
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.errors import CheckpointError
@@ -80,14 +80,9 @@ def read_state(folder: Path, state: State) -> None:
 
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Global shape and dtype of every tensor below `folder`, by name. Raises `CheckpointError` if it cannot be read."""
-    try:
-        metadata = Reader(folder).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder}/.metadata cannot be read ({reason})") from error
     return {
         name: (tuple(stored.size), stored.properties.dtype)
-        for name, stored in metadata.state_dict_metadata.items()
+        for name, stored in read_metadata(folder).state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from torch.utils.serialization import config
 
+from hf_dist.checkpoint.dcp_metadata import read_metadata
 from hf_dist.checkpoint.folder import start_writeback
 from hf_dist.errors import CheckpointError
 
@@ -78,13 +77,11 @@ class _Stream(io.FileIO):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader that unpickles only DCP's metadata classes, and reads only the needed part of a stored block."""
+    """DCP's reader that reads metadata by `read_metadata`, and only the needed part of a stored block."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata: which tensors are stored where."""
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        return metadata
+        return read_metadata(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, in file order."""
@@ -142,28 +139,3 @@ def _fill(file: io.FileIO, offset: int, into: torch.Tensor, what: str) -> None:
         if not count:
             raise CheckpointError(f"{what}: the file ends {len(left)} bytes too early")
         left = left[count:]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles DCP's metadata, allowing only DCP's own classes, paths and torch's plain types."""
-
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = frozenset(
-        {("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        plain = (module, name) in self._NAMES or module.startswith("pathlib")
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.memory_format))
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module in self._MODULES and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or plain or dtype:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
-
-
-def _member(kind: Any, name: str) -> Any:
-    """A member of an enumeration; Python 3.11.0 to 3.11.3 pickle it as `getattr(its class, its name)`."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"an attribute {name} of {kind} has no place in the metadata of a checkpoint")
-    return kind[name]

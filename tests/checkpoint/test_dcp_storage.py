@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from hf_dist.checkpoint import dcp, dcp_storage
+from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.errors import CheckpointError
 
@@ -103,27 +99,3 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100_000])
     with pytest.raises(CheckpointError, match="cannot be read"):
         dcp.read_state(tmp_path, {"part": FlatSlice(torch.zeros(10), 7, (100, 50)), "step": torch.zeros(())})
-
-
-class _AsPython3112(pickle.Pickler):
-    """Enumerations as Python 3.11.0 to 3.11.3 write them."""
-
-    def reducer_override(self, item: Any) -> Any:
-        """See `enum.Enum.__reduce_ex__` there."""
-        return (getattr, (type(item), item.name)) if isinstance(item, Enum) else NotImplemented
-
-
-def test_an_enumeration_may_be_an_attribute_of_its_class_and_nothing_else_may() -> None:
-    def read(item: Any) -> Any:
-        stream = io.BytesIO()
-        _AsPython3112(stream).dump(item)
-        return dcp_storage._MetadataUnpickler(io.BytesIO(stream.getvalue())).load()
-
-    assert read(list(_MEM_FORMAT_ENCODING)) == list(_MEM_FORMAT_ENCODING)
-
-    class Attribute:
-        def __reduce__(self) -> Any:
-            return getattr, (torch.Size, "numel")
-
-    with pytest.raises(pickle.UnpicklingError, match="numel"):
-        read(Attribute())
