@@ -35,6 +35,7 @@ _LAUNCHERS = (
 )
 
 
+_MOST = 10**9
 _LOCAL_SIZES = {
     "torchrun": "LOCAL_WORLD_SIZE",
     "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -48,7 +49,7 @@ def detect_launch(env: MutableMapping[str, str] | None = None) -> Launch:
 
     Also sets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if missing and
     known, so that torch and accelerate see the same job under any launcher. Raises `TopologyError` if a rank variable is
-    missing, or if the rendezvous address of a job on several machines cannot be derived.
+    missing or no number of this job, or if the rendezvous address of a job on several machines cannot be derived.
     """
     env = os.environ if env is None else env
     for launcher, rank_key, size_key, local_key in _LAUNCHERS:
@@ -60,33 +61,56 @@ def detect_launch(env: MutableMapping[str, str] | None = None) -> Launch:
                 f"{size_key}={env[size_key]} is set but {rank_key} is not: the launcher's variables are incomplete. "
                 f"Start with `torchrun` or `accelerate launch`, or unset {size_key} for a single process."
             )
-        rank, size = int(env[rank_key]), int(env[size_key])
-        launch = Launch(rank, size, int(env.get(local_key, rank)), launcher)
+        size = _number(env, size_key, launcher, 1)
+        rank = _number(env, rank_key, launcher, 0, below=size, of=size_key)
+        local = rank
+        if local_key in env:
+            here_key = _LOCAL_SIZES.get(launcher, "")  # not of srun: its lists may be those of the whole allocation
+            here = _number(env, here_key, launcher, 1) if here_key in env else _MOST
+            local = _number(env, local_key, launcher, 0, below=here, of=here_key)
+        launch = Launch(rank, size, local, launcher)
         _export(launch, env)
         return launch
     return Launch(0, 1, 0, "none")
+
+
+def _number(
+    env: Mapping[str, str], key: str, launcher: str, least: int, *, below: int = _MOST, of: str | None = None
+) -> int:
+    """The value of a launcher's variable. `of`: the variable with the number of processes, where it must be below that."""
+    text = env[key].strip()
+    if text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) < below:
+        return int(text)
+    wanted = f"a whole number from {least}" + (f" to {below - 1} ({of}={below})" if below < _MOST else "")
+    raise TopologyError(
+        f"{key}={env[key]!r} is not {wanted}. {launcher} sets this variable for each process; if you exported it yourself, "
+        "unset it and let the launcher do so."
+    )
 
 
 def _export(launch: Launch, env: MutableMapping[str, str]) -> None:
     env.setdefault("RANK", str(launch.rank))
     env.setdefault("WORLD_SIZE", str(launch.world_size))
     env.setdefault("LOCAL_RANK", str(launch.local_rank))
-    local_size = _local_size(launch, env)
+    local_size = _local_size(launch.launcher, launch.world_size, env)
     if local_size is not None:
         env.setdefault("LOCAL_WORLD_SIZE", str(local_size))
     if launch.world_size > 1 and "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _master_address(launch, env)
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "") or env.get("PMIX_NAMESPACE", "")) or "0"
-    env.setdefault("MASTER_PORT", str(29500 + int(job) % 1000))
+    env.setdefault("MASTER_PORT", str(29500 + int(job[-9:]) % 1000))
+    _number(env, "MASTER_PORT", launch.launcher, 0, below=65536)
 
 
 def _master_address(launch: Launch, env: MutableMapping[str, str]) -> str:
     if launch.launcher == "srun":
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
-        found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-        if found:
-            return found[1] + (found[2] or "")
-    if _local_size(launch, env) == launch.world_size:
+        first = re.match(
+            r"(?:[^\[,]|\[[^\]]*\])+", nodes
+        )  # "rack[1-2]node[01-02],other": commas in brackets do not end a name
+        if first:
+            return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+    if _local_size(launch.launcher, launch.world_size, env) == launch.world_size:
         return "127.0.0.1"
     raise TopologyError(
         f"{launch.launcher} started {launch.world_size} processes but MASTER_ADDR is not set and cannot be derived. "
@@ -94,11 +118,11 @@ def _master_address(launch: Launch, env: MutableMapping[str, str]) -> str:
     )
 
 
-def _local_size(launch: Launch, env: Mapping[str, str]) -> int | None:
+def _local_size(launcher: str, world_size: int, env: Mapping[str, str]) -> int | None:
     """Number of processes of this job on this machine; None if the launcher does not say."""
-    if launch.launcher in _LOCAL_SIZES:
-        size = env.get(_LOCAL_SIZES[launch.launcher], "")
-        return int(size) if size.isdigit() else None
+    if launcher in _LOCAL_SIZES:
+        key = _LOCAL_SIZES[launcher]
+        return _number(env, key, launcher, 1) if key in env else None
     # Counts per machine of the step: "2(x3),1" means 2, 2, 2, 1. The last variable holds one number for all machines, if given.
     for key in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         counts = [
@@ -107,10 +131,10 @@ def _local_size(launch: Launch, env: Mapping[str, str]) -> int | None:
             if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()))
             for _ in range(int(found[2] or 1))
         ]
-        machine = int(env.get("SLURM_NODEID", "0"))
+        machine = _number(env, "SLURM_NODEID", launcher, 0) if "SLURM_NODEID" in env else 0
         # Counts may describe the whole allocation instead of this step: use them only if they add up.
         if key == "SLURM_NTASKS_PER_NODE" and counts:
-            return min(counts[0], launch.world_size)
-        if machine < len(counts) and sum(counts) == launch.world_size:
+            return min(counts[0], world_size)
+        if machine < len(counts) and sum(counts) == world_size:
             return counts[machine]
     return None

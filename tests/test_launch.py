@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_dist.errors import TopologyError
-from hf_dist.launch import Launch, detect_launch
+from hf_dist.launch import _LOCAL_SIZES, Launch, detect_launch
 from hf_dist.machine import ranks_here
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -53,9 +55,34 @@ def test_mpich() -> None:
     assert env["MASTER_ADDR"] == "127.0.0.1"
 
 
+VALUES = st.sampled_from(
+    ["0", "1", "2", "3", "4", "-1", "", " 2 ", "abc", "2.0", "٣", "9" * 30, "2(x2)", "1,1", "70000"]
+)
+KEYS = sorted({key for row in (TORCHRUN, OPENMPI, MPICH, SRUN) for key in row} | set(_LOCAL_SIZES.values()))
+
+
+@given(st.dictionaries(st.sampled_from([*KEYS, "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"]), VALUES))
+def test_variables_of_any_kind_are_a_place_in_a_job_or_an_error_that_names_one_of_them(env: dict[str, str]) -> None:
+    given = dict(env)
+    try:
+        launch = detect_launch(env)
+    except TopologyError as error:
+        assert any(key in str(error) for key in ("MASTER_ADDR", *given))
+    else:
+        assert 0 <= launch.rank < launch.world_size
+        assert launch.local_rank >= 0
+
+
 @pytest.mark.parametrize(
     ("nodes", "address"),
-    [("gpu[03-04]", "gpu03"), ("gpu[7,9-12]", "gpu7"), ("alpha,beta", "alpha"), ("solo", "solo"), ("a-b[1-2]", "a-b1")],
+    [
+        ("gpu[03-04]", "gpu03"),
+        ("gpu[7,9-12]", "gpu7"),
+        ("alpha,beta", "alpha"),
+        ("solo", "solo"),
+        ("a-b[1-2]", "a-b1"),
+        ("rack[1-2]n[03,05]x,o", "rack1n03x"),
+    ],
 )
 def test_srun_finds_the_first_machine(nodes: str, address: str) -> None:
     env = {**SRUN, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123456"}
