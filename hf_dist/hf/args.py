@@ -61,11 +61,13 @@ class DistArgsMixin:
     logging_nan_inf_filter: bool = field(
         default=_NOT_GIVEN,
         metadata={
-            "help": "Leave losses that are nan or inf out of the logs (default: false with a dist_config, else true, as in "
-            "the Trainer): the host then waits for the GPU after every microbatch."
+            "help": "Leave losses that are nan or inf out of the logs by HF's code: the host then waits for the GPU after every "
+            "microbatch. Not given, with a dist_config: the same numbers without the wait; without one, as in the Trainer."
         },
     )
 
+    filters_on_device = False
+    """Whether losses that are nan or inf are left out of the logs without a wait for the GPU."""
     _counts_processes = False
     speaks_alone = False
     """Whether HF's gather helpers treat this process as the only one."""
@@ -90,6 +92,7 @@ class DistArgsMixin:
         self.dist_config = source
         if self.logging_nan_inf_filter is _NOT_GIVEN:
             self.logging_nan_inf_filter = source is None
+            self.filters_on_device = source is not None
         self._dist: DistConfig | None = None
         if source is None:
             super().__post_init__()  # type: ignore[misc]

@@ -1,24 +1,46 @@
-"""Checks whether a model's own loss honours `num_items_in_batch`, by running the model: its signature does not tell.
+"""Finds out what kind of loss a model returns, by running the model: its signature does not tell.
 
 HF's Trainer assumes that any model with `**kwargs` in its forward divides a sum by `num_items_in_batch`. It then multiplies
-the loss by the number of ranks and does not divide by the accumulation steps. But many classes
-(BertForSequenceClassification, all heads with a plain `CrossEntropyLoss`) take `**kwargs` and return a mean. Their loss and
-gradient then grow with the number of ranks and microbatches, and differ from one process.
+the loss by the number of ranks and does not divide by the accumulation steps. But many classes (all heads with a plain
+`CrossEntropyLoss`) take `**kwargs` and return a mean. Their loss and gradient would grow with the number of ranks and
+microbatches. Others return a plain sum (CTC), which HF's arithmetic adds up as one process would.
 """
 
 from __future__ import annotations
 
+import math
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_dist import collectives, trees
 from hf_dist.engine import Engine
 from hf_dist.log import say_once
 
+__all__ = ["LossKind", "kind_of_loss", "loss_kind_matters"]
 
-def counts_on_num_items(trainer: Any) -> bool:
-    """Whether the Trainer will rely on `num_items_in_batch` in a layout where that matters.
+_RELATIVE = 1e-3
+
+
+class LossKind(IntEnum):
+    """What the loss of a model is; of what several ranks found, the largest counts, for which there is most evidence."""
+
+    NONE = 0
+    """These rows ask for no loss: no labels."""
+    UNDECIDED = 1
+    """These rows cannot tell: nothing in them is labelled, or the loss is zero or not a number."""
+    MEAN = 2
+    """The same for any `num_items_in_batch` and any number of rows."""
+    SUM = 3
+    """A sum over the rows, whatever `num_items_in_batch` is."""
+    COUNTED = 4
+    """A sum over `num_items_in_batch`."""
+
+
+def loss_kind_matters(trainer: Any) -> bool:
+    """Whether the Trainer will rely on `num_items_in_batch` in a layout where that matters. The same on every rank.
 
     False for TRL's trainers: they compute the loss from logits themselves, and some generate while they prepare a batch.
     """
@@ -31,30 +53,74 @@ def counts_on_num_items(trainer: Any) -> bool:
     )
 
 
-def ignores_num_items(trainer: Any, model: nn.Module, inputs: Any) -> bool:
-    """Whether the loss of this batch stays the same for another `num_items_in_batch`. Every rank calls it.
+def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
+    """What the loss of the model is, as far as the batches of all ranks can tell. Every rank of the job calls it.
 
-    Runs two forwards without gradient, in evaluation mode, at the first microbatch of a run. Draws no random numbers.
+    Up to three forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
     """
+    axis = trainer.dist_engine.mesh.control
+    asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), "return_loss"))
+    # A forward is collective: all ranks run it, or none.
+    if not max(collectives.all_gather_object(axis, asks)):
+        return LossKind.NONE
+    kind = LossKind(max(collectives.all_gather_object(axis, int(_found(trainer, model, inputs)))))
+    if kind == LossKind.MEAN:
+        say_once(
+            f"{type(model).__name__} returns mean losses and ignores num_items_in_batch: they are averaged over microbatches "
+            "and ranks; nothing to do, unless microbatches count different numbers of tokens (then pass compute_loss_func)"
+        )
+    if kind == LossKind.SUM:
+        say_once(
+            f"{type(model).__name__} returns the sum of its rows' losses, whatever num_items_in_batch is: they are added up "
+            "over microbatches and ranks, as one process adds up the rows of a batch"
+        )
+    return kind
+
+
+def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
+    """What this rank's rows tell. Every rank runs the same forwards."""
     prepared = trainer._prepare_inputs(dict(inputs))
+    axis = trainer.dist_engine.mesh.control
+    count = torch.tensor(7.0, device=trainer.args.device)
     was_training = model.training
     model.eval()
     try:
-        count = torch.tensor(7.0, device=trainer.args.device)
-        losses = [_loss_for(trainer.dist_engine, prepared, n) for n in (count, 2 * count)]
+        once, half = (_value(trainer.dist_engine, prepared, n) for n in (count, 2 * count))
+        counted = math.isfinite(once + half) and not math.isclose(once, half, rel_tol=_RELATIVE)
+        # Rows that are there twice double a sum. Only if no rank has seen that the number of items counts.
+        if any(collectives.all_gather_object(axis, counted)):
+            return LossKind.COUNTED if counted else LossKind.UNDECIDED
+        twice = _value(trainer.dist_engine, trees.mapped(_Twice(prepared), prepared), count)
     finally:
         model.train(was_training)
-    if losses[0] is None or losses[1] is None or not torch.isclose(losses[0].float(), losses[1].float(), rtol=1e-3):
-        return False
-    say_once(
-        f"{type(model).__name__} returns mean losses and ignores num_items_in_batch: they are averaged over microbatches and "
-        "ranks; nothing to do, unless microbatches count different numbers of tokens (then pass compute_loss_func)"
-    )
-    return True
+    labels = [prepared.get(name) for name in trainer.label_names or ()]
+    if once == 0 or not math.isfinite(once) or any(_is_empty(label) for label in labels):
+        return LossKind.UNDECIDED
+    return LossKind.SUM if abs(twice - 2 * once) < abs(twice - once) else LossKind.MEAN
 
 
-def _loss_for(engine: Engine, prepared: Any, count: torch.Tensor) -> torch.Tensor | None:
-    return engine.evaluate(prepared, lambda model, batch: _loss(model(**batch, num_items_in_batch=count)))
+def _is_empty(label: Any) -> bool:
+    """Whether no token is labelled; an auxiliary loss that is left then tells nothing."""
+    return isinstance(label, torch.Tensor) and not label.is_floating_point() and bool((label == -100).all())
+
+
+def _value(engine: Engine, prepared: Any, count: torch.Tensor) -> float:
+    """The loss; NaN without one."""
+    loss = engine.evaluate(prepared, lambda model, batch: _loss(model(**batch, num_items_in_batch=count)))
+    return math.nan if loss is None else float(loss)
+
+
+class _Twice:
+    """Repeats the rows of each tensor of a batch."""
+
+    def __init__(self, batch: Any) -> None:
+        sizes = [leaf.shape[0] for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        self.rows = max(set(sizes), key=sizes.count, default=0)
+
+    def __call__(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == self.rows:
+            return torch.cat([leaf, leaf])
+        return leaf
 
 
 def _loss(output: Any) -> torch.Tensor | None:

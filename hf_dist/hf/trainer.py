@@ -24,7 +24,7 @@ from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.data import loaders_left
 from hf_dist.hf.evaluation import each_batch_by_itself, gathers_by_itself, on_rows_of_the_set
-from hf_dist.hf.loss_probe import counts_on_num_items, ignores_num_items
+from hf_dist.hf.loss_probe import LossKind, kind_of_loss, loss_kind_matters
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import tell_router_loss
@@ -159,7 +159,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             self.accelerator.draw_alike()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """HF's, after a single check whether the model's loss really is a sum over `num_items_in_batch`."""
+        """HF's, after a check whether the model's loss really is a sum over `num_items_in_batch`."""
         self._last_shape = shape_of(inputs)
         with self._in_replica():
             tell_router_loss(self, getattr(self, "current_gradient_accumulation_steps", 1))
@@ -167,7 +167,15 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         if self._loss_is_mean:  # the rest of the first window still carries the number
             num_items_in_batch = None
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
+        return self._for_the_log(loss)
+
+    def _for_the_log(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss that is nan or inf counts in the log like the average of those before, as in HF's loop, without a wait."""
+        so_far = getattr(self, "_tr_loss", None)  # where this transformers keeps it
+        if not self.args.filters_on_device or so_far is None:
+            return loss
+        average = so_far / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, average.to(loss.device, loss.dtype))
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """HF's, divided over the ranks that compute these rows together, because `store_flos` sums over all ranks."""
@@ -197,12 +205,14 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         return contextlib.nullcontext() if tiled is None else tiled.only_loss_is_read()
 
     def _settle_loss(self, model: nn.Module, inputs: Any) -> None:
-        if self.dist is None or self._loss_is_known or "labels" not in inputs:
+        """Ask every batch until one can tell, on any rank, what kind of loss the model has; all ranks agree."""
+        if self.dist is None or self._loss_is_known or not loss_kind_matters(self):
             return
-        self._loss_is_known = True
         with self._only_loss_is_read():
-            is_mean = counts_on_num_items(self) and ignores_num_items(self, model, inputs)
-        if is_mean:
+            kind = kind_of_loss(self, model, inputs)
+        # A set without labels may be predicted before training. Training without labels goes on without.
+        self._loss_is_known = kind > LossKind.UNDECIDED or (kind == LossKind.NONE and model.training)
+        if kind == LossKind.MEAN:
             self.model_accepts_loss_kwargs = False
             self._loss_is_mean = True
 
@@ -218,13 +228,17 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
             # HF prepares the model only if no model was prepared, and TRL has prepared its reference model.
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self._gather_predictions()  # Seq2SeqTrainer has just chosen a gather that keeps repeated samples
-        saved = (self.args.bf16_full_eval, self.args.fp16_full_eval)
-        self.args.bf16_full_eval = self.args.fp16_full_eval = False
+        asked = self.args
+        saved = (asked.bf16_full_eval, asked.fp16_full_eval, asked.logging_nan_inf_filter)
+        asked.bf16_full_eval = asked.fp16_full_eval = False
+        asked.logging_nan_inf_filter = (
+            asked.logging_nan_inf_filter or asked.filters_on_device
+        )  # losses are on the host here
         try:
             with each_batch_by_itself(self.args):
                 return super().evaluation_loop(*args, **kwargs)
         finally:
-            self.args.bf16_full_eval, self.args.fp16_full_eval = saved
+            asked.bf16_full_eval, asked.fp16_full_eval, asked.logging_nan_inf_filter = saved
             # HF subtracts it from the time of every later evaluation, too, so their speed would be negative.
             self.__dict__.pop("model_preparation_time", None)
 

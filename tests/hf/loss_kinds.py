@@ -1,0 +1,73 @@
+"""Models whose losses are of every kind, rows of which any are without labels, and what a Trainer makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainingArguments
+
+from tests.hf.on_ranks import record_of
+
+KINDS = ("counted", "auxiliary", "sum", "mean")
+ROWS, LENGTH, CLASSES = 12, 5, 7
+
+
+class Net(nn.Module):
+    """Classifies each token; its signature is the same for every kind of loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embed, self.head = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        hidden = torch.tanh(self.embed(input_ids))
+        logits = self.head(hidden)
+        if labels is None:
+            return {"logits": logits}
+        counted = self.kind in ("counted", "auxiliary") and num_items_in_batch is not None
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum" if counted or self.kind == "sum" else "mean"
+        )
+        if counted:
+            loss = loss / num_items_in_batch
+        return {"loss": loss + 0.1 * hidden.square().sum() * (self.kind == "auxiliary"), "logits": logits}
+
+
+def rows(unlabelled: frozenset[int]) -> list[dict[str, torch.Tensor]]:
+    """Rows of tokens, some of them without any label."""
+    g = torch.Generator().manual_seed(1)
+    found = [{"input_ids": torch.randint(0, CLASSES, (LENGTH,), generator=g)} for _ in range(ROWS)]
+    for i, row in enumerate(found):
+        row["labels"] = torch.full((LENGTH,), -100) if i in unlabelled else row["input_ids"].roll(1)
+    return found
+
+
+def outcome(folder: Path, kind: str, unlabelled: frozenset[int], batch: int, accumulation: int, ours: bool) -> Any:
+    """Losses, norms and weights of steps over all rows in their order; `ours` on any number of ranks."""
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    base: Any = DistTrainer if ours else Trainer
+
+    class InOrder(base):  # type: ignore[misc]
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    more: dict[str, Any] = {"dist_config": {"zero_optimization": {"stage": 1}}} if ours else {}
+    arguments: Any = DistTrainingArguments if ours else TrainingArguments
+    args = arguments(
+        str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, learning_rate=0.05,
+        num_train_epochs=1, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        optim="sgd", max_grad_norm=1e6, **more,
+    )  # fmt: skip
+    trainer = InOrder(model=Net(kind), args=args, train_dataset=rows(unlabelled))
+    if kind == "sum":  # an evaluation and a prediction without labels before: neither decides for training
+        trainer.predict([{"input_ids": row["input_ids"]} for row in rows(unlabelled)[:4]])
+    trainer.train()
+    return record_of(trainer)
