@@ -121,17 +121,18 @@ class _Prepared:
     @property
     def data(self) -> torch.Tensor:
         """The elements, without autograd."""
+        found = raw_data(cast(Any, self))  # first: a wait for weights in flight forgets earlier reads
         owner = _owner(self)
         if owner is not None:
             owner.writes.note_read()
-        return raw_data(cast(Any, self))
+        return found
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
         owner = _owner(self)
         if owner is not None:
             owner.writes.note_read()
-        _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
