@@ -90,14 +90,14 @@ class GathersMixin:
         return rows[: self.gradient_state.remainder] if last else rows
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Like accelerate's, over the data ranks."""
+        """Like accelerate's, over the data ranks. As there, `scale` is for XLA and has no effect elsewhere."""
         if not self._own_gathers or reduction == "none":
             return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
 
         def one(value: torch.Tensor) -> torch.Tensor:
             value = value.clone()
             collectives.all_reduce(self._data, value, op=reduction).wait()
-            return value * scale
+            return value
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 

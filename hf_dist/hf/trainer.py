@@ -174,7 +174,7 @@ class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixi
         so_far = getattr(self, "_tr_loss", None)  # where this transformers keeps it
         if not self.args.filters_on_device or so_far is None:
             return loss
-        average = so_far / (1 + self.state.global_step - self._globalstep_last_logged)
+        average = so_far / (1 + self.state.global_step - self._globalstep_last_logged)  # type: ignore[attr-defined]
         return torch.where(loss.isfinite(), loss, average.to(loss.device, loss.dtype))
 
     def floating_point_ops(self, inputs: Any) -> Any:

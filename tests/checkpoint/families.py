@@ -76,6 +76,7 @@ def _shuffled() -> nn.Module:
     model: Any = _llama()
     key_value = ["self_attn.k_proj.weight", "self_attn.v_proj.weight"]
     model._weight_conversions = [
+        WeightConverter("mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)]),
         WeightConverter("mlp.down.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
         WeightConverter("self_attn.kv.weight", key_value, [Interleave(dim=1), Chunk(dim=1)]),
         WeightConverter("self_attn.q.weight", "self_attn.q_proj.weight", [PermuteForRope()]),

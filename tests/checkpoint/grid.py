@@ -105,10 +105,11 @@ def save_all(rank: int, world: int, root: str, stages: tuple[int, ...], **option
 
 
 def load_all(rank: int, world: int, pairs: list[tuple[str, int, int]], **options: Any) -> Any:
-    """For every (folder, stage, steps): digests after the load and losses of the next steps."""
+    """For every (folder, stage, steps): digests after the load, losses of the next steps, this rank's next random number."""
     results = {}
     for folder, stage, steps in pairs:
         engine = start(stage, seed=7, **options)
         engine.load_checkpoint(folder)
-        results[folder, stage] = (digests(engine), train(engine, BEFORE, steps))
+        drawn = float(torch.rand(()))
+        results[folder, stage] = (digests(engine), train(engine, BEFORE, steps), drawn)
     return results

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_dist.errors import CheckpointError
@@ -36,6 +38,11 @@ def _window_left_open(engine: Any) -> None:
         engine.step()
 
 
+def _draws() -> list[float]:
+    """The next number of each generator, and the one that the two of normal numbers keep ready."""
+    return [float(torch.rand(())), random.gauss(0, 1), random.random(), np.random.normal(), np.random.random()]
+
+
 def go_back(rank: int, world: int, root: str, cases: list[dict[str, Any]]) -> list[Any]:
     """Save, train on, leave a window open, load; the same load into a new engine: what differs, now and two steps on."""
     results = []
@@ -44,14 +51,16 @@ def go_back(rank: int, world: int, root: str, cases: list[dict[str, Any]]) -> li
         steps, where = case.pop("steps", 0), Path(root) / f"{index}"
         engine = make_engine(**case)
         train(engine, 0, steps)
+        _draws()
         engine.save_checkpoint(where)
+        drawn = _draws()
         train(engine, 20, 3)
         _window_left_open(engine)
         found = []
         for fresh in (False, True):
             engine = make_engine(**case, seed=9) if fresh else engine
             engine.load_checkpoint(where)
-            facts = [engine.global_steps, engine.loss_scale, engine.get_lr(), engine.micro_steps]
+            facts = [engine.global_steps, engine.loss_scale, engine.get_lr(), engine.micro_steps, _draws() == drawn]
             loaded = states(engine)
             losses = train(engine, 10, 2)
             found.append((facts, loaded, losses, states(engine)))
@@ -63,7 +72,7 @@ def go_back(rank: int, world: int, root: str, cases: list[dict[str, Any]]) -> li
 
 
 def without_state(rank: int, world: int, root: str) -> dict[str, Any]:
-    """A checkpoint that was saved by another optimizer leaves none of the moments of the one that loads it."""
+    """A checkpoint of another optimizer, or in fp32, leaves no moments, or loss scale, of the engine that loads it."""
     where = Path(root) / "sgd"
     saver = make_engine({}, stage=1, optimizer="plain_sgd")
     train(saver, 0, 2)
@@ -76,6 +85,12 @@ def without_state(rank: int, world: int, root: str) -> dict[str, Any]:
         fresh = make_engine({}, stage=1, optimizer=optimizer, seed=9)
         fresh.load_checkpoint(where)
         results[optimizer] = (differences(states(engine), states(fresh)), train(engine, 10, 2) == train(fresh, 10, 2))
+    engine = make_engine({}, stage=1, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1})
+    before = engine.loss_scale
+    train(engine, 20, 1)
+    lowered = engine.loss_scale < before
+    engine.load_checkpoint(where)
+    results["scale"] = lowered, engine.loss_scale == before
     return results
 
 
@@ -130,17 +145,21 @@ def other_optimizers(rank: int, world: int, root: str) -> dict[str, Any]:
     return found
 
 
-def stages(rank: int, world: int, root: str) -> float:
-    """The same rollback over two pipeline stages; the largest difference of a weight two steps on."""
+def stages(rank: int, world: int, root: str) -> tuple[float, list[float]]:
+    """The same rollback over two pipeline stages; the largest difference of a weight two steps on.
+
+    Also the next random number of two ranks that read different rows and save, and once they share rows and have loaded that.
+    """
     import hf_dist
     from tests.parity.pipelines import PipelineCase, build, optimizer_for, step_batches
 
-    case, where = PipelineCase(stage=1), Path(root) / "stages"
+    where = Path(root) / "stages"
 
-    def engine() -> Any:
+    def engine(pp: int = 2) -> Any:
         model = build("Llama", False, False)
         batch = step_batches("Llama", 1, 0)[0]
-        return hf_dist.initialize(model, config=case.config, optimizer=optimizer_for(model), example_batch=batch)
+        config = PipelineCase(pp=pp, stage=1).config
+        return hf_dist.initialize(model, config=config, optimizer=optimizer_for(model), example_batch=batch)
 
     def weights(found: Any) -> torch.Tensor:
         for step in (3, 4):
@@ -155,7 +174,13 @@ def stages(rank: int, world: int, root: str) -> float:
     first.load_checkpoint(where)
     second = engine()
     second.load_checkpoint(where)
-    return float((weights(first) - weights(second)).abs().max())
+    difference = float((weights(first) - weights(second)).abs().max())
+    apart = engine(pp=1)
+    torch.manual_seed(rank)
+    apart.save_checkpoint(where)
+    drawn = [float(torch.rand(()))]
+    second.load_checkpoint(where)
+    return difference, [*drawn, float(torch.rand(()))]
 
 
 def with_accelerate(rank: int, world: int, root: str) -> tuple[list[float], list[float]]:

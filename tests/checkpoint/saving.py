@@ -113,11 +113,15 @@ def failing_background(rank: int, world: int, root: str) -> dict[str, Any]:
     engine.writer._write = spoiled
     engine.save_checkpoint(Path(root) / "checkpoint-2")
     engine.writer.join()
+    engine.writer._write = write
+    message = ""
     try:
         train(engine, 1, 1)
     except CheckpointError as error:
-        return {"error": str(error), "left": sorted(p.name for p in Path(root).iterdir())}
-    return {"error": None}
+        message = str(error)
+    engine.save_checkpoint(Path(root) / "checkpoint-3")  # and the next one works again
+    engine.writer.wait()
+    return {"error": message, "left": sorted(p.name for p in Path(root).iterdir())}
 
 
 def full_disk(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:

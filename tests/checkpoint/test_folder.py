@@ -94,12 +94,13 @@ def test_recovery_after_a_kill_between_the_two_renames(tmp_path: Path) -> None:
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4, 5):
+    for step in (8, 9, 10, 100, 101):  # whatever the number of digits
         make(tmp_path, step)
-    folder.rotate(tmp_path, 2, keep=[tmp_path / "checkpoint-2"])
-    assert [p.name for p in folder.numbered(tmp_path)] == ["checkpoint-5", "checkpoint-2"]
+    assert folder.newest_complete(tmp_path)[0] == tmp_path / "checkpoint-101"
+    folder.rotate(tmp_path, 2, keep=[tmp_path / "checkpoint-9"])
+    assert [p.name for p in folder.numbered(tmp_path)] == ["checkpoint-101", "checkpoint-9"]
     folder.rotate(tmp_path, 1, keep=[])
-    assert [p.name for p in folder.numbered(tmp_path)] == ["checkpoint-5"]
+    assert [p.name for p in folder.numbered(tmp_path)] == ["checkpoint-101"]
 
 
 def test_rotation_never_deletes_the_only_complete_one(tmp_path: Path) -> None:

@@ -44,13 +44,16 @@ def test_every_layout_is_loaded_by_others(saved: tuple[Path, dict[tuple[int, int
     root, expected = saved
     wanted = {(str(root / f"w{w}-z{z}"), to[1]): ((w, z), to) for (w, z), to in pairs() if to[0] == world}
     jobs = [(folder, stage, steps_after(*where)) for (folder, stage), where in wanted.items()]
-    loaded = run_ranks(load_all, world, (jobs,), timeout=900)[0]
+    ranks = run_ranks(load_all, world, (jobs,), timeout=900)
+    loaded = ranks[0]
     assert set(loaded) == set(wanted)
-    for key, (digests, losses) in loaded.items():
+    for key, (digests, losses, _) in loaded.items():
         saved_at, loaded_at = wanted[key]
         where = f"saved at (world, stage) {saved_at}, loaded at {loaded_at}"
         want_digests, want_losses = expected[saved_at]
         assert digests == want_digests, where
+        new = [rank[key][2] for rank in ranks[saved_at[0] :]]
+        assert len(set(new)) == len(new), f"{where}: ranks that are new draw alike"
         assert len(losses) == steps_after(saved_at, loaded_at), where
         if not losses:
             continue

@@ -53,8 +53,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 def test_a_failed_write_in_the_background_is_an_error_at_the_next_step(tmp_path: Path) -> None:
     results = run_ranks(saving.failing_background, 2, (str(tmp_path),))
     for rank in results:
-        assert rank["error"] is not None and "checkpoint-2 could not be written" in rank["error"]
-        assert "checkpoint-1" in rank["left"] and "checkpoint-2" not in rank["left"]
+        assert "checkpoint-2 could not be written" in rank["error"]
+        assert {"checkpoint-1", "checkpoint-3"} <= set(rank["left"]) and "checkpoint-2" not in rank["left"]
     assert results[0]["error"] == results[1]["error"]
 
 

@@ -43,6 +43,14 @@ def test_no_batch_is_above_the_largest() -> None:
     assert message.startswith('elasticity.micro_batch_sizes: [4, 16] has sizes above "max_train_batch_size" 8')
 
 
+def test_of_batches_that_as_many_numbers_of_ranks_divide_the_preferred_one_is_taken() -> None:
+    for prefers, batch in ((True, 100), (False, 96)):
+        section = ElasticityConfig(
+            enabled=True, max_train_batch_size=100, micro_batch_sizes=(2, 50), max_gpus=1, prefer_larger_batch=prefers
+        )
+        assert elastic_batch(section) == (batch, [1])
+
+
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_the_global_batch_stays_at_every_number_of_ranks(ranks: int) -> None:
     sizes = elastic_sizes(GOLDEN, ranks)

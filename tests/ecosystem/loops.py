@@ -125,7 +125,7 @@ def two_models(folder: Path, stage: int | None, adapters: bool, checkpointing: b
     ]
     first, one, second, two = accelerator.prepare(first, optimizers[0], second, optimizers[1])
     teacher = accelerator.prepare_model(teacher, evaluation_mode=True).eval()
-    record: Record = {"losses": [], "norms": []}
+    record: Record = {"losses": [], "norms": [], "sums": []}
     for step in range(4):
         rows: Any = texts(4, ragged=False, seed=step)
         batch = pad(rows[accelerator.process_index :: 2])
@@ -139,6 +139,7 @@ def two_models(folder: Path, stage: int | None, adapters: bool, checkpointing: b
             optimizer.step()
             optimizer.zero_grad()
             record["losses"].append(float(accelerator.reduce(loss.detach(), "mean")))
+            record["sums"].append(float(accelerator.reduce(loss.detach(), "sum", scale=0.5)))  # of XLA alone
     return record
 
 

@@ -109,6 +109,7 @@ def sentence_trainer(folder: Path, stage: int | None, kind: str, root: Path) -> 
         loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1)
     if kind == "softmax":
         loss, rows = losses.SoftmaxLoss(model, 32, 3), labelled("label", [0, 1, 2])
+        args.max_steps = 3  # the second changes the classifier at another rate, and the third shows it
     if kind == "gist":
         loss = losses.GISTEmbedLoss(model, SentenceTransformer(str(root / "encoder"), device="cpu"))
     data: dict[str, Any] = dict(train_dataset=rows, eval_dataset=rows if kind == "best" else None)

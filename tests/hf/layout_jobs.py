@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from hf_dist.hf.callbacks import throughput
 from tests.hf.on_ranks import dist_trainer, record_of
+from tests.hf.recipes import Recipe, texts
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 DECODING: dict[str, dict[str, Any]] = {
@@ -60,7 +63,36 @@ def dropout(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
     trainer = dist_trainer("random_collator", 1, folder, layout, max_steps=4)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "next": float(torch.rand(()))}
+    found = {"losses": losses, "next": float(torch.rand(()))}
+    engine = trainer.accelerator.engine
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    window = [next(iter(trainer.get_train_dataloader()))] * engine.batch.accumulation
+    return found | {"same batch": [float(engine.train_batch(iter(window))) for _ in range(2)]}
+
+
+class OneSecond:
+    """A clock by which a log window lasts one second."""
+
+    def mark(self, phase: str) -> None:
+        """Nothing to add up."""
+
+    def read(self) -> dict[str, float]:
+        """All in one phase."""
+        return {"forward_backward": 1.0}
+
+
+def counted(folder: Path) -> tuple[float, float]:
+    """Rows and tokens that are logged as those of a second: four microbatches of two rows of 8 tokens, two stages per rank."""
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    layout = stages(2, virtual_stages=2, schedule="interleaved_1f1b")
+    recipe = Recipe("deep", lambda: texts(ragged=False), max_steps=2, logging_steps=2, gradient_accumulation_steps=2)
+    trainer = recipe.build(DistTrainer, DistTrainingArguments, folder, 2, dist_config=layout)
+    with mock.patch.object(throughput, "start_clock", lambda device: OneSecond()):
+        trainer.train()
+    (log,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    return log["samples_per_second"], log["tokens_per_second_per_rank"]
 
 
 def other_data(rank: int, world: int, folder: str, layout: dict[str, Any]) -> None:

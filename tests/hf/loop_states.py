@@ -78,6 +78,27 @@ def saved(folder: Path, stage: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def inside_a_window(folder: Path, stage: int) -> list[bool]:
+    """A state saved after one microbatch of a window of two, loaded after two: which of five end a window."""
+    accelerator = hf_dist.DistAccelerator(
+        dist_config={"zero_optimization": {"stage": stage}}, gradient_accumulation_steps=2
+    )
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ends = []
+    for microbatch in range(5):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(accelerator.sync_gradients)
+        if microbatch == 0:
+            accelerator.save_state(folder / "state")
+        if microbatch == 1:
+            accelerator.load_state(folder / "state")
+    return ends
+
+
 def _error(act: Any) -> str:
     try:
         act()

@@ -28,9 +28,10 @@ def make_model(kind: str = "llama") -> Any:
     """The same weights on every call and rank; never in the state that a random tie or dropout could change."""
     torch.manual_seed(0)
     special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=2)
-    if kind in ("llama", "lora", "dropout"):
+    if kind in ("llama", "lora", "dropout", "deep"):
+        blocks = {"num_hidden_layers": 4} if kind == "deep" else {}
         config: Any = tf.LlamaConfig(
-            **SMALL, **special, vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=True,
+            **{**SMALL, **blocks}, **special, vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=True,
             attention_dropout=0.2 if kind == "dropout" else 0.0,
         )  # fmt: skip
         model: Any = tf.LlamaForCausalLM(config)

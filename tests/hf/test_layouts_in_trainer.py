@@ -99,6 +99,7 @@ JOBS: dict[int, list[Job]] = {
         *(generate_job(*case) for case in (GENERATED if FULL_GRID else [GENERATED[0], *GENERATED[1::2]])),
         *(job("dropout", layout=layout) for layout in (PP, CP)),
         job("one_after_the_other", layout=PP),
+        job("counted"),
         *SAVED, *HALF, SEQ2SEQ,
     ],
     4: [
@@ -210,11 +211,16 @@ def test_the_main_process_is_first_for_the_other_stages_too(outcomes: Any) -> No
     assert found(outcomes, 2, job("one_after_the_other", layout=PP)) == [True, True]
 
 
+def test_rows_and_tokens_are_counted_once_however_many_stages_they_pass(outcomes: Any) -> None:
+    assert found(outcomes, 2, job("counted")) == [(8, 8 * 8 / 2)] * 2, "two ranks share the work on the tokens"
+
+
 @pytest.mark.parametrize("layout", [PP, CP], ids=["stages", "sequences"])
 def test_dropout_leaves_the_data_alike_on_ranks_that_share_rows(layout: dict[str, Any], outcomes: Any) -> None:
     first, second = found(outcomes, 2, job("dropout", layout=layout))
     assert first["losses"] == second["losses"]
     assert len(set(first["losses"])) == 4
+    assert first["same batch"] == second["same batch"] and len(set(first["same batch"])) == 2
     if layout is CP:  # whoever shares rows but no layers draws alike
         assert first["next"] == second["next"]
 

@@ -28,10 +28,10 @@ def run(world: int, folder: Path, *jobs: tuple[str, dict[str, Any]]) -> list[lis
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """On two ranks at stage 3: an accelerate loop, an engine loop, weights that were frozen."""
+    """On two ranks at stage 3: an accelerate loop, an engine loop, weights that were frozen, a window that was open."""
     folder = tmp_path_factory.mktemp("saved")
-    jobs = (("saved", {"stage": 3}), ("engine_loop", {"stage": 3}), ("frozen_then_trained", {"stage": 3}))
-    return run(2, folder, *jobs)
+    jobs = ("saved", "engine_loop", "frozen_then_trained", "inside_a_window")
+    return run(2, folder, *((job, {"stage": 3}) for job in jobs))
 
 
 def test_states_are_numbered_and_the_oldest_is_dropped(saved: Any) -> None:
@@ -69,6 +69,11 @@ def test_an_engine_loop_saves_a_model_folder_and_goes_on_bit_for_bit(saved: Any,
     again = run(2, tmp_path, ("engine_loop", {"stage": 3, "load": state}))
     for rank in (0, 1):
         assert again[rank][0]["losses"] == saved[rank][1]["losses"][6:], "dropout too"
+
+
+def test_windows_end_where_they_did_before_the_save(saved: Any) -> None:
+    for rank in saved:
+        assert rank[3] == [False, True, True, False, True]
 
 
 def test_weights_that_were_frozen_when_saved_are_restored(saved: Any) -> None:

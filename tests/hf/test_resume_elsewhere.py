@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 
 from hf_dist.hf import resumed_arguments
+from hf_dist.hf.data import SeekableBatches
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 
@@ -41,6 +45,18 @@ def test_a_changed_factor_of_the_batch_is_told_with_what_became_of_the_batch() -
     larger, rows = resumed_arguments.changes(saved, {**saved, "per_device_train_batch_size": 9, "global_batch": 18})
     assert larger.startswith("global_batch: 12 in the checkpoint, 18 now: an epoch has another number of steps")
     assert rows == "per_device_train_batch_size: 6 in the checkpoint, 9 now: global_batch was 12, is 18 now"
+
+
+def test_batches_from_any_position_are_those_of_an_epoch_without_a_break() -> None:
+    for rows, ranks, size, drops in itertools.product((1, 5, 12, 13, 17), (1, 2, 3), (1, 2), (False, True)):
+        sampler: Any = BatchSampler(range(rows), size, drops)
+        for rank in range(ranks):
+            shard = BatchSamplerShard(sampler, ranks, rank) if ranks > 1 else sampler
+            expected = list(shard)
+            for start in range(1, len(expected)):
+                seekable = SeekableBatches(shard)
+                seekable.seek(start, None)
+                assert list(seekable)[start:] == expected[start:], (rows, ranks, rank, size, drops, start)
 
 
 @pytest.fixture(scope="module")

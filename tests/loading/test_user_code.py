@@ -257,8 +257,9 @@ def test_file_that_is_not_the_planned_one_is_an_error_by_name(what: str, tmp_pat
         os.truncate(file, 5000)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         prepare(model, 3)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        model.lm_head.weight.sum()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            model.lm_head.weight.sum()
     assert lazy_source(model.lm_head.weight) is not None  # nothing half read
 
 

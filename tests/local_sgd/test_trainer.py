@@ -26,9 +26,10 @@ TOLD: Job = (f"{JOB}told", {})
 TOLD_IN_TURN: Job = (f"{JOB}told", {"in_turn": True})
 LOOP: Job = (f"{JOB}loop", {"steps": 5})
 WITHOUT: Job = (f"{JOB}loop_without_replicas", {})
-SKIPPED: Job = (f"{JOB}skipped", {"steps": 6, "at": 3})
+SKIPPED: Job = (f"{JOB}skipped", {"steps": 6, "at": (3, 4)})
+STATISTICS: Job = (f"{JOB}statistics", {"steps": 4})
 JOBS: dict[int, list[Job]] = {
-    2: [*PLAIN[2], LOOP, WITHOUT, SKIPPED],
+    2: [*PLAIN[2], LOOP, WITHOUT, SKIPPED, STATISTICS],
     4: [*PLAIN[4], WATCHED, IN_TURN, TOLD, TOLD_IN_TURN],
 }
 Outcomes = Callable[[int], dict[str, list[Any]]]
@@ -59,6 +60,7 @@ def test_items_of_a_window_are_counted_over_the_replica(outcomes: Outcomes) -> N
         for windows in zip(*(ranks[rank]["counted"] for rank in replica), strict=True):
             assert len({items for _, items in windows}) == 1
             assert windows[0][1] == sum(labels for labels, _ in windows)
+        assert {ranks[rank]["seen"] for rank in replica} == {2 * sum(ranks[rank]["tokens"] for rank in replica)}
     assert ranks[0]["counted"] != ranks[2]["counted"]
     assert {rank["processes"] for rank in ranks} == {2}
 
@@ -121,11 +123,21 @@ def test_accelerates_local_sgd_says_when_replicas_meet(outcomes: Outcomes) -> No
 
 def test_a_step_that_one_replica_skips_is_a_step_of_all(outcomes: Outcomes) -> None:
     first, second = found(outcomes, 2, SKIPPED)
-    assert first["skips"] == [False] * 6 and second["skips"] == [False, False, True, False, False, False]
+    assert first["skips"] == [False] * 6 and second["skips"] == [False, False, True, True, False, False]
     assert torch.equal(second["masters"][2], second["masters"][1]) and not torch.equal(
         first["masters"][2], first["masters"][1]
     )
     for step in range(2, 6):  # at the first the rate is zero
         assert torch.equal(first["masters"][step], second["masters"][step]) is (step % 2 == 1), step
+        assert (first["evaluated"][step] == second["evaluated"][step]) is (step % 2 == 1), step
     assert first["rates"] == second["rates"], "the schedule counts steps, skipped ones too"
-    assert first["scales"] == [1024, 1024, 1024, 512, 512, 512] and second["scales"] == [1024, 1024, 512, 512, 512, 512]
+    assert first["scales"] == [1024, 1024, 1024, 256, 256, 256] and second["scales"] == [1024, 1024, 512, 256, 256, 256]
+
+
+def test_replicas_that_meet_have_the_statistics_of_one(outcomes: Outcomes) -> None:
+    first, second = found(outcomes, 2, STATISTICS)
+    for step, (one, other) in enumerate(zip(first, second, strict=True)):
+        differing = {name for name in one if not torch.equal(one[name], other[name])}
+        assert {name.rpartition(".")[2] for name in differing} == (
+            set() if step % 2 else {"running_mean", "running_var", "rows"}
+        ), step

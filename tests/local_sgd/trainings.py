@@ -41,6 +41,7 @@ class Watched(DistTrainer):
         batches, items = super().get_batch_samples(*args, **kwargs)
         labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         self.__dict__.setdefault("counted", []).append((labels, int(items)))
+        self.tokens = self.__dict__.get("tokens", 0) + sum(batch["input_ids"].numel() for batch in batches)
         return batches, items
 
     def _end_step(self) -> None:
@@ -112,6 +113,7 @@ def report(trainer: Watched, folder: Path) -> dict[str, Any]:
         "processes": trainer.processes,
         "notes": trainer.notes,
         "seen": trainer.state.num_input_tokens_seen,
+        "tokens": trainer.tokens,
         "evaluated": [(e["step"], e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e],
         "saved": sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*")),
         "state": local_state(trainer),
@@ -173,8 +175,8 @@ def loop_without_replicas(folder: Path) -> dict[str, str]:
         return {"said": str(error)}
 
 
-def skipped(folder: Path, steps: int, at: int) -> dict[str, Any]:
-    """fp16; the gradient of replica 1 is infinite at step `at`."""
+def skipped(folder: Path, steps: int, at: tuple[int, ...]) -> dict[str, Any]:
+    """fp16; the gradient of replica 1 is infinite at the steps `at`."""
     import hf_dist
     from tests.local_sgd.emulation import Work, count_items, inner_for, model_for, rows_of
     from tests.parity.families import make_batches, summed_loss
@@ -190,15 +192,35 @@ def skipped(folder: Path, steps: int, at: int) -> dict[str, Any]:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3e-3}},
     }
     engine = hf_dist.initialize(model, config=config, optimizer=inner_for(work, model), device="cpu")
-    masters, scales, rates, skips = [], [], [], []
-    for step, batch in enumerate(make_batches(work.family, steps), 1):
+    masters, scales, rates, skips, evaluated = [], [], [], [], []
+    for step, batch in enumerate(batches := make_batches(work.family, steps), 1):
         rows = rows_of(batch, rank, 2)
         total, _ = summed_loss(model, rows)
-        factor = float("inf") if (step, rank) == (at, 1) else 1.0
+        factor = float("inf") if step in at and rank == 1 else 1.0
         engine.backward(total / count_items(rows) * factor)
         engine.step()
         masters.append(torch.cat([g.source.clone() for g in engine.sharded.trainable_groups]))
         scales.append(engine.loss_scale)
         rates.append(engine.get_lr()[0])
         skips.append(engine.step_was_skipped)
-    return {"masters": masters, "scales": scales, "rates": rates, "skips": skips}
+        with torch.no_grad():
+            evaluated.append(float(summed_loss(model, rows_of(batches[0], 0, 2))[0]))
+    return {"masters": masters, "scales": scales, "rates": rates, "skips": skips, "evaluated": evaluated}
+
+
+def statistics(folder: Path, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Buffers after each step of replicas with BatchNorm and other rows, which meet after every second one."""
+    import hf_dist
+    from tests.sharding.statistics import Normed, rows
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1, "mics_shard_size": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "local_sgd": {"every": 2},
+    }  # fmt: skip
+    engine = hf_dist.initialize(Normed(), config=config, device="cpu")
+    seen = []
+    for step in range(steps):
+        engine.backward(engine(rows(step, engine.mesh.world.rank)).square().mean())
+        engine.step()
+        seen.append({name: buffer.clone() for name, buffer in engine.model.named_buffers()})
+    return seen

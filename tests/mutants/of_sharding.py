@@ -90,7 +90,7 @@ MUTANTS: list[Mutant] = [
         "sharding/full_params.py",
         "for row in group.access.to_combine():",
         "for row in group.access.to_combine()[1:]:",
-        ("tensor/test_fused_losses.py", "tensor/test_properties.py"),
+        ("tensor/test_properties.py",),
     ),
     # ---- passes
     Mutant(
@@ -107,7 +107,7 @@ MUTANTS: list[Mutant] = [
         "            self._abandon_window()",
         "        if self._in_backward:  # the last backward raised; its gradients belong to no step\n"
         "            self._end_backward()",
-        ("window/test_order_of_calls.py", "window/test_raw_loops.py"),
+        ("window/test_raw_loops.py",),
     ),
     Mutant(
         "frozen weights of the root are freed with the gradient of its last trained one",

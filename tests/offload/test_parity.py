@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.covering import FULL_GRID, chosen
 from tests.harness import run_ranks
@@ -73,6 +74,9 @@ CHOSEN = chosen([(world, name) for world in (1, 2) for name in CASES], settings)
 
 def compare_all(rank: int, world: int, folder: str) -> dict[str, Any]:
     """By case: what differs from the run without offload. Runs without offload are made once for equal arguments."""
+    from hf_dist.optim import step_batch
+
+    step_batch._HOST_NUMEL = 3000  # several batches, as larger models have
     plain: dict[str, Any] = {}
     found: dict[str, Any] = {}
     for name in (name for ranks, name in CHOSEN if ranks == world):
@@ -119,9 +123,13 @@ def compare_more(rank: int, world: int, folder: str) -> dict[str, tuple[bool, li
         for sections in ({}, offload(kind, folder)):
             engine = make_engine(sections, stage=3, shards=2, **BF16, **ACCUMULATE)
             record = train(engine, clip_value=1e-3)
+            head = engine.model.head.weight
             with hf_dist.gathered(engine.model, modifier_rank=1):
+                wanted = 2 * head.detach()
                 if rank == 1:
-                    engine.model.head.weight.data.mul_(2)
+                    head.data.mul_(2)
+            with hf_dist.gathered(head):
+                assert torch.equal(head, wanted), "a rank did not take the change"
             results.append((repr((record, train(engine))), states(engine)))
         found[kind] = results[0][0] == results[1][0], differences(results[0][1], results[1][1])
     return found

@@ -232,7 +232,7 @@ def test_adafactor_has_the_bits_of_the_class_of_transformers() -> None:
         {"lr": 1e-2, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1, "scale_parameter": False},
     ):
         torch.manual_seed(0)
-        ours, theirs = _parameters((5, 7), (6,)), _parameters((5, 7), (6,))
+        ours, theirs = (_parameters((5, 7), (6,), (3, 5, 7)) for _ in range(2))
         optimizers = build_optimizer("Adafactor", options, ours), Theirs(theirs, **options)
         for _ in range(4):
             for p, q in zip(ours, theirs, strict=True):

@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from hf_dist.errors import ConfigError, ModelError
+from hf_dist.estimate.optimizer_states import OptimizerStates
+from hf_dist.estimate.state_bytes import States
+from hf_dist.offload.resting import Tier
+from hf_dist.offload.storage import MASTER_NBYTES
 from tests.harness import run_ranks
 from tests.offload.training import differences, make_engine, states, train
 
@@ -59,8 +63,14 @@ def held_at_once(engine: Any) -> list[int]:
     return seen
 
 
+def planned(engine: Any) -> int:
+    """Elements of reduced gradients that the plan has on this rank at once."""
+    plan = States.of_engine(engine.sharded, engine.config, OptimizerStates.of(engine.optimizer))
+    return plan.nbytes.gradients[Tier.DEVICE] // MASTER_NBYTES
+
+
 def compare_all(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """By case: what differs from stepping after backward, and gradients held at once, as parts of all."""
+    """By case: what differs from stepping after backward; gradients held at once, as parts of the largest; the plan's."""
     found: dict[str, Any] = {}
     for name, (kind, arguments) in cases().items():
         plain = engine_of(kind, folder, arguments)
@@ -69,7 +79,8 @@ def compare_all(rank: int, world: int, folder: str) -> dict[str, Any]:
         seen = held_at_once(engine)
         same = repr(train(engine)) == repr(expected[0])
         largest = max(g.resting[1] - g.resting[0] for g in engine.sharded.trainable_groups)
-        found[name] = same, differences(states(engine), expected[1]), max(seen) / largest
+        held = max(seen)
+        found[name] = same, differences(states(engine), expected[1]), held / largest, (held, planned(engine))
     return found
 
 
@@ -82,7 +93,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("case", cases())
 def test_the_same_bits_as_after_backward(case: str, found: list[dict[str, Any]]) -> None:
     for rank, of_rank in enumerate(found):
-        same, different, _ = of_rank[case]
+        same, different, *_ = of_rank[case]
         assert same, f"rank {rank}: losses or norms differ"
         assert different == [], f"rank {rank}"
 
@@ -90,6 +101,14 @@ def test_the_same_bits_as_after_backward(case: str, found: list[dict[str, Any]])
 @pytest.mark.parametrize("case", ["2--fp32", "3--fp32"])
 def test_one_reduced_gradient_at_a_time(case: str, found: list[dict[str, Any]]) -> None:
     assert all(of_rank[case][2] <= 1 for of_rank in found)
+
+
+def test_the_plan_has_the_gradients_that_are_held_at_once(found: list[dict[str, Any]]) -> None:
+    """Where they are reduced in every microbatch, on the device."""
+    for case, (kind, arguments) in cases().items():
+        for of_rank in found if arguments["stage"] >= 2 and not kind else ():
+            held, plan = of_rank[case][3]
+            assert held == plan, case
 
 
 def through_stages(rank: int, world: int) -> tuple[bool, list[str]]:

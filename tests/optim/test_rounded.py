@@ -231,3 +231,19 @@ def test_gradients_that_rest_in_bf16_are_lent_in_fp32_group_by_group(
     assert whole == [len(engine.fragments.fragments)] * 2
     found, expected = masters(engine), masters(together)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_weights_that_compute_in_fp32_take_steps_that_bf16_could_not_hold() -> None:
+    import hf_dist
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    torch.nn.init.ones_(model[1].bias)
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True, **BOTH}, "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+    }  # fmt: skip
+    engine = hf_dist.initialize(model, config=config)
+    engine.backward(engine(torch.randn(4, 8)).sum())
+    engine.step()
+    assert torch.equal(model[1].bias, torch.full((8,), 1 - 4e-4))
+    assert {g.source.dtype for g in engine.sharded.groups} == {torch.float32, torch.bfloat16}

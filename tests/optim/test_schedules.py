@@ -56,7 +56,7 @@ def test_a_run_resumed_at_any_step_continues_the_sequence(entry: dict[str, Any],
 
 
 @pytest.mark.parametrize("entry", [entry for entry in GOLDEN if "betas" in entry], ids=_id)
-@pytest.mark.parametrize("num_done", [0, 5])
+@pytest.mark.parametrize("num_done", [0, 3, 5])
 def test_one_cycle_moves_the_betas_as_recorded_from_deepspeed(entry: dict[str, Any], num_done: int) -> None:
     def build() -> LRScheduler:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=entry["base_lr"])

@@ -355,14 +355,14 @@ class EmbeddingNet(Net):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(37, DIM)
-        self.out = nn.Linear(DIM, 37, bias=False)
+        self.embed_out = nn.Linear(DIM, 37, bias=False)
         if tied:
-            self.out.weight = self.embed.weight
+            self.embed_out.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits over 37 words, folded back to the width of the targets."""
         ids = (x.abs() * 10).long() % 37
-        return super().forward(self.embed(ids[:, 0]) + x) + self.out(self.embed(ids[:, 1]))[:, :DIM]
+        return super().forward(self.embed(ids[:, 0]) + x) + self.embed_out(self.embed(ids[:, 1]))[:, :DIM]
 
 
 class SiblingPaths(nn.Module):

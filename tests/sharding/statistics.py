@@ -42,7 +42,9 @@ def ddp(rank: int, world: int) -> Any:
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     dist.init_process_group("gloo")
-    model = DDP(Normed())
+    normed = Normed()
+    normed.table += rank
+    model = DDP(normed)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(3):
         with model.no_sync():
@@ -63,6 +65,7 @@ def ours(rank: int, world: int, root: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, stage, dtype in (("z0", 0, ""), ("z1", 1, ""), ("z2", 2, ""), ("z3", 3, ""), ("bf16", 1, "bf16")):
         model = Normed()
+        model.table += rank
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
             "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -72,6 +75,7 @@ def ours(rank: int, world: int, root: str) -> dict[str, Any]:
         for step in range(6):
             if step == 4:
                 engine.save_checkpoint(Path(root) / name)
+                written = {n: b.clone() for n, b in model.named_buffers()}
             with comm_log.record() as log:
                 engine.backward(engine(rows(step, rank)).float().square().mean())
                 engine.step()
@@ -82,7 +86,13 @@ def ours(rank: int, world: int, root: str) -> dict[str, Any]:
         again = hf_dist.initialize(Normed(), config=config)
         again.load_checkpoint(Path(root) / name)
         saved = {n: b.clone() for n, b in again.model.named_buffers()}
+        engine.train()
+        with torch.no_grad():
+            engine(rows(100, rank))
+        hf_dist.unprepare(model)
+        ordinary = {n: b.clone() for n, b in model.named_buffers()}
         found[name] = {"buffers": buffers, "loss": loss, "broadcasts": log.count("broadcast"), "saved": saved}
+        found[name] |= {"written": written, "ordinary": ordinary}
     return found
 
 

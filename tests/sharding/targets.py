@@ -23,6 +23,8 @@ class Seen(nn.Module):
         """Huber loss to the first target found, after the other things that code does with masks."""
         found = [target, *(batch or {}).values(), *more.values()]
         self.seen = next(v[0] if isinstance(v, list) else v for v in found if v is not None)
+        if isinstance(self.seen, dict):
+            (self.seen,) = self.seen.values()
         out = self.layer(x).squeeze(-1)
         grid = torch.zeros(1, 1, 1, 2, dtype=out.dtype)
         picked = F.grid_sample(self.seen[None, None, :, None], grid, align_corners=False).sum()
@@ -175,6 +177,7 @@ def seen(rank: int, world: int) -> dict[str, Any]:
             "keyword": lambda x=x, y=y, e=engine: e(x, target=y),
             "position": lambda x=x, y=y, e=engine: e(x, y),
             "nested": lambda x=x, y=y, e=engine: e(x, batch={"labels": [y]}),
+            "rows of dicts": lambda x=x, y=y, e=engine: e(x, labels=[{"boxes": y}]),
             "other name": lambda x=x, y=y, e=engine: e(x, mask_labels=y),
         }
         for way, call in ways.items():

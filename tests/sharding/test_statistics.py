@@ -22,9 +22,11 @@ def test_buffers_that_training_changes_are_those_of_ddp_on_every_rank(tmp_path: 
                 torch.testing.assert_close(found["buffers"][buffer], value, **close, msg=f"{name} {buffer}")
             assert found["loss"] == pytest.approx(loss, rel=1e-6 if name != "bf16" else 5e-2), name
             assert not torch.equal(found["saved"]["rows"], found["buffers"]["rows"])
+            assert all(torch.equal(value, found["written"][buffer]) for buffer, value in found["saved"].items())
+            assert not torch.equal(found["ordinary"]["rows"], found["buffers"]["rows"])
     first, second = run_ranks(statistics.ours, 2, (str(tmp_path / "again"),))
     for name, found in first.items():
-        for kind in ("buffers", "saved"):
+        for kind in ("buffers", "saved", "ordinary"):
             for buffer, value in found[kind].items():
                 assert torch.equal(value, second[name][kind][buffer]), (name, kind, buffer)
 

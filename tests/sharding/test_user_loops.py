@@ -99,7 +99,7 @@ class DroppingNet(Net):
 
 
 def layer_drop(loop: Loop) -> None:
-    """Each row's microbatch leaves out other blocks; ranks therefore do. One process runs the parts one after the other."""
+    """Each microbatch leaves out another block, the last too; ranks in some steps. One process runs part after part."""
     parts = 6
     for step in range(5):
         x, y = batch(step)
@@ -109,7 +109,7 @@ def layer_drop(loop: Loop) -> None:
             loop.engine.set_gradient_accumulation_boundary(False)
         losses = []
         for part in own:
-            loop.model.dropped = frozenset(i for i in range(3) if (step * 7 + part * 3 + i * i) % 3 == 0)
+            loop.model.dropped = frozenset([(step + part + step * (part // 3)) % 3])
             loss = nn.functional.mse_loss(loop.model(x.chunk(parts)[part]), y.chunk(parts)[part])
             total += loss.item() / len(own)
             if loop.engine:
@@ -137,18 +137,39 @@ def deepcopy_gathered(loop: Loop) -> None:
         loop.step()
 
 
+class RenamingBlock(models.Block):
+    """Reads files in which a layer still has its older name, as models do that have been rewritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """What was `wide` is `up`."""
+        for name in [name for name in state if name.startswith(f"{prefix}wide.")]:
+            state[f"{prefix}up.{name.removeprefix(f'{prefix}wide.')}"] = state.pop(name)
+
+
+class RenamingNet(Net):
+    """With these blocks."""
+
+    block = RenamingBlock
+
+
 def load_between_steps(loop: Loop) -> None:
-    """Back to a state from before, as a loop that keeps the best weights does; every rank loads."""
+    """Back to a state from before, as a loop that keeps the best weights does; some under older names; every rank loads."""
     plain(loop, 2)
     with full(loop):
-        kept = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+        state = loop.model.state_dict()
+        kept = {name.replace("1.up.", "1.wide."): tensor.clone() for name, tensor in state.items()}
     plain(loop, 2)
     loop.model.load_state_dict(kept)
     plain(loop, 2)
 
 
 SCENARIOS = {
-    "load-between-steps": Scenario(Net, load_between_steps),
+    "load-between-steps": Scenario(RenamingNet, load_between_steps),
     "freeze-and-unfreeze": Scenario(Net, freeze_and_unfreeze),
     "freeze-at-once": Scenario(Net, freeze_all_but_the_head),
     "freeze-with-checkpointing": Scenario(models.Outside, freeze_and_unfreeze),
@@ -256,6 +277,38 @@ def test_a_parameter_unfrozen_too_late_is_an_error_by_name(stage: int) -> None:
         assert "blocks.0." in text
         assert "was unfrozen after the model was prepared" in text
         assert "freeze it right afterwards" in text
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_leaves_the_model_in_the_mode_that_it_found(training: bool) -> None:
+    model = Net()
+    engine = hf_dist.initialize(model, config={"train_micro_batch_size_per_gpu": 1}, device="cpu").train(training)
+    seen: list[bool] = []
+
+    def loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
+        seen.append(model.training)
+        return model(microbatch[0]).mean()  # type: ignore[no-any-return]
+
+    engine.eval_batch(iter([batch(0)]), loss)
+    assert seen == [False] and {module.training for module in model.modules()} == {training}
+
+
+def test_the_loss_of_a_window_is_the_mean_of_all_digits_that_its_microbatches_have() -> None:
+    model = Net()
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 7, "bf16": {"enabled": True}}
+    engine = hf_dist.initialize(model, config=config, optimizer=adamw(model), device="cpu")
+    losses: list[float] = []
+
+    def loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
+        value = model(microbatch[0].bfloat16()).square().mean()
+        assert value.dtype == torch.bfloat16
+        losses.append(float(value.detach()))
+        return value  # type: ignore[no-any-return]
+
+    for run in (engine.train_batch, engine.eval_batch):
+        losses.clear()
+        found = run(iter([batch(i) for i in range(7)]), loss)
+        assert len(losses) == 7 and float(found) == pytest.approx(sum(losses) / 7, rel=1e-6)
 
 
 def test_an_average_of_freed_weights_is_refused_by_name() -> None:

@@ -181,14 +181,15 @@ def precise(rank: int, world: int, dtype: str) -> list[float]:
 
 
 def user_code(rank: int, world: int, stage: int) -> dict[str, Any]:
-    """Shapes, whole gradients, a write by one rank, norms of torch's own, and a forward by one rank alone."""
+    """Shapes, whole gradients (at stage 3 of parts of the sequence), a write by one rank, a forward by one rank alone."""
     import hf_dist
 
     model = llama(tie_word_embeddings=True)
     name = "model.layers.0.mlp.down_proj.weight"
     p = model.get_parameter(name)
-    norm = model.model.norm.weight
-    engine = engine_of(model, world, zero_optimization={"stage": stage})
+    norm = model.model.layers[0].input_layernorm.weight
+    regions = {"sequence_regions": world > 1 and stage == 3}
+    engine = engine_of(model, world, zero_optimization={"stage": stage}, hf_dist=regions)
     found: dict[str, Any] = {"shape": tuple(p.shape), "full_shape": tuple(hf_dist.full_shape(p))}
     engine.backward(engine(**batch()).loss)
     found["gradient"], found["norm_gradient"] = hf_dist.full_gradient(p), hf_dist.full_gradient(norm)

@@ -13,13 +13,15 @@ import hf_dist
 
 
 class Blocks(nn.Module):
-    """A stack of blocks: several units at stage 3."""
+    """A stack of blocks: several units at stage 3, with matrices that lie over the shards of two ranks."""
 
     def __init__(self, seed: int = 0, blocks: int = 3) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(blocks)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 20, bias=False), nn.Tanh(), nn.Linear(20, 8)) for _ in range(blocks)]
+        )
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import torch
@@ -29,6 +30,8 @@ def clipped_by_torch(kit: Kit) -> None:
 def clipped_by_infinity_norm(kit: Kit) -> None:
     for i in range(3):
         kit.loss(i).backward()
+        for p in kit.model.blocks.parameters():
+            kit.note(p.grad.norm(float("inf")))
         kit.note(torch.nn.utils.clip_grad_norm_(kit.model.parameters(), 0.1, norm_type=float("inf")))
         kit.optimizer.step()
         kit.optimizer.zero_grad()
@@ -86,6 +89,7 @@ def gradients_of_the_head_dropped(kit: Kit) -> None:
         kit.loss(i).backward()
         for p in kit.model.head.parameters():
             p.grad = None
+        kit.note(torch.nn.utils.clip_grad_norm_(kit.model.parameters(), 0.5))
         kit.optimizer.step()
         kit.optimizer.zero_grad()
 
@@ -207,6 +211,20 @@ def failed_backward(kit: Kit, error: type[BaseException] = RuntimeError) -> None
             handle.remove()
             continue
         kit.optimizer.step()
+
+
+def stepped_after_a_backward(kit: Kit, failed: bool) -> None:
+    """The step of batch 1 has the gradients of batch 1 alone, whether or not a backward `failed` before it."""
+    for i in range(3):
+        if failed and i == 1:
+            handle = kit.model.blocks[1].register_forward_hook(_failing_gradient(ValueError))
+            loss = kit.loss(10)
+            handle.remove()
+            with contextlib.suppress(ValueError):
+                loss.backward()
+        kit.loss(i).backward()
+        kit.optimizer.step()
+        kit.optimizer.zero_grad()
 
 
 def interrupted_backward(kit: Kit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import hf_dist
 from hf_dist.errors import ModelError
+from hf_dist.sharding.full_params import full_tensors
 from tests.harness import run_ranks
 from tests.window import scripts
 from tests.window.nets import Blocks, Kit, Shares, batch, config, loss_of, on_hf_dist, on_torch, sgd, weights
@@ -42,6 +44,12 @@ def test_the_same_with_the_optimizer_on_the_host(script: Callable[[Kit], None], 
     settings = config(stage)
     settings["zero_optimization"].update(OFFLOAD)
     close(on_hf_dist(script, settings), on_torch(script))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_has_nothing_of_a_backward_that_failed_before_it(stage: int) -> None:
+    found = on_hf_dist(functools.partial(scripts.stepped_after_a_backward, failed=True), config(stage))
+    close(found, on_torch(functools.partial(scripts.stepped_after_a_backward, failed=False)))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -102,20 +110,30 @@ def test_weights_written_between_steps_stay_written_in_bf16(script: Callable[[Ki
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_was_not_written_keeps_the_low_bits_of_its_masters(stage: int) -> None:
-    def low_bits(write: bool) -> torch.Tensor:
+    """And the bias that was written keeps what was written, in whatever way."""
+
+    def low_bits(write: Callable[[torch.Tensor], object] | None) -> torch.Tensor:
         model = Blocks()
         engine = hf_dist.initialize(model, config=config(stage, bf16={"enabled": True}), optimizer=sgd(model))
         for i in range(3):
             engine.backward(loss_of(engine.model, batch(i).bfloat16()))
             engine.step()
-            if write:
-                model.head.bias.data.fill_(0.5)
-        return torch.cat([g.source.clone() for g in engine.sharded.groups])
+            if write is not None:
+                with torch.no_grad():
+                    write(model.head.bias)
+        masters = {slot.name: full for g in engine.sharded.groups for slot, full in full_tensors(g)}
+        assert (float(masters["head.bias"]) == 0.5) == (write is not None)
+        return masters["first.weight"]
 
-    written, plain = low_bits(True), low_bits(False)
-    first = plain[: 8 * 8]  # of `first`: one step later the bias of the head has changed its gradient
-    assert not torch.equal(first, first.bfloat16().float())
-    assert not torch.equal(written[: 8 * 8], written[: 8 * 8].bfloat16().float())
+    half = torch.full((1,), 0.5, dtype=torch.bfloat16)
+    for write in (
+        None,
+        lambda p: p.fill_(0.5),
+        lambda p: p.data.fill_(0.5),
+        lambda p: setattr(p, "data", half.clone()),
+    ):
+        first = low_bits(write)
+        assert not torch.equal(first, first.bfloat16().float())
 
 
 def test_weights_written_after_the_last_step_are_in_the_checkpoint(tmp_path: Any) -> None:
