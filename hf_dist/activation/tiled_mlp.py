@@ -78,7 +78,8 @@ class _Tiles(torch.autograd.Function):
         ctx.run, ctx.tiles, ctx.params = run, tiles, params
         ctx.random = random_state() if drops else None
         ctx.save_for_backward(hidden)
-        return torch.cat([run(tile) for tile in hidden.tensor_split(tiles, dim=1)], dim=1)
+        # GPT-2's layers view their input as rows, which a part of a longer tensor is not.
+        return torch.cat([run(tile.contiguous()) for tile in hidden.tensor_split(tiles, dim=1)], dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -93,7 +94,7 @@ class _Tiles(torch.autograd.Function):
         at = 0
         for tile, g in zip(hidden.tensor_split(ctx.tiles, dim=1), grad.tensor_split(ctx.tiles, dim=1), strict=True):
             with torch.enable_grad():
-                own = tile.detach().requires_grad_(d_hidden is not None)
+                own = tile.detach().contiguous().requires_grad_(d_hidden is not None)
                 out = ctx.run(own)
             wanted = ([own] if d_hidden is not None else []) + params
             found = list(torch.autograd.grad(out, wanted, g, allow_unused=True))

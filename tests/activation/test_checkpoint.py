@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_dist.activation import describe_checkpointing, set_up_checkpointing
 from hf_dist.activation.checkpoint import BlockCheckpoint
 from hf_dist.activation.host_copies import NUM_KEPT, HostCopies
+from hf_dist.activation.tiled_mlp import tile_mlps
 from hf_dist.config import DistConfig, load_config
 from hf_dist.errors import ConfigError, ModelError
 from tests.activation.families import LENGTH, make_batch, make_model
@@ -181,6 +182,74 @@ def test_selective_checkpointing_runs_no_matrix_product_twice() -> None:
 
     kept, selective, all_again = flops(), flops(selective=True), flops(every_n_layers=1)
     assert selective == kept < all_again
+
+
+@torch.library.custom_op("hf_dist_tests::attention", mutates_args=())
+def drawing_attention(hidden: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Stands for the kernels of GPUs, which draw their dropout themselves."""
+    return hidden * torch.empty_like(hidden).bernoulli_(1 - dropout_p) if dropout_p else hidden.clone()
+
+
+drawing_attention.register_autograd(lambda ctx, grad: (grad, None))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_follows_an_attention_kernel_with_dropout_draws_the_same_again(dropout: float) -> None:
+    def gradient(call: Any) -> torch.Tensor:
+        def block(hidden: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(drawing_attention(hidden, dropout).sin(), 0.5)
+
+        torch.manual_seed(3)
+        hidden = torch.randn(9, 8, requires_grad=True)
+        call(block, hidden).sum().backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+    assert torch.equal(gradient(BlockCheckpoint({}, selective=True)), gradient(lambda block, hidden: block(hidden)))
+
+
+def test_inputs_come_back_from_the_host_in_their_own_dtype() -> None:
+    plain, model = deep(), deep()
+    set_up_checkpointing(model, config(cpu_checkpointing=True))
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        assert_same(run(model.to(dtype)), run(plain.to(dtype)))
+
+
+def test_tiles_of_an_mlp_that_run_again_drop_what_they_dropped() -> None:
+    model = deep("gpt2", **DROPOUT["gpt2"])
+    mlp = model.transformer.h[0].mlp
+    hidden = torch.randn(3, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def derivatives(forward: Any) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        start = hidden.clone().requires_grad_()
+        out = forward(start)
+        found = torch.autograd.grad(out.square().sum(), [start, *mlp.parameters()])
+        return [out, *found, torch.rand(3)]
+
+    wanted = derivatives(
+        lambda start: torch.cat([mlp(tile.contiguous()) for tile in start.tensor_split(4, dim=1)], dim=1)
+    )
+    tile_mlps(model, 4)
+    for got, want in zip(derivatives(mlp), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bf16_many_tiles_of_an_mlp_are_as_near_to_fp32_as_the_whole() -> None:
+    mlp = deep().model.layers[0].mlp
+    model = torch.nn.ModuleDict({"mlp": mlp})
+    hidden = torch.randn(2, 256, HIDDEN, generator=torch.Generator().manual_seed(1)).add(1)
+
+    def weights() -> list[torch.Tensor]:
+        out = mlp(hidden.to(mlp.up_proj.weight.dtype)).float()
+        return [grad.float() for grad in torch.autograd.grad(out.square().sum(), list(mlp.parameters()))]
+
+    truth = weights()
+    model.bfloat16()
+    whole = weights()
+    tile_mlps(model, 256)
+    for exact, one, many in zip(truth, whole, weights(), strict=True):
+        assert float((many - exact).norm()) < 1.05 * float((one - exact).norm())
 
 
 def test_backward_may_run_twice_over_what_rests_on_the_host() -> None:

@@ -218,6 +218,16 @@ def test_a_kept_graph_goes_backward_twice() -> None:
     assert torch.equal(head.weight.grad, 2 * once)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_whatever_label_is_to_be_ignored_is(reduction: str) -> None:
+    head, hidden, target = torch.nn.Linear(8, VOCAB), torch.randn(90, 8), torch.randint(0, 4, (90,))
+    found = []
+    for start in (hidden, computed(hidden)):
+        loss = functional.cross_entropy(head(start), target, ignore_index=2, reduction=reduction)
+        found.append((loss, *torch.autograd.grad(loss, list(head.parameters()))))
+    assert all(torch.equal(got, wanted) for got, wanted in zip(*found, strict=True))
+
+
 def test_a_target_that_is_no_word_is_refused() -> None:
     head = torch.nn.Linear(8, VOCAB)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):

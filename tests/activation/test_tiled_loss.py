@@ -124,6 +124,8 @@ def test_an_evaluation_is_tiled_only_where_the_loss_alone_is_read() -> None:
             seen = Largest()
             with seen:
                 output = model(**batch)
+        again = model(**batch)
+    assert type(again.logits) is torch.Tensor and torch.equal(again.logits, plain.logits)
     assert relative(output.loss, plain.loss) < RTOL and seen.logits_rows == ROWS_PER_TILE
     with pytest.raises(ModelError, match="logits were read after backward, and they were not kept"):
         output.logits.argmax(-1)
@@ -257,6 +259,18 @@ def test_other_kinds_of_cross_entropy_are_computed_from_the_logits(changes: dict
     loss = torch.nn.functional.cross_entropy(head(marked(hidden, Use(read.append))), target, **changes)
     assert torch.equal(loss, torch.nn.functional.cross_entropy(head(hidden), target, **changes))
     assert read == ["cross_entropy"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_whatever_label_is_to_be_ignored_is(reduction: str) -> None:
+    head, hidden, target = torch.nn.Linear(8, VOCAB), torch.randn(90, 8), torch.randint(0, 4, (90,))
+    found = []
+    for start in (hidden, marked(hidden, Use(lambda name: None))):
+        logits = head(start)
+        loss = torch.nn.functional.cross_entropy(logits, target, ignore_index=2, reduction=reduction)
+        found.append((loss, *torch.autograd.grad(loss, list(head.parameters()))))
+    assert isinstance(logits, LazyLogits)
+    assert all(relative(got, wanted) < RTOL for got, wanted in zip(*found, strict=True))
 
 
 def test_where_tiles_would_take_more_memory_the_logits_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

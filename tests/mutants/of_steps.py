@@ -46,7 +46,7 @@ MUTANTS: list[Mutant] = [
         "pipeline/visit.py",
         "if len(ranks) == axis.size}",
         "if len(ranks) > 1}",
-        ("hf/test_layouts_in_trainer.py::test_generation_gives_the_tokens_of_the_saved_model",),
+        ("parity/test_pipeline.py::test_equals_one_process",),
     ),
     # ---- running the stages
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS: list[Mutant] = [
         "engine.py",
         "        self.train(was_training)\n",
         "",
-        ("window/test_order_of_calls.py",),
+        ("sharding/test_user_loops.py",),
     ),
     Mutant(
         "the routers' loss of split sequences counts a part as the whole",
@@ -146,7 +146,7 @@ MUTANTS: list[Mutant] = [
         "runner.py",
         "reported.append(step(self._model, microbatch).detach().float())",
         "reported.append(step(self._model, microbatch).detach())",
-        ("window/test_raw_loops.py",),
+        ("sharding/test_user_loops.py",),
     ),
     # ---- activations, loss
     Mutant(
@@ -168,14 +168,14 @@ MUTANTS: list[Mutant] = [
         "activation/tiled_mlp.py",
         "ctx.random = random_state() if drops else None",
         "ctx.random = None",
-        ("sequence/test_parity.py::test_two_ranks_that_share_sequences_equal_one_process",),
+        ("activation/test_checkpoint.py",),
     ),
     Mutant(
         "weight gradients of tiles of an MLP are summed in half precision",
         "activation/tiled_mlp.py",
         "return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None",
         "return part.clone() if total is None",
-        ("sequence/test_parity.py::test_two_ranks_that_share_sequences_equal_one_process",),
+        ("activation/test_checkpoint.py",),
     ),
     Mutant(
         "labels are ignored at -100 only, whatever ignore_index says",
@@ -218,7 +218,7 @@ MUTANTS: list[Mutant] = [
         "local_sgd/outer.py",
         "        self.sharded.passes.buffers.share(self.axis)\n",
         "",
-        ("sharding/test_statistics.py", "local_sgd/test_parity.py"),
+        ("local_sgd/test_trainer.py",),
     ),
     Mutant(
         "what fragments send is applied a step late",

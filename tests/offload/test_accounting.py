@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,15 @@ def test_bytes_at_rest_equal_the_formula(case: str, found: list[dict[str, Any]])
         held, formula, bounded = of_rank[case]
         assert held == formula
         assert bounded
+
+
+def test_no_more_weights_than_max_in_cpu_rest_on_the_host_and_the_others_on_disk(tmp_path: Path) -> None:
+    limit = 6000
+    sections = offload("+nvme", str(tmp_path))
+    sections["offload_param"]["max_in_cpu"] = limit
+    engine = make_engine(sections, stage=3)
+    shards = [g.layout.shard_numel for g in engine.sharded.groups]
+    buffers = sum(engine.sharded.storage.buffer_nbytes().values())
+    on_host = (engine.resident_nbytes()["host"] - buffers) // 4
+    assert max(shards) < on_host <= limit < sum(shards)
+    assert engine.resident_nbytes()["disk"] >= 4 * (sum(shards) - on_host)

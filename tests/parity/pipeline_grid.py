@@ -39,6 +39,7 @@ def check_equals_one_process(case: PipelineCase, outcome: list[list[object]] | s
         assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
         assert found["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
         assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=TOLERANCE)
+        assert not case.outside or found["outside"] == pytest.approx(expected["outside"], rel=TOLERANCE)
         for name, weight in found["weights"].items():
             held[name] = held.get(name, 0) + 1
             assert relative(weight, expected["weights"][name]) < TOLERANCE, name

@@ -46,11 +46,14 @@ class PipelineCase:
     """`tensor_parallel.tp_overlap_comm`."""
     evaluates: bool = False
     """Also evaluates other microbatches before each step."""
+    outside: bool = False
+    """Also calls the model after the last step, outside of the schedule."""
     steps: int = 3
     """The first has no optimizer state, the second has one of the same lengths, the third compares what both did."""
 
     def __str__(self) -> str:
-        flags = [name for name in ("tied", "checkpointing", "reshard", "offload", "evaluates") if getattr(self, name)]
+        switches = ("tied", "checkpointing", "reshard", "offload", "evaluates", "outside")
+        flags = [name for name in switches if getattr(self, name)]
         often = f"x{self.virtual}" if self.virtual > 1 else ""
         flags += [self.precision] if self.precision != "fp32" else []
         flags += [self.experts] if self.experts else []
@@ -177,7 +180,14 @@ def _reference(
         optimizer.step()
         optimizer.zero_grad()
     weights = {n: p.detach() for n, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights, "evaluated": evaluated}
+    outside = called_outside(model, family, steps)
+    return {"losses": losses, "norms": norms, "weights": weights, "evaluated": evaluated, "outside": outside}
+
+
+@torch.no_grad()
+def called_outside(model: nn.Module, family: str, steps: int) -> float:
+    """The loss of a batch that no step had."""
+    return float(model(**step_batches(family, 1, steps)[0]).loss)
 
 
 def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu") -> dict[str, Any]:
@@ -205,11 +215,12 @@ def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu"
         window = step_batches(case.family, count, step)
         losses.append(float(engine.train_batch(iter(window[engine.mesh.data.rank :: case.dp]))))
         norms.append(engine.get_global_grad_norm())
+    outside = called_outside(model, case.family, case.steps) if case.outside else None
     after = {n: (held_slice(p).whole, id(p)) for n, p in model.named_parameters()}
     assert after.items() <= before.items(), "object, name or shape changed"
     with hf_dist.gathered(model):
         weights = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights, "evaluated": evaluated}
+    return {"losses": losses, "norms": norms, "weights": weights, "evaluated": evaluated, "outside": outside}
 
 
 def run_cases(rank: int, world: int, cases: list[PipelineCase], device: str = "cpu") -> list[Any]:

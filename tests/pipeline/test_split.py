@@ -45,10 +45,12 @@ class Net(nn.Module):
         if self.kind == "values":
             assert ids.max().item() > 1, "only true of real ids"
         x = first = self.embed(ids)
-        side = self.side(x) if self.kind in ("same", "again", "sliced", "decision") else None
+        side = self.side(x) if self.kind in ("same", "again", "sliced", "decision", "written") else None
+        if self.kind == "written":
+            side[:, 0] = ids[:, :1]  # type: ignore[index]
         noise = torch.rand(ids.shape[0], 1, WIDTH) if self.kind == "random" else None
         for index, block in enumerate(self.blocks):
-            if self.kind == "same":
+            if self.kind in ("same", "written"):
                 x = block(x, side)
             elif self.kind == "again":
                 x = block(x, side if index % 2 == 0 else None)
@@ -83,7 +85,7 @@ def make_net(kind: str) -> Net:
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("kind", ["plain", "same", "again", "loose", "past", "values"])
+@pytest.mark.parametrize("kind", ["plain", "same", "again", "written", "loose", "past", "values"])
 def test_what_passes_blocks_splits_exactly(kind: str, schedule: str, stages: int) -> None:
     net, batches = make_net(kind), make_batches()
     plan = plan_stages(net, batches[0], stages, method="uniform").plan
