@@ -61,7 +61,7 @@ class DistArgsMixin:
     logging_nan_inf_filter: bool = field(
         default=_NOT_GIVEN,
         metadata={
-            "help": "Leave losses that are nan or inf out of the logs by HF's code: the host then waits for the GPU after every "
+            "help": "Leave losses that are nan or inf out of the logs by HF's code: then the host waits for the GPU after each "
             "microbatch. Not given, with a dist_config: the same numbers without the wait; without one, as in the Trainer."
         },
     )
