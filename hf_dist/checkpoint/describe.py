@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_dist.checkpoint import dcp, folder, weight_file
+from hf_dist.checkpoint import dcp, folder
+from hf_dist.checkpoint.safetensors_header import files_of_index, read_header
 from hf_dist.errors import CheckpointError
 
 __all__ = ["FOREIGN_WEIGHTS", "Description", "describe", "is_training_file"]
@@ -116,10 +117,10 @@ def describe(path: Path) -> Description:
 
 def _trainer_step(path: Path) -> int | None:
     try:
-        step: int | None = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("global_step")
-    except (OSError, ValueError):
+        step = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    return step
+    return step if isinstance(step, int) else None
 
 
 def _weights(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -128,8 +129,8 @@ def _weights(path: Path, problems: list[str]) -> dict[str, Any]:
     files = [p for p in sorted(path.rglob("*.safetensors")) if folder.STATE not in p.relative_to(path).parts]
     for file in files:
         try:
-            header, _ = weight_file.read_header(file)
-        except (OSError, ValueError) as error:
+            header = read_header(file).tensors
+        except CheckpointError as error:
             problems.append(str(error))
             continue
         tensors += len(header)
@@ -148,9 +149,9 @@ def _missing_from_index(path: Path) -> list[str]:
     problems = []
     for index in sorted(path.glob("*.index.json")):
         try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError) as error:
-            problems.append(f"{index.name} cannot be read ({type(error).__name__}: {error})")
+            named = files_of_index(index)
+        except CheckpointError as error:
+            problems.append(str(error))
             continue
         problems += [
             f"{name} is named in {index.name} and missing" for name in sorted(named) if not (path / name).is_file()

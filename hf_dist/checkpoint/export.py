@@ -25,6 +25,7 @@ from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.merge_lora import MergedTensor, base_folder, merge
 from hf_dist.checkpoint.model_files import read_plan
 from hf_dist.checkpoint.pieces import Piece
+from hf_dist.checkpoint.safetensors_header import files_of_index
 from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
 from hf_dist.checkpoint.weight_file import OpenFiles
 from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
@@ -153,7 +154,7 @@ def _check_index(source: Path, files: Iterable[str]) -> None:
                 f"{source}: {numbered[0]} does not belong here: there is no model.safetensors.index.json"
             )
         return
-    named = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    named = files_of_index(path)
     for name in sorted(named ^ base):
         reason = "is missing" if name in named else "is not named in model.safetensors.index.json"
         raise CheckpointError(f"{source}: {name} {reason}. The folder is incomplete, or mixed from two saves.")

@@ -12,10 +12,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 from hf_dist.errors import CheckpointError
+from hf_dist.log import warn_once
 
 MANIFEST = "hf_dist.json"
 STATE = "hf_dist_state"
@@ -101,22 +102,48 @@ def recover(root: Path) -> None:
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
+def is_inside(name: Any) -> bool:
+    """Whether `name`, which stands in a file of a checkpoint, is the path of a file below that checkpoint."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and str(path) != "."
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest, or None if there is none. Raises `CheckpointError` if it cannot be read or is too new."""
     path = folder / MANIFEST
-    if not path.is_file():
-        return None
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = int(manifest["format"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not path.is_file():
+            return None
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = _checked_format(manifest)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     if version > FORMAT:
         raise CheckpointError(
             f"{folder} was written by hf_dist {manifest.get('hf_dist', '?')} in format {version}; this version reads format "
             f"{FORMAT}. Upgrade hf_dist, or start from the weights with from_pretrained({str(folder)!r})."
         )
-    return manifest
+    return cast("dict[str, Any]", manifest)
+
+
+def _checked_format(manifest: Any) -> int:
+    """The format of a manifest whose fields are what `seal` writes; of a newer one, only the format is looked at."""
+    version = manifest["format"]
+    if type(version) is not int or version < 1:
+        raise ValueError(f"its format is {version!r}")
+    if version > FORMAT:
+        return version
+    step = manifest.get("step", 0)
+    if type(step) is not int or step < 0:
+        raise ValueError(f"its step is {step!r}")
+    if not isinstance(manifest["files"], dict):
+        raise ValueError("its files are no object")
+    for name, size in manifest["files"].items():
+        if not is_inside(name) or type(size) is not int or size < 0:
+            raise ValueError(f"its files have {name!r} with {size!r} bytes")
+    return version
 
 
 def incomplete(folder: Path) -> list[str]:
@@ -124,13 +151,20 @@ def incomplete(folder: Path) -> list[str]:
     manifest = read_manifest(folder)
     if manifest is None:
         return [f"no {MANIFEST}: it was not finished, or not written by hf_dist"]
+    if not manifest["files"]:
+        return [f"{MANIFEST} names no files"]
     problems = []
     for name, size in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != size:
-            problems.append(f"{name} has {path.stat().st_size} bytes, {size} were written")
+        try:
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif path.stat().st_size != size:
+                problems.append(f"{name} has {path.stat().st_size} bytes, {size} were written")
+            elif folder.resolve() not in path.resolve().parents:
+                problems.append(f"{name} is a link that leads out of the checkpoint")
+        except OSError as error:
+            problems.append(f"{name} cannot be read ({error})")
     return problems
 
 
@@ -151,9 +185,10 @@ def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
     for folder in numbered(root):
         try:
             problems = incomplete(folder)
-        except CheckpointError as error:
-            problems = [str(error)]
-        if not problems or (not (folder / MANIFEST).exists() and (folder / _TRAINER_STATE).is_file()):
+            stock = bool(problems) and not (folder / MANIFEST).exists() and (folder / _TRAINER_STATE).is_file()
+        except (CheckpointError, OSError) as error:
+            problems, stock = [str(error)], False
+        if not problems or stock:
             return folder, skipped
         skipped.append(f"{folder.name}: {problems[0]}")
     return None, skipped
@@ -183,13 +218,20 @@ def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
     if limit is None or limit <= 0:
         return []
     found = numbered(root)
-    newest, _ = newest_complete(root)
+    newest, skipped = newest_complete(root)
+    for reason in skipped:
+        warn_once(f"{root}: not counted as a checkpoint to resume from: {reason}")
     kept = {p.resolve() for p in keep} | ({newest.resolve()} if newest else set())
     # Even with a limit of one, HF keeps the best checkpoint next to the newest.
     surplus = len(found) - max(limit, len(kept & {p.resolve() for p in found}))
     doomed = [p for p in reversed(found) if p.resolve() not in kept][: max(surplus, 0)]
     for folder in doomed:
-        remove(folder)
+        try:
+            remove(folder)
+        except (
+            OSError
+        ) as error:  # no permission, or somebody's mount: a save that is done does not fail for an older one
+            warn_once(f"{folder} is beyond the limit of {limit} checkpoints and cannot be removed: {error}")
     return doomed
 
 

@@ -2,13 +2,11 @@
 
 No mapping is kept, because pages of a mapped file count as this process's memory until they are dropped. Bytes read with
 `pread` stay in the page cache, which all ranks of a machine share.
-Source of the format: the safetensors README (8 bytes little endian header length, JSON header, data).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import weakref
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hf_dist.checkpoint.safetensors_header import read_header
 from hf_dist.checkpoint.weight_plan import TORCH_DTYPES
 from hf_dist.errors import CheckpointError
 
@@ -41,13 +40,10 @@ class SafetensorsFile:
         self._descriptor: int | None = None
         try:
             self._stamp = self._now()
-            with open(self.path, "rb") as f:
-                length = int.from_bytes(f.read(8), "little")
-                self._header = f.read(length) if length < self._stamp[0] else b""
-            self._entries: dict[str, Any] = json.loads(self._header)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read as a safetensors file: {error}") from error
-        self._data = 8 + length
+        header = read_header(self.path)
+        self._header, self._entries, self._data = header.raw, header.tensors, header.begin
 
     def _now(self) -> tuple[int, int]:
         status = os.stat(self.path)
@@ -55,7 +51,7 @@ class SafetensorsFile:
 
     def tensors(self) -> dict[str, FileTensor]:
         """Every tensor of the file. Raises `CheckpointError` for a dtype that torch does not have."""
-        return {name: FileTensor(self, name, entry) for name, entry in self._entries.items() if name != "__metadata__"}
+        return {name: FileTensor(self, name, entry) for name, entry in self._entries.items()}
 
     @cached_property
     def digest(self) -> str:
@@ -107,10 +103,7 @@ class FileTensor:
         self.dtype = TORCH_DTYPES[entry["dtype"]]
         self.shape = tuple(entry["shape"])
         self.numel = math.prod(self.shape)
-        first, last = entry["data_offsets"]
-        if last - first != self.numel * self.dtype.itemsize:
-            raise CheckpointError(f"{file.path}: {name} has {last - first} bytes, not {self.shape} of {self.dtype}")
-        self._offset = first
+        self._offset = entry["data_offsets"][0]
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Fill `out` (1-D, contiguous, CPU, the file's dtype) with elements [start, stop)."""

@@ -10,15 +10,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hf_dist.checkpoint.folder import start_writeback
+from hf_dist.checkpoint.safetensors_header import read_header
 from hf_dist.checkpoint.weight_plan import WeightFile, WeightPlan
+from hf_dist.errors import CheckpointError
 from hf_dist.sizes import size_text
 
-__all__ = ["OpenFiles", "create", "difference", "explain", "read_header", "remove_stale"]
+__all__ = ["OpenFiles", "create", "difference", "explain", "remove_stale"]
 
 _WEIGHTS = re.compile(r"^(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
 
@@ -44,30 +45,12 @@ def remove_stale(folder: Path, plan: WeightPlan) -> None:
                 path.unlink()
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(tensors by name, as the file describes them; first byte of the data). Raises ValueError with the reason."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"{path} is not a safetensors file, or is cut off ({size} bytes)")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"the header of {path} cannot be read: {error}") from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != 8 + length + end:
-        raise ValueError(f"{path} has {size} bytes, its header describes {8 + length + end}")
-    return header, 8 + length
-
-
 def difference(folder: Path, file: WeightFile) -> str | None:
     """How the file on disk differs from the plan (names, shapes, dtypes, byte ranges, size); None if it does not."""
     path = folder / file.name
     try:
-        found, _ = read_header(path)
-    except (OSError, ValueError) as error:
+        found = read_header(path).tensors
+    except CheckpointError as error:
         return str(error)
     expected = json.loads(file.header[8:])
     expected.pop("__metadata__")
