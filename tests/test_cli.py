@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_dist.accelerate_launch import words_of_launch
 from hf_dist.cli import doctor, launch
 from hf_dist.config import LauncherSettings
 from hf_dist.errors import ConfigError
-from hf_dist.ports import HeldPort
 from tests import processes
 
 REPO = Path(__file__).resolve().parent.parent
@@ -149,39 +145,15 @@ def test_launch_refuses_what_would_drop_the_configuration(
         launched(words, machines=2, launcher=launcher)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("python /bin/accelerate launch --config_file a.yaml t.py", "--config_file a.yaml t.py"),
-        ("python -X dev /bin/accelerate-launch t.py launch", "t.py launch"),
-        ("python -m accelerate.commands.launch -m hf_dist.run t.py", "-m hf_dist.run t.py"),
-        ("python -m accelerate.commands.accelerate_cli launch t.py", "t.py"),
-        ("python /bin/accelerate env", None),
-        ("python train.py --data accelerate", None),
-        ("python", None),
-    ],
-)
-def test_only_accelerates_launcher_is_recognized(command: str, words: str | None) -> None:
-    assert words_of_launch(command.split()) == (None if words is None else words.split())
-
-
-@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="accelerate starts it")
-def test_accelerate_launch_with_a_yaml_of_deepspeed_continues_or_says_what_to_type(tmp_path: Path) -> None:
-    (tmp_path / "zero3.yaml").write_text(YAML.replace("LAUNCHER", "standard").replace("MACHINES", "1"))
-    (tmp_path / "train.py").write_text(
-        "import os, sys; open(f'rank{os.environ[\"RANK\"]}', 'w').write(repr(sys.argv[1:]))"
-    )
-    with HeldPort() as port:
-        options = ["--machine_rank", "0", "--num_processes", "2", "--main_process_port", str(port.number)]
-        told = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-        for words in (["train.py", "a b"], ["-m", "hf_dist.run", "train.py", "a b"]):
-            arguments = ["--config_file", "zero3.yaml", *options, *words]
-            command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
-            done = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True)
-            if words[0] == "-m":
-                assert done.returncode == 0, done.stderr
-                assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["['a b']"] * 2
-            else:
-                first = f"hf_dist needs no deepspeed. Type: {shlex.join(['hf-dist', 'launch', *arguments])}"
-                assert done.returncode == 1 and first in done.stderr.splitlines()
-                assert done.stderr.index(first) < done.stderr.index("Traceback")
+def test_the_doctor_tells_what_starts_a_yaml_that_says_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "default.yaml"))
+    monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: False)
+    assert doctor.launcher_notes() == []
+    (tmp_path / "default.yaml").write_text(YAML.replace("LAUNCHER", "standard").replace("MACHINES", "1"))
+    assert [note for note in doctor.launcher_notes() if "hf-dist launch" in note and str(tmp_path) in note]
+    (tmp_path / "default.yaml").write_text("distributed_type: MULTI_GPU\n")
+    assert doctor.launcher_notes() == []
+    (tmp_path / "default.yaml").write_text("{[")
+    assert doctor.launcher_notes() == []

@@ -20,7 +20,7 @@ from hf_dist.cli.env import PACKAGES, devices, launch_variables, table, versions
 from hf_dist.launch import detect_launch
 from hf_dist.sizes import size_text
 
-__all__ = ["KNOWN_BAD", "doctor", "version_problems"]
+__all__ = ["KNOWN_BAD", "doctor", "launcher_notes", "version_problems"]
 
 KNOWN_BAD = (
     ("transformers", ">=5", "peft", "<0.18", "peft imports names that transformers 5 no longer has"),
@@ -62,11 +62,31 @@ def doctor(ranks: Ranks = 2) -> None:
         problems += wrong
         if not shutil.which("c++") and not shutil.which("g++") and not shutil.which("clang++"):
             print("note: no C++ compiler: torch.compile needs one on the CPU; nothing else here does")
+        for note in launcher_notes():
+            print(f"note: {note}")
         for problem in problems:
             print(f"problem: {problem}")
         print("nothing is wrong" if not problems else f"{len(problems)} found")
     if problems or wrong:
         sys.exit(1)
+
+
+def launcher_notes() -> list[str]:
+    """What starts a job whose YAML, accelerate's default one, asks for a package that is not here."""
+    from accelerate.commands.config import config_args
+    from accelerate.utils import is_deepspeed_available
+    from yaml import YAMLError, safe_load
+
+    path = Path(config_args.default_config_file)
+    try:
+        said = safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError):  # none, or one that accelerate refuses by itself
+        return []
+    if not isinstance(said, dict) or said.get("distributed_type") != "DEEPSPEED" or is_deepspeed_available():
+        return []
+    return [
+        f"{path} says DEEPSPEED, which `accelerate launch` cannot start without that package; `hf-dist launch` does"
+    ]
 
 
 def version_problems(installed: dict[str, str]) -> list[str]:

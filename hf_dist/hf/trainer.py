@@ -20,6 +20,7 @@ from hf_dist.config.curriculum import length_at
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.callbacks import default_callbacks
+from hf_dist.hf.agreed_control import AgreedControlMixin
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.data import loaders_left
@@ -35,7 +36,7 @@ from hf_dist.optim.schedules import build_scheduler
 from hf_dist.ordinary import unprepare
 
 
-class DistTrainerMixin(CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin):
+class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
     Active if the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG). Otherwise it behaves like its base.

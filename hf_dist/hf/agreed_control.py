@@ -1,0 +1,77 @@
+"""What a callback asks for on one rank (stop, save, evaluate, log), all ranks do: otherwise some would leave the common path.
+
+A timer, an early stop on a local loss, a file that one rank sees: HF's Trainer acts on each process's own `control`. Under DDP
+the others then wait in the next collective until the time-out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.log import say
+from hf_dist.mesh import MeshAxis
+
+__all__ = ["AgreedControlMixin"]
+
+_FLAGS = {
+    "should_training_stop": "stop training",
+    "should_epoch_stop": "end the epoch",
+    "should_save": "save",
+    "should_evaluate": "evaluate",
+    "should_log": "log",
+}
+_KNOWN = ("transformers.", "hf_dist.", "trl.", "peft.", "sentence_transformers.")
+"""Packages whose callbacks and Trainers ask for the same thing on every rank."""
+
+
+class AgreedControlMixin:
+    """Overrides of the Trainer around a step's callbacks; part of `DistTrainerMixin`.
+
+    Only where there is a callback or a Trainer of the user's own, on any rank, one small all-reduce follows each step. Not
+    with `local_sgd`, whose replicas do not meet at every step.
+    """
+
+    args: Any
+    state: Any
+    control: Any
+    accelerator: Any
+    _asks_all = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's, after all ranks know whether any of them has callbacks of the user's own."""
+        if self.dist is not None:  # type: ignore[attr-defined]
+            axis = self.accelerator.mesh.control
+            self._asks_all = any(collectives.all_gather_object(axis, self._may_ask_alone()))
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def _may_ask_alone(self) -> bool:
+        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        kinds = [*map(type, callbacks), *type(self).__mro__[:-1]]
+        return any(not kind.__module__.startswith(_KNOWN) and kind.__module__ != "hf_dist" for kind in kinds)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """HF's, on what any rank asks for, before it and after (a callback of an evaluation may stop the training)."""
+        acts = self._agree_on_control()
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        if acts:
+            self._agree_on_control()
+
+    def _agree_on_control(self) -> bool:
+        """Set what any rank has set, say who; whether anything is asked for. Collective over all ranks."""
+        engine = self.dist_engine  # type: ignore[attr-defined]
+        if not self._asks_all or engine is None or engine.outer is not None:
+            return False
+        axis: MeshAxis = engine.mesh.control
+        asked = [bool(getattr(self.control, flag)) for flag in _FLAGS]
+        # The first rank that asks, and the first that does not, both counted from the end: one maximum tells both.
+        words = torch.tensor([(axis.size - axis.rank) * (ask == wanted) for wanted in (True, False) for ask in asked])
+        collectives.all_reduce(axis, words, op="max").wait()
+        first, other = words.view(2, len(_FLAGS)).tolist()
+        for (flag, what), asks, refuses in zip(_FLAGS.items(), first, other, strict=True):
+            setattr(self.control, flag, bool(asks))
+            if asks and refuses:
+                say(f"rank {axis.size - asks} asked to {what} at step {self.state.global_step}, so all ranks do")
+        return any(first)

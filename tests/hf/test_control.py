@@ -1,0 +1,34 @@
+"""What a callback asks for on any rank, all ranks do, at the same step as the stock Trainer whose only process asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hf.control_jobs import FLAGS, STEPS, outcome
+from tests.hf.on_ranks import Job, found, outcomes_by_world
+
+ASKED = [(flag, "step", (1,), stage) for flag in FLAGS for stage in (0, 3)]
+ASKED += [("should_save", "step", (0, 1), 1), ("should_training_stop", "evaluate", (0,), 3)]
+
+
+def job(flag: str, event: str, ranks: tuple[int, ...], stage: int) -> Job:
+    """The job of each rank."""
+    return "tests.hf.control_jobs:outcome", {"flag": flag, "event": event, "ranks": ranks, "stage": stage}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return outcomes_by_world({2: [job(*asked) for asked in ASKED]}, tmp_path_factory)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_all_ranks_do_what_any_rank_asks_for(asked: Any, outcomes: Any, tmp_path: Path) -> None:
+    flag, event, _, _ = asked
+    expected = outcome(tmp_path, flag, event, (0,), None)
+    assert expected[1] < STEPS or expected[0], "the flag does something"
+    for seen, steps, _ in found(outcomes, 2, job(*asked)):
+        assert (seen, steps) == expected[:2]
+    assert found(outcomes, 2, job(*asked))[0][2] == expected[2]

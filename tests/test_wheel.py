@@ -1,0 +1,59 @@
+"""What an installation adds to an environment: one package and one command, and nothing that runs by itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from importlib.metadata import distribution, distributions
+from pathlib import Path
+
+from tests import processes
+from tests.harness import ROOT
+
+BUILT_FROM = ("hf_dist", "pyproject.toml", "README.md", "LICENSE")
+
+
+def pip(*words: str | Path) -> None:
+    """Run pip of this environment, without an index."""
+    done = processes.run(
+        [sys.executable, "-m", "pip", *map(str, words), "--disable-pip-version-check"],
+        timeout=200, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def below(folder: Path) -> set[str]:
+    """Files, without compiled ones."""
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+
+
+def test_an_installation_adds_one_package_and_one_command_and_takes_them_away(tmp_path: Path) -> None:
+    source, fresh = tmp_path / "source", tmp_path / "fresh"
+    source.mkdir()
+    for name in BUILT_FROM:
+        place = Path(ROOT, name)
+        copy = shutil.copytree if place.is_dir() else shutil.copy
+        copy(place, source / name)  # type: ignore[operator]
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
+    venv.create(fresh, with_pip=False)
+    before = below(fresh)
+    python, wheel = fresh / "bin" / "python", next(tmp_path.glob("*.whl"))
+    pip("--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+    added = below(fresh) - before
+    site = next(fresh.glob("lib/python*/site-packages"))
+    tops = {Path(name).relative_to(site.relative_to(fresh)).parts[0] for name in added if "site-packages" in name}
+    (info,) = {top for top in tops if top.endswith(".dist-info")}
+    assert tops == {"hf_dist", info}
+    assert {name for name in added if "site-packages" not in name} == {"bin/hf-dist"}
+    (installed,) = distributions(path=[str(site)])
+    assert {(entry.group, entry.name) for entry in installed.entry_points} == {("console_scripts", "hf-dist")}
+    pip("--python", python, "uninstall", "--yes", "hf-dist")
+    assert below(fresh) == before
+
+
+def test_no_other_package_loads_this_one() -> None:
+    """Of this environment, in which the package is installed in place."""
+    groups = {entry.group for entry in distribution("hf-dist").entry_points}
+    assert groups == {"console_scripts"}
