@@ -19,7 +19,7 @@ def pip(*words: str | Path) -> None:
     """Run pip of this environment, without an index."""
     done = processes.run(
         [sys.executable, "-m", "pip", *map(str, words), "--disable-pip-version-check"],
-        timeout=200, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=200, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
 

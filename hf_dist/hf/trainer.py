@@ -19,8 +19,8 @@ from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
 from hf_dist.config.curriculum import length_at
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
-from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.agreed_control import AgreedControlMixin
+from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.data import loaders_left
