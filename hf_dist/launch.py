@@ -63,11 +63,7 @@ def detect_launch(env: MutableMapping[str, str] | None = None) -> Launch:
             )
         size = _number(env, size_key, launcher, 1)
         rank = _number(env, rank_key, launcher, 0, below=size, of=size_key)
-        local = rank
-        if local_key in env:
-            here_key = _LOCAL_SIZES.get(launcher, "")  # not of srun: its lists may be those of the whole allocation
-            here = _number(env, here_key, launcher, 1) if here_key in env else _MOST
-            local = _number(env, local_key, launcher, 0, below=here, of=here_key)
+        local = _number(env, local_key, launcher, 0) if local_key in env else rank
         launch = Launch(rank, size, local, launcher)
         _export(launch, env)
         return launch

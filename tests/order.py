@@ -1,8 +1,10 @@
-"""Which worker of pytest-xdist runs which test file, and when: files that start ranks in one, the others beside them.
+"""Which worker of pytest-xdist runs which test file, and when: files that start ranks in one, others beside them.
 
-Two workers with two to four ranks each on two cores make each other late. Which files start ranks, and what they cost, is read
-from `tests/durations.tsv`; a file that is not there counts as one that does. Dear files come first, so that the workers
-end together; a worker that has no file of its kind left takes the cheapest of the other kind.
+Two workers with two to four ranks each on two cores make each other late, and a file that mostly waits (for time-outs, for
+restarts) leaves a core idle. So the first worker takes files that start ranks, the second those without, the third those
+that wait. What a file costs is read from `tests/durations.tsv`; a file that is not there counts as one that starts ranks.
+Dear files come first, so that the workers end together; a worker that has no file of its kind left takes the cheapest of
+the others.
 """
 
 from __future__ import annotations
@@ -17,17 +19,22 @@ from tests.durations import Cost, read_table
 
 RANKS_SECONDS = 0.5
 """Processor seconds in other processes above which a file counts as one that starts ranks."""
+WAITS_SECONDS = 10.0
+"""Seconds by the clock, more than twice those of a processor, above which a file counts as one that waits."""
 UNKNOWN = Cost(cpu=30.0, ranks=30.0, wall=30.0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Ours, where files are what is handed out (`--dist loadfile`)."""
-    return TwoKinds(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ByKind(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-class TwoKinds(LoadScopeScheduling):
-    """The first worker is given files with ranks, the others files without, dear ones first."""
+KINDS = ("ranks", "alone", "waits")
+
+
+class ByKind(LoadScopeScheduling):
+    """Each worker is given files of its kind, dear ones first."""
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:
         super().__init__(config, log)
@@ -37,16 +44,23 @@ class TwoKinds(LoadScopeScheduling):
         return nodeid.split("::", 1)[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        starts_ranks = self.nodes.index(node) == 0
-        self.workqueue.move_to_end(chosen(list(self.workqueue), starts_ranks, self._table), last=False)
+        kind = KINDS[self.nodes.index(node) % len(KINDS)]
+        self.workqueue.move_to_end(chosen(list(self.workqueue), kind, self._table), last=False)
         super()._assign_work_unit(node)
 
 
-def chosen(files: Sequence[str], starts_ranks: bool, table: dict[str, Cost]) -> str:
+def kind_of(cost: Cost) -> str:
+    """One of `KINDS`."""
+    if cost.wall > WAITS_SECONDS and cost.wall > 2 * cost.cpu:
+        return "waits"
+    return "ranks" if cost.ranks > RANKS_SECONDS else "alone"
+
+
+def chosen(files: Sequence[str], kind: str, table: dict[str, Cost]) -> str:
     """The file that a worker takes next: the dearest of its kind, else the cheapest of the others."""
 
-    def cost(file: str) -> Cost:
-        return table.get(file, UNKNOWN)
+    def seconds(file: str) -> float:
+        return table.get(file, UNKNOWN).wall
 
-    own = [file for file in files if (cost(file).ranks > RANKS_SECONDS) == starts_ranks]
-    return max(own, key=lambda file: cost(file).wall) if own else min(files, key=lambda file: cost(file).wall)
+    own = [file for file in files if kind_of(table.get(file, UNKNOWN)) == kind]
+    return max(own, key=seconds) if own else min(files, key=seconds)

@@ -37,6 +37,6 @@ ruff check .
 codespell --skip "*/sweep/*.md,*/schema/*" --ignore-words-list fro,nd README.md configs examples hf_dist tests
 ruff format --check .
 mypy hf_dist
-# Two workers: files that start ranks in one, the others beside them (tests/order.py). -n 0 for one process. What fails is
-# tried once more, alone (tests/second_try.py).
-python -m tests.second_try -n 2 --dist loadfile "$@"
+# Three workers: files that start ranks in one, others beside them, those that wait in the third (tests/order.py). -n 0 for one
+# process. What fails is tried once more, alone (tests/second_try.py).
+python -m tests.second_try -n 3 --dist loadfile "$@"

@@ -107,10 +107,12 @@ def test_dear_files_come_first_and_each_worker_takes_its_own_kind() -> None:
         "more ranks": Cost(90, 50, 70),
         "pure": Cost(9, 0, 9),
         "purer": Cost(2, 0.1, 2),
+        "sleeps": Cost(9, 8, 80),
     }
-    assert chosen(list(table), True, table) == "more ranks"
-    assert chosen(list(table), False, table) == "pure"
-    assert chosen(["ranks", "more ranks", "new"], False, table) == "new", (
+    assert chosen(list(table), "ranks", table) == "more ranks"
+    assert chosen(list(table), "alone", table) == "pure"
+    assert chosen(list(table), "waits", table) == "sleeps"
+    assert chosen(["ranks", "more ranks", "new"], "alone", table) == "new", (
         "the cheapest, and what is not known may start ranks"
     )
-    assert chosen(["pure", "purer"], True, table) == "purer"
+    assert chosen(["pure", "purer"], "waits", table) == "purer"
