@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.covering import FULL_GRID
 from tests.examples.running import REPO, TIMEOUT_S, run, start, train
 
+in_full = pytest.mark.skipif(
+    not FULL_GRID, reason="HF_DIST_FULL_GRID=1 runs it; the suite trains the same by other tests"
+)
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL needs Python 3.11")
 
 
+@in_full
 @needs_trl
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_sft_with_trl_trains_and_saves(tmp_path: Path) -> None:
@@ -36,6 +41,7 @@ def test_an_unmodified_trl_script_runs_sharded(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@in_full
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_lora_trains_saves_and_merges(tmp_path: Path) -> None:
     said = train("finetune_lora.py", "zero3.json", tmp_path, "--max_per_package", "12", "--lora_r", "4")
@@ -56,6 +62,7 @@ def test_a_loop_without_a_trainer_runs_under_accelerate_launch_and_goes_on(tmp_p
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@in_full
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_lightning_trains_and_saves_a_folder(tmp_path: Path) -> None:
     options = ["--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "3", "--max_per_package", "12"]
