@@ -12,6 +12,7 @@ from hf_dist.checkpoint import folder, random_state, resume
 from hf_dist.checkpoint.training_state import read_rank_values
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
+from hf_dist.log import say_once
 
 
 class DataPositionMixin:
@@ -107,7 +108,17 @@ class DataPositionMixin:
             self._evaluate_if_due()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """HF's, but seeks the first batch of a resumed epoch instead of drawing and discarding the batches before it."""
+        """HF's, but seeks the first batch of a resumed epoch instead of drawing and discarding the batches before it.
+
+        A run that had made all of its steps makes no other one, which HF's loop would: it counts after a step.
+        """
+        if self.dist is not None and self.state.global_step >= self.state.max_steps:
+            say_once(
+                f"all {self.state.max_steps} steps were made before this start: nothing is left to train. For more steps, set "
+                "max_steps or num_train_epochs higher."
+            )
+            self.control.should_training_stop = True
+            return
         self._batches = seekable_of(kwargs.get("train_dataloader"))
         if self.dist is not None and self._batches is not None:
             self._batches.set_epoch(

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.data import SeekableBatches
 from tests.harness import run_ranks
-from tests.hf.on_ranks import run_jobs
+from tests.hf.on_ranks import dist_trainer, run_jobs, weights_of
 
 LIFE = "tests.hf.lifecycle:"
 WINDOW = 12
@@ -182,3 +183,17 @@ def test_nothing_to_resume_from_is_said(tmp_path: Path) -> None:
     for rank in run_ranks(run_jobs, 2, (jobs, str(tmp_path)), timeout=240):
         for message, (_, part) in zip(rank, where, strict=True):
             assert message != "resumed" and part in message
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) -> None:
+    """A job manager restarts what has ended; one more step each time would be other weights and another checkpoint."""
+    found = []
+    for steps in (4, 4, 4, 5):
+        trainer = dist_trainer("plain", 1, tmp_path, max_steps=steps, save_steps=2, save_strategy="steps")
+        trainer.train(resume_from_checkpoint="auto")
+        files = {str(p): p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+        found.append((trainer.state.global_step, weights_of(trainer), files))
+    for step, weights, files in found[1:3]:
+        assert step == 4 and files == found[0][2]
+        assert all(torch.equal(value, found[0][1][name]) for name, value in weights.items())
+    assert found[3][0] == 5, "more steps can be asked for"
