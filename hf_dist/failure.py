@@ -169,14 +169,22 @@ def _tell_launcher(message: str) -> bool:
     return True
 
 
+def words_of(error: BaseException) -> str:
+    """The text of an exception, even of one whose `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text cannot be made: {type(second).__name__})"
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether `error` only says that another rank is gone."""
-    return not isinstance(error, HfDistError) and any(sign in str(error) for sign in _LOST_PEER)
+    return not isinstance(error, HfDistError) and any(sign in words_of(error) for sign in _LOST_PEER)
 
 
 def timed_out(error: BaseException) -> bool:
     """Whether `error` only says that another rank did not arrive within a process group's timeout."""
-    return not isinstance(error, HfDistError) and any(sign in str(error) for sign in _TIMED_OUT)
+    return not isinstance(error, HfDistError) and any(sign in words_of(error) for sign in _TIMED_OUT)
 
 
 def print_traceback(error: BaseException) -> str:

@@ -263,3 +263,13 @@ def test_local_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
     while any(Path(f"/proc/{file.read_text()}").exists() for file in files):
         assert not patience.is_over(), "ranks without a parent go on"
         time.sleep(0.1)
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_too(capfd: pytest.CaptureFixture[str]) -> None:
+    class Odd(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    assert not failure.lost_peer(Odd()) and not failure.timed_out(Odd())
+    assert "Odd" in failure.print_traceback(Odd())
+    assert "Odd" in capfd.readouterr().err
