@@ -17,10 +17,12 @@ from hf_dist.checkpoint.model_files import ModelFiles
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import whole_here
 from hf_dist.engine import Engine
+from hf_dist.errors import CheckpointError
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.data_position import DataPositionMixin
 from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
+from hf_dist.hf.resumed_files import check_trainer_state, read_schedule
 from hf_dist.hf.saving import keep_adapters
 from hf_dist.hf.state_dict import full_state_dict, loading, loads_by_itself
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
@@ -137,9 +139,13 @@ class CheckpointingMixin(DataPositionMixin):
                     say(f"resuming from {found}" if found else f"no checkpoint in {root}: starting from the beginning")
                 elif found is None:
                     problem = f"No valid checkpoint found in output directory ({root})"
+            try:
+                check_trainer_state(Path(found or root / "none"))
+            except CheckpointError as error:
+                problem = str(error)
         found, problem = collectives.all_gather_object(self.accelerator.mesh.world, (found, problem))[0]
         if problem is not None:
-            raise ValueError(problem)
+            raise CheckpointError(problem)
         return found
 
     # ---------------------------------------------------------------------- save
@@ -307,9 +313,7 @@ class CheckpointingMixin(DataPositionMixin):
         resume.load_whole_checkpoint(engine, directory)
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
-            load_schedule(
-                self.lr_scheduler, torch.load(scheduler, weights_only=True), own_options=engine.has_own_options
-            )
+            load_schedule(self.lr_scheduler, read_schedule(scheduler), own_options=engine.has_own_options)
 
     def _import_foreign(self, engine: Engine, directory: Path, program: str) -> None:
         """Import as much as possible from a checkpoint of another program, and report it in one line. Collective."""
@@ -319,7 +323,7 @@ class CheckpointingMixin(DataPositionMixin):
         taken = ["weights", *(["optimizer state"] if imported.optimizer else [])]
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
-            schedule = torch.load(scheduler, map_location="cpu", weights_only=True)
+            schedule = read_schedule(scheduler)
             # A schedule's state does not set the rates, and the rates of the param groups may not have been read.
             load_schedule(self.lr_scheduler, schedule, own_options=True)
             taken.append("schedule")

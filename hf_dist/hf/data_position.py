@@ -29,6 +29,8 @@ class DataPositionMixin:
     _before_evaluation: dict[str, Any] | None = None
     _evaluation_due: Path | None = None
     _batches: SeekableBatches | None = None
+    _counts_steps = True
+    """Whether the steps so far were as large as those to come, so that their number tells how many are left."""
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """HF's, but keeps the random states before each window, for a save in the middle of it."""
@@ -86,6 +88,7 @@ class DataPositionMixin:
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """HF's, which derives the position from the number of steps. After a change of the global batch the samples give it."""
+        self._counts_steps = True
         epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
         manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
@@ -94,6 +97,7 @@ class DataPositionMixin:
         now = resumed_arguments.record(self.args)["global_batch"]
         if manifest["arguments"]["global_batch"] == now:
             return epochs, batches
+        self._counts_steps = self.args.max_steps > 0
         position, per_batch = manifest["position"], self.args.per_device_train_batch_size * self.args.world_size
         windows = position["samples"] // (per_batch * self.args.gradient_accumulation_steps)
         return position["epoch"], windows * self.args.gradient_accumulation_steps
@@ -112,7 +116,7 @@ class DataPositionMixin:
 
         A run that had made all of its steps makes no other one, which HF's loop would: it counts after a step.
         """
-        if self.dist is not None and self.state.global_step >= self.state.max_steps:
+        if self.dist is not None and self._counts_steps and self.state.global_step >= self.state.max_steps:
             say_once(
                 f"all {self.state.max_steps} steps were made before this start: nothing is left to train. For more steps, set "
                 "max_steps or num_train_epochs higher."

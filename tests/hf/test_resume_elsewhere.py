@@ -133,6 +133,9 @@ def test_a_changed_global_batch_keeps_the_position_in_samples(whole: tuple[Path,
         ("newer version", ["format 99", "Upgrade"]),
         ("another model", ["another model"]),
         ("poisoned metadata", [".metadata", "has no place"]),
+        ("another step", ["trainer_state.json", "says that 5 steps", "says 3"]),
+        ("no trainer state", ["trainer_state.json", "cannot be read"]),
+        ("an empty schedule", ["scheduler.pt", "cannot be read"]),
     ],
 )
 def test_bad_checkpoints_are_one_clear_error_on_every_rank(
@@ -152,6 +155,13 @@ def test_bad_checkpoints_are_one_clear_error_on_every_rank(
         (checkpoint / "hf_dist.json").write_text(json.dumps({**manifest, "format": 99}))
     elif damage == "another model":
         recipe = "classifier"
+    elif damage == "another step":
+        text = (checkpoint / "trainer_state.json").read_text()
+        assert '"global_step": 3' in text
+        (checkpoint / "trainer_state.json").write_text(text.replace('"global_step": 3', '"global_step": 5'))
+    elif damage in ("no trainer state", "an empty schedule"):
+        file = checkpoint / ("trainer_state.json" if damage == "no trainer state" else "scheduler.pt")
+        file.write_bytes(b"\0" * file.stat().st_size)
     else:
         poison(state / ".metadata", checkpoint / "hf_dist.json")
     job = (LIFE + "resume_only", {"checkpoint": str(checkpoint), "stage": 1, "recipe": recipe})
