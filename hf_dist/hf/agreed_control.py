@@ -44,7 +44,7 @@ class AgreedControlMixin:
         """HF's, after all ranks know whether any of them has callbacks of the user's own."""
         if self.dist is not None:  # type: ignore[attr-defined]
             axis = self.accelerator.mesh.control
-            self._asks_all = any(collectives.all_gather_object(axis, self._may_ask_alone()))
+            self._asks_all = axis.size > 1 and any(collectives.all_gather_object(axis, self._may_ask_alone()))
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _may_ask_alone(self) -> bool:

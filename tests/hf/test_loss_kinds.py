@@ -5,7 +5,6 @@ Rows without labels may be anywhere; every step equals the stock Trainer's in on
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ def test_two_ranks_equal_one_process(job: Any, outcomes: Any, tmp_path: Path) ->
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(KINDS), rows=st.frozensets(st.integers(0, 7), max_size=7), batch=st.sampled_from([1, 2]))
 def test_accumulation_equals_the_joined_batch(kind: str, rows: frozenset[int], batch: int, tmp_path: Path) -> None:
-    logging.disable(logging.WARNING)
     rows = rows if kind in KINDS[:2] else frozenset()  # a mean over no token is not a number
     equal(
         outcome(tmp_path, kind, rows, batch, STEP // batch, ours=True),
