@@ -35,13 +35,14 @@ _LAUNCHERS = (
 )
 
 
-_MOST = 10**9
 _LOCAL_SIZES = {
     "torchrun": "LOCAL_WORLD_SIZE",
     "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
     "mpich": "MPI_LOCALNRANKS",
 }
 """Launcher -> its variable for the number of processes on this machine; srun has a list for all machines."""
+_MOST = 10**9
+"""Above every number that a launcher sets."""
 
 
 def detect_launch(env: MutableMapping[str, str] | None = None) -> Launch:
@@ -77,7 +78,9 @@ def _number(
     text = env[key].strip()
     if text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) < below:
         return int(text)
-    wanted = f"a whole number from {least}" + (f" to {below - 1} ({of}={below})" if below < _MOST else "")
+    wanted = f"a whole number from {least}"
+    if below < _MOST:
+        wanted += f" to {below - 1}" + (f" ({of}={below})" if of else "")
     raise TopologyError(
         f"{key}={env[key]!r} is not {wanted}. {launcher} sets this variable for each process; if you exported it yourself, "
         "unset it and let the launcher do so."
@@ -88,7 +91,7 @@ def _export(launch: Launch, env: MutableMapping[str, str]) -> None:
     env.setdefault("RANK", str(launch.rank))
     env.setdefault("WORLD_SIZE", str(launch.world_size))
     env.setdefault("LOCAL_RANK", str(launch.local_rank))
-    local_size = _local_size(launch.launcher, launch.world_size, env)
+    local_size = _local_size(launch, env)
     if local_size is not None:
         env.setdefault("LOCAL_WORLD_SIZE", str(local_size))
     if launch.world_size > 1 and "MASTER_ADDR" not in env:
@@ -101,12 +104,11 @@ def _export(launch: Launch, env: MutableMapping[str, str]) -> None:
 def _master_address(launch: Launch, env: MutableMapping[str, str]) -> str:
     if launch.launcher == "srun":
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
-        first = re.match(
-            r"(?:[^\[,]|\[[^\]]*\])+", nodes
-        )  # "rack[1-2]node[01-02],other": commas in brackets do not end a name
+        # "rack[1-2]node[01,03],other": a comma in brackets ends no name.
+        first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
         if first:
             return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
-    if _local_size(launch.launcher, launch.world_size, env) == launch.world_size:
+    if _local_size(launch, env) == launch.world_size:
         return "127.0.0.1"
     raise TopologyError(
         f"{launch.launcher} started {launch.world_size} processes but MASTER_ADDR is not set and cannot be derived. "
@@ -114,11 +116,11 @@ def _master_address(launch: Launch, env: MutableMapping[str, str]) -> str:
     )
 
 
-def _local_size(launcher: str, world_size: int, env: Mapping[str, str]) -> int | None:
+def _local_size(launch: Launch, env: Mapping[str, str]) -> int | None:
     """Number of processes of this job on this machine; None if the launcher does not say."""
-    if launcher in _LOCAL_SIZES:
-        key = _LOCAL_SIZES[launcher]
-        return _number(env, key, launcher, 1) if key in env else None
+    if launch.launcher in _LOCAL_SIZES:
+        key = _LOCAL_SIZES[launch.launcher]
+        return _number(env, key, launch.launcher, 1) if key in env else None
     # Counts per machine of the step: "2(x3),1" means 2, 2, 2, 1. The last variable holds one number for all machines, if given.
     for key in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         counts = [
@@ -127,10 +129,10 @@ def _local_size(launcher: str, world_size: int, env: Mapping[str, str]) -> int |
             if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()))
             for _ in range(int(found[2] or 1))
         ]
-        machine = _number(env, "SLURM_NODEID", launcher, 0) if "SLURM_NODEID" in env else 0
+        machine = _number(env, "SLURM_NODEID", launch.launcher, 0) if "SLURM_NODEID" in env else 0
         # Counts may describe the whole allocation instead of this step: use them only if they add up.
         if key == "SLURM_NTASKS_PER_NODE" and counts:
-            return min(counts[0], world_size)
-        if machine < len(counts) and sum(counts) == world_size:
+            return min(counts[0], launch.world_size)
+        if machine < len(counts) and sum(counts) == launch.world_size:
             return counts[machine]
     return None

@@ -28,7 +28,6 @@ _DESCRIPTIONS = {
     filesystem: "_StorageInfo _StoragePrefix",
 }
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
-_NEVER = (RecursionError, MemoryError)
 
 
 def _member(kind: Any, name: Any) -> Any:
@@ -89,7 +88,7 @@ def read_metadata(folder: Path) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a pickle can make its reader raise anything
-        reason = "it nests too deeply" if isinstance(error, _NEVER) else f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{path} is not what torch's DCP writes, and nothing of it was used ({reason})"
         ) from error

@@ -28,7 +28,7 @@ _WORKING = ".incomplete-"
 _REPLACED = ".replaced-"
 _WEIGHTS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
 _NUMBERED = re.compile(r"^checkpoint[-_](\d+)$")  # the Trainer's and accelerate's
-_TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
 
 
 def working_folder(final: Path) -> Path:
@@ -154,6 +154,7 @@ def incomplete(folder: Path) -> list[str]:
     if not manifest["files"]:
         return [f"{MANIFEST} names no files"]
     problems = []
+    inside = folder.resolve()
     for name, size in manifest["files"].items():
         path = folder / name
         try:
@@ -161,7 +162,7 @@ def incomplete(folder: Path) -> list[str]:
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != size:
                 problems.append(f"{name} has {path.stat().st_size} bytes, {size} were written")
-            elif folder.resolve() not in path.resolve().parents:
+            elif inside not in path.resolve().parents:
                 problems.append(f"{name} is a link that leads out of the checkpoint")
         except OSError as error:
             problems.append(f"{name} cannot be read ({error})")
@@ -185,7 +186,7 @@ def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
     for folder in numbered(root):
         try:
             problems = incomplete(folder)
-            stock = bool(problems) and not (folder / MANIFEST).exists() and (folder / _TRAINER_STATE).is_file()
+            stock = bool(problems) and not (folder / MANIFEST).exists() and (folder / TRAINER_STATE).is_file()
         except (CheckpointError, OSError) as error:
             problems, stock = [str(error)], False
         if not problems or stock:
@@ -199,7 +200,7 @@ def complete(root: Path) -> list[Path]:
     found: list[tuple[int, float, Path]] = []
     for path in root.iterdir() if root.is_dir() else ():
         try:
-            stock = _NUMBERED.match(path.name) if (path / _TRAINER_STATE).is_file() else None
+            stock = _NUMBERED.match(path.name) if (path / TRAINER_STATE).is_file() else None
             manifest = read_manifest(path) if not path.name.startswith(".") and path.is_dir() else None
             if manifest is not None and not incomplete(path):
                 found.append((int(manifest.get("step", 0)), path.stat().st_mtime, path))
@@ -225,14 +226,14 @@ def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
     # Even with a limit of one, HF keeps the best checkpoint next to the newest.
     surplus = len(found) - max(limit, len(kept & {p.resolve() for p in found}))
     doomed = [p for p in reversed(found) if p.resolve() not in kept][: max(surplus, 0)]
+    removed = []
     for folder in doomed:
         try:
             remove(folder)
-        except (
-            OSError
-        ) as error:  # no permission, or somebody's mount: a save that is done does not fail for an older one
+            removed.append(folder)
+        except OSError as error:  # a save that is done does not fail for an older one
             warn_once(f"{folder} is beyond the limit of {limit} checkpoints and cannot be removed: {error}")
-    return doomed
+    return removed
 
 
 def remove(folder: Path) -> None:

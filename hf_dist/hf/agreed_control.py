@@ -30,8 +30,8 @@ _KNOWN = ("transformers.", "hf_dist.", "trl.", "peft.", "sentence_transformers."
 class AgreedControlMixin:
     """Overrides of the Trainer around a step's callbacks; part of `DistTrainerMixin`.
 
-    Only where there is a callback or a Trainer of the user's own, on any rank, one small all-reduce follows each step. Not
-    with `local_sgd`, whose replicas do not meet at every step.
+    Only where there is a callback or a Trainer of the user's own, on any rank: one small all-reduce after each step, another
+    one after a log, a save or an evaluation. Not with `local_sgd`, whose replicas do not meet at every step.
     """
 
     args: Any

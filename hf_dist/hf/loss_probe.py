@@ -87,10 +87,12 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     try:
         once, half = (_value(trainer.dist_engine, prepared, n) for n in (count, 2 * count))
         counted = math.isfinite(once + half) and not math.isclose(once, half, rel_tol=_RELATIVE)
-        # Rows that are there twice double a sum. Only if no rank has seen that the number of items counts.
-        if any(collectives.all_gather_object(axis, counted)):
+        # Rows that are there twice double a sum. Only if no rank has seen that the number of items counts, and if on all of
+        # them every tensor has its rows first: lengths of packed sequences, say, cannot be repeated with them.
+        seen, in_rows = zip(*collectives.all_gather_object(axis, (counted, _in_rows(prepared))), strict=True)
+        if any(seen):
             return LossKind.COUNTED if counted else LossKind.UNDECIDED
-        twice = _value(trainer.dist_engine, trees.mapped(_Twice(prepared), prepared), count)
+        twice = _value(trainer.dist_engine, trees.mapped(_twice, prepared), count) if all(in_rows) else once
     finally:
         model.train(was_training)
     labels = [prepared.get(name) for name in trainer.label_names or ()]
@@ -110,17 +112,13 @@ def _value(engine: Engine, prepared: Any, count: torch.Tensor) -> float:
     return math.nan if loss is None else float(loss)
 
 
-class _Twice:
-    """Repeats the rows of each tensor of a batch."""
+def _in_rows(batch: Any) -> bool:
+    """Whether all tensors have as many rows."""
+    return len({leaf.shape[0] for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}) == 1
 
-    def __init__(self, batch: Any) -> None:
-        sizes = [leaf.shape[0] for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-        self.rows = max(set(sizes), key=sizes.count, default=0)
 
-    def __call__(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == self.rows:
-            return torch.cat([leaf, leaf])
-        return leaf
+def _twice(leaf: Any) -> Any:
+    return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
 
 
 def _loss(output: Any) -> torch.Tensor | None:

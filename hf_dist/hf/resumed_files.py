@@ -14,7 +14,7 @@ from hf_dist.errors import CheckpointError
 
 __all__ = ["check_trainer_state", "read_schedule"]
 
-_TRAINER_STATE = "trainer_state.json"
+_ELSE = "Copy it again, or resume from another checkpoint of the run."
 
 
 def check_trainer_state(directory: Path) -> None:
@@ -25,7 +25,7 @@ def check_trainer_state(directory: Path) -> None:
     manifest = folder.read_manifest(directory) if directory.is_dir() else None
     if manifest is None or not (directory / folder.STATE).is_dir():
         return
-    path = directory / _TRAINER_STATE
+    path = directory / folder.TRAINER_STATE
     try:
         step = json.loads(path.read_text(encoding="utf-8"))["global_step"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -35,9 +35,6 @@ def check_trainer_state(directory: Path) -> None:
             f"{path} says that {step!r} steps were made, {folder.MANIFEST} beside it says {manifest.get('step')}: one of them "
             f"was changed, or belongs to another checkpoint. {_ELSE}"
         )
-
-
-_ELSE = "Copy it again, or resume from another checkpoint of the run."
 
 
 def read_schedule(path: Path) -> dict[str, Any]:

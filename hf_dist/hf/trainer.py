@@ -173,7 +173,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
     def _for_the_log(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss that is nan or inf counts in the log like the average of those before, as in HF's loop, without a wait."""
         so_far = getattr(self, "_tr_loss", None)  # where this transformers keeps it
-        if not self.args.filters_on_device or so_far is None:
+        if self.dist is None or not self.args.filters_on_device or so_far is None:
             return loss
         average = so_far / (1 + self.state.global_step - self._globalstep_last_logged)  # type: ignore[attr-defined]
         return torch.where(loss.isfinite(), loss, average.to(loss.device, loss.dtype))
@@ -232,9 +232,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         asked = self.args
         saved = (asked.bf16_full_eval, asked.fp16_full_eval, asked.logging_nan_inf_filter)
         asked.bf16_full_eval = asked.fp16_full_eval = False
-        asked.logging_nan_inf_filter = (
-            asked.logging_nan_inf_filter or asked.filters_on_device
-        )  # losses are on the host here
+        asked.logging_nan_inf_filter |= asked.filters_on_device  # losses are on the host here
         try:
             with each_batch_by_itself(self.args):
                 return super().evaluation_loop(*args, **kwargs)

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import Trainer, TrainingArguments
 
-from tests.hf.loss_kinds import KINDS, outcome
+from hf_dist import DistTrainer
+from hf_dist.hf.loss_probe import _in_rows
+from tests.hf.loss_kinds import KINDS, Net, outcome, rows
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 from tests.window.test_raw_loops import RELATIVE
 
@@ -59,3 +63,20 @@ def test_accumulation_equals_the_joined_batch(kind: str, rows: frozenset[int], b
         outcome(tmp_path, kind, rows, batch, STEP // batch, ours=True),
         outcome(tmp_path, kind, rows, STEP, 1, ours=False),
     )
+
+
+def test_batches_with_tensors_that_are_no_rows_are_not_repeated() -> None:
+    row = torch.ones(1, 8)
+    assert _in_rows({"input_ids": row, "labels": row, "name": "x", "scale": torch.tensor(2.0)})
+    assert not _in_rows({"input_ids": row, "labels": row, "cu_seq_lens": torch.tensor([0, 3, 8])})
+    assert not _in_rows({"input_ids": row.repeat(2, 1), "position_ids": torch.ones(3, 2, 8)})
+
+
+def test_a_trainer_with_stock_arguments_is_its_base(tmp_path: Path) -> None:
+    losses = []
+    for kind in (DistTrainer, Trainer):
+        args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, report_to="none", use_cpu=True)
+        trainer: Any = kind(model=Net("counted"), args=args, train_dataset=rows(frozenset()))
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
