@@ -12,9 +12,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["FULL_GRID", "Cell", "cells", "chosen"]
+__all__ = ["FULL_GRID", "PAIRS", "Cell", "cells", "chosen"]
 
 FULL_GRID = os.environ.get("HF_DIST_FULL_GRID") == "1"
+PAIRS = 2 if FULL_GRID else 1
+"""The strength of a grid whose pairs another file has: of its own it has every value once."""
 Cell = dict[str, Any]
 """Axis -> value."""
 Case = TypeVar("Case")

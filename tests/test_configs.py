@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 
@@ -18,17 +19,32 @@ FOLDER = Path(__file__).resolve().parent.parent / "configs"
 FILES = sorted(FOLDER.glob("*.json"))
 STEPS, RANKS = 3, 2
 BASE = "zero0.json"
+ALONE = "zero0.json on one rank"
+"""What `BASE` gives on the rows of one data rank."""
 MUON = "muon.json"
 """The one that names an optimizer."""
 LOSS_RTOL = 1e-5
 
 
 def ranks_for(data: dict[str, Any]) -> int:
-    """Two data ranks, times the pipeline stages, the ranks that share a sequence and the parts of a layer."""
-    cut = data.get("tensor_parallel", {}).get("autotp_size", 1)
+    """Pipeline stages x ranks that share a sequence x parts of a layer, times two data ranks.
+
+    Of two such axes one data rank, as eight ranks are dear; two with HF_DIST_FULL_GRID=1.
+    """
+    return sharers(data) * (1 if alone(data) else RANKS)
+
+
+def sharers(data: dict[str, Any]) -> int:
+    """Ranks that train on the same rows."""
+    stages = int(data.get("pipeline", {}).get("stages", 1))
     return (
-        RANKS * int(data.get("pipeline", {}).get("stages", 1)) * int(data.get("sequence_parallel_size", 1)) * int(cut)
+        stages * int(data.get("sequence_parallel_size", 1)) * int(data.get("tensor_parallel", {}).get("autotp_size", 1))
     )
+
+
+def alone(data: dict[str, Any]) -> bool:
+    """Whether there is one data rank."""
+    return sharers(data) > RANKS and not FULL_GRID
 
 
 def recipe_for(data: dict[str, Any]) -> str:
@@ -50,9 +66,10 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
     """File -> (what it gave as shipped, what it gave in fp32); one spawn per number of ranks. "moe": a mixture at stage 0."""
     found: dict[str, tuple[Any, Any]] = {}
     configs = {path.name: json.loads(path.read_text()) for path in FILES}
-    for world in sorted({ranks_for(data) for data in configs.values()}):
+    worlds = {name: ranks_for(data) for name, data in configs.items()} | {ALONE: 1}
+    for world in sorted(set(worlds.values())):
         folder = tmp_path_factory.mktemp(f"world{world}")
-        names = [name for name, data in configs.items() if ranks_for(data) == world]
+        names = [name for name in worlds if worlds[name] == world]
         names += ["moe"] if world == ranks_for(configs[BASE]) else []
         if MUON in names:  # at stage 0, as every other file's numbers are those of stage 0 with its optimizer
             configs["muon0"] = {**configs[MUON], "zero_optimization": {"stage": 0}}
@@ -61,7 +78,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
         twins: dict[str, tuple[int, int]] = {}
         for name in names:
             shipped = in_folder(configs.get(name, configs[BASE]), folder)
-            recipe = recipe_for(shipped) if name in configs else name
+            recipe = recipe_for(shipped) if name in configs or name == ALONE else name
             fp32 = copy.deepcopy({key: value for key, value in shipped.items() if key not in ("bf16", "fp16")})
             if "optimizer" in fp32:
                 fp32["optimizer"]["params"]["ns_dtype"] = "fp32"
@@ -84,7 +101,8 @@ def test_every_config_trains_three_steps_as_shipped(path: Path, records: dict[st
 def test_in_fp32_every_config_gives_the_losses_of_zero0(path: Path, records: dict[str, tuple[Any, Any]]) -> None:
     record = records[path.name][1]
     assert isinstance(record, dict), record
-    base = "muon0" if path.name == MUON else "moe" if recipe_for(json.loads(path.read_text())) == "moe" else BASE
+    data = json.loads(path.read_text())
+    base = "muon0" if path.name == MUON else "moe" if recipe_for(data) == "moe" else ALONE if alone(data) else BASE
     assert record["losses"] == pytest.approx(records[base][1]["losses"], rel=LOSS_RTOL)
 
 

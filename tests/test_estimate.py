@@ -238,7 +238,7 @@ def test_the_command_suggests_configs_that_load_and_fit(tmp_path: Path) -> None:
     assert "does not fit" in result.output
     files = sorted(out.glob("*.json"))
     assert files
-    for file in files if FULL_GRID else files[:: max(1, len(files) // 3)]:
+    for file in files if FULL_GRID else files[:: max(1, len(files) // 2)]:
         again = plan_command(
             tmp_path, "--world-size", "2", "--device-memory", str(limit), "--json", data=json.loads(file.read_text())
         )
@@ -262,7 +262,7 @@ def test_the_command_suggests_to_share_long_rows(tmp_path: Path) -> None:
         plan_command(tmp_path, *asked, "--device-memory", str(limit), "--suggest", str(out), data=own).output
     )
     assert not found["fits"] and found["suggestions"]
-    for file in found["suggestions"] if FULL_GRID else found["suggestions"][-2:]:
+    for file in found["suggestions"] if FULL_GRID else found["suggestions"][-1:]:
         data = json.loads(Path(file).read_text())
         if "sequence_parallel_size" in data:
             assert data["gradient_accumulation_steps"] == data["sequence_parallel_size"]  # as many samples per step

@@ -17,6 +17,7 @@ from hf_dist import DistTrainingArguments, failure
 from hf_dist.errors import ConfigError
 from hf_dist.patience import Patience
 from tests import forked, processes
+from tests.covering import FULL_GRID
 from tests.workers.failing import ROOT
 from tests.workers.launcher import launch
 
@@ -105,7 +106,7 @@ def test_torchrun_shows_a_config_error_once(tmp_path: Path) -> None:
 
 
 def test_torchrun_shows_what_one_rank_raised_in_the_middle(tmp_path: Path) -> None:
-    code, output = torchrun("raises", tmp_path, is_real=True)
+    code, output = torchrun("raises", tmp_path, is_real=FULL_GRID)
     assert code != 0
     raised = re.findall(r"^\[rank (\d)\] RuntimeError: the data of step 2 is broken$", output, re.MULTILINE)
     assert raised == ["1"], output

@@ -36,17 +36,26 @@ def exists(cell: Cell) -> bool:
     return not (cell["in_backward"] and cell["dtype"] == "fp16")
 
 
-PAIRED = ("stage", "accumulation", "checkpointing", "replicas", "offload", "dtype")
+PAIRED = ("stage", "offload")
 
 
 def settings(cell: Cell) -> Cell:
-    """Every two of these six axes; of the others every value is in some cell."""
-    return {axis: cell[axis] for axis in PAIRED}
+    """Every pair of these two axes; of the others every value is in some cell."""
+    return {**cell, "pair": tuple(cell[axis] for axis in PAIRED)}
 
 
 EVERY = cells(AXES, allowed=exists, full=True)
-GRID = chosen(EVERY, settings)
-for single in ("in_backward", "budget", "lora", "between"):
+GRID = chosen(EVERY, settings, 1)
+
+
+def settings(cell: Cell) -> Cell:
+    """Every pair of these two axes; of the others every value is in some cell."""
+    return {**cell, "pair": tuple(cell[axis] for axis in PAIRED)}
+
+
+EVERY = cells(AXES, allowed=exists, full=True)
+GRID = chosen(EVERY, settings, 1)
+for single in AXES:
     for value in AXES[single]:
         if all(cell[single] != value for cell in GRID):
             GRID.append(next(cell for cell in reversed(EVERY) if cell[single] == value))

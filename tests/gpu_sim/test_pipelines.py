@@ -30,18 +30,13 @@ AXES: dict[str, Any] = {
 
 def runs(cell: Cell) -> bool:
     """Without the full grid: four stages are four processes."""
-    few = cell["stages"] == 2 or (cell["zero"] == (1, 0) and cell["schedule"] in ("1f1b", "interleaved_1f1b"))
+    few = cell["stages"] == 2 or (cell["zero"] == (1, 0) and cell["tensor"] == 1 and cell["schedule"] == "1f1b")
     return FULL_GRID or few
 
 
 def settings(cell: Cell) -> Cell:
-    """Every schedule, with stages of the same kind and of two; the others where they matter."""
-    return {
-        "stages": (cell["stages"], cell["schedule"].startswith("interleaved")),
-        "schedule": cell["schedule"],
-        "zero": (cell["zero"], cell["tensor"] > 1),
-        "evaluates": (cell["evaluates"], cell["tensor"] > 1),
-    }
+    """Every schedule and every value of the other axes; the full grid has all of them together."""
+    return {**cell, "wide": cell["tensor"] > 1 and cell["zero"] != (1, 0)}
 
 
 GRID = chosen(cells(AXES, allowed=runs, full=True), settings, 1)

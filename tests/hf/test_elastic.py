@@ -13,6 +13,7 @@ import pytest
 from hf_dist.patience import crowding
 from hf_dist.ports import HeldPort
 from tests import forked, processes
+from tests.covering import FULL_GRID
 from tests.harness import ROOT
 
 LIMIT = 400
@@ -71,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Log:
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_torchrun_restarts_all_when_a_rank_is_killed_and_the_run_resumes_by_itself(whole: Log, tmp_path: Path) -> None:
-    code, output = torchrun(tmp_path, "killed", "--max-restarts", "2", is_real=True)
+    code, output = torchrun(tmp_path, "killed", "--max-restarts", "2", is_real=FULL_GRID)
     assert code == 0, output
     assert "resuming from" in output
     again = log(tmp_path)

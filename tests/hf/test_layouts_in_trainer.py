@@ -17,7 +17,7 @@ from tests.hf.lifecycle import stock_evaluated, train_twice
 from tests.hf.on_ranks import Job, found, outcomes_by_world, run_jobs, stock_record
 from tests.hf.pipelined import precision, seq2seq
 from tests.hf.recipes import RECIPES
-from tests.hf.test_trainer import TOLERANCE, check_equal
+from tests.hf.test_trainer import TOLERANCE, check_equal, epochs
 
 OWN, LIFE, PIPELINED = "tests.hf.layout_jobs:", "tests.hf.lifecycle:", "tests.hf.pipelined:"
 PP, TP, CP = stages(2), matrices(2), sequences(2)
@@ -31,11 +31,6 @@ COPIES = sequences(2, zero_optimization={"stage": 3, "mics_shard_size": 1})
 
 def job(function: str, **arguments: Any) -> Job:
     return (OWN + function, arguments)
-
-
-def epochs(recipe: str) -> dict[str, int]:
-    """Two where nothing else is special; one step in four is the short last window of an epoch in any case."""
-    return {} if FULL_GRID or recipe in ("plain", "group_by_length") else {"num_train_epochs": 1}
 
 
 def train_job(recipe: str, stage: int, layout: dict[str, Any]) -> Job:

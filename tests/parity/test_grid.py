@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import FULL_GRID, cells
+from tests.covering import FULL_GRID, PAIRS, cells
 from tests.harness import run_ranks
 from tests.parity.families import FAMILIES, MIXTURES
 from tests.parity.train import Case, reference, relative, run_cases
@@ -20,11 +20,11 @@ SWITCHES = {"checkpointing": BOTH, "lora": BOTH}
 OTHERS = tuple(family for family in FAMILIES if family != "llama")
 AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
     "llama": (2, {"world": (1, 2, 3, 4), "stage": STAGES, "accumulation": (1, 3), "tied": BOTH, **SWITCHES}),
-    "families": (2, {"family": OTHERS, "stage": STAGES, "world": (2, 3), "accumulation": (3,), **SWITCHES}),
+    "families": (PAIRS, {"family": OTHERS, "stage": STAGES, "world": (2, 3), "accumulation": (3,), **SWITCHES}),
     "hsdp": (2, {"world": (4,), "shard_size": (2,), "stage": (0, 3), "accumulation": (1, 3)}),
     "once": (2, {"once": (True,), "world": (2, 3), "stage": (2, 3), "accumulation": (3,), **SWITCHES}),
     "experts": (
-        2,
+        PAIRS,
         {
             "family": MIXTURES,
             "ep": (2,),
@@ -50,7 +50,7 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
         {"family": ("qwen3_moe",), "world": (4,), "ep": (2,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)},
     ),
     "whole": (
-        2,
+        PAIRS,
         {
             "optimizer": ("muon", "adafactor", "lamb"),
             "world": (2, 3),
@@ -76,7 +76,10 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
     ),
     "once-hsdp": (2, {"once": (True,), "world": (4,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)}),
 }
-"""Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values)."""
+"""Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values).
+
+Families at every stage: `sharding/test_families.py`; experts: `experts/test_spread.py`; optimizers: `optim/test_whole.py`.
+"""
 
 
 def rows(grids: dict[str, tuple[int, dict[str, tuple[Any, ...]]]]) -> dict[int, list[Case]]:

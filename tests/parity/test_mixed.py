@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import FULL_GRID, Cell, cells
+from tests.covering import FULL_GRID, PAIRS, Cell, cells
 from tests.sequence.train import Case, check, expected_of, ranks_of, wrong
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -75,7 +75,8 @@ def cases(world: int, full: bool = False) -> tuple[Case, ...]:
     def possible(cell: Cell) -> bool:
         return allowed(cell, world)
 
-    found = [cell for axes in ({**AXES, **COLUMNS}, HALF) for cell in cells(axes, allowed=possible, full=False)]
+    found = cells({**AXES, **COLUMNS}, allowed=possible, full=False)
+    found += cells(HALF, PAIRS, allowed=possible, full=False)
     return tuple(case_of(cell) for cell in found + (cells(AXES, allowed=possible, full=True) if full else []))
 
 

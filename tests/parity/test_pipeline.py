@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.covering import FULL_GRID, Cell, cells
+from tests.covering import FULL_GRID, PAIRS, Cell, cells
 from tests.parity.pipeline_grid import check_equals_one_process, runner
 from tests.parity.pipelines import PipelineCase
 
@@ -48,13 +48,16 @@ CUT = CUT + [replace(case, dp=2) for case in CUT] if FULL_GRID else CUT[1::2]  #
 
 
 def llama_cases() -> list[PipelineCase]:
-    """Every pair of settings, and every stage with every schedule on two ranks; all cells with HF_DIST_FULL_GRID=1."""
+    """Every setting, and every stage with every schedule on two ranks; all cells with HF_DIST_FULL_GRID=1."""
     two_ranks = cells({"stage": AXES["stage"], "schedule": SCHEDULES}, full=True)
     turns = itertools.cycle(itertools.product((2, 4, 5), (False, True), (False, True)))
-    cases = [llama_case(cell) for cell in cells(AXES, allowed=lambda cell: FULL_GRID or cell["pp"] * cell["dp"] <= 4)]
+    cases = [
+        llama_case(cell) for cell in cells(AXES, PAIRS, allowed=lambda cell: FULL_GRID or cell["pp"] * cell["dp"] <= 4)
+    ]
     for cell, (count, tied, checkpointing) in zip(two_ranks, turns, strict=False):
         cell |= {"pp": 2, "dp": 1, "microbatches": count, "tied": tied, "checkpointing": checkpointing}
         cases.append(llama_case(cell))
+    cases.append(PipelineCase("Llama", 3, 1, 1, "interleaved_1f1b", 2, 5, tied=True, checkpointing=True))
     for pp, dp in [(pp, dp) for pp in AXES["pp"] for dp in AXES["dp"]] if FULL_GRID else [(2, 2)]:
         cases += [
             PipelineCase("Llama", pp, dp, 3, reshard=True),

@@ -40,7 +40,7 @@ CUT = [  # parts of the sequence travel between stages; encoder and decoder have
         ("Phi3", 3, False),
         ("Qwen3Moe", 2, True),
         ("Falcon", 0, False),
-    )[:: 1 if FULL_GRID else 2]
+    )[: 4 if FULL_GRID else 1]
 ]
 GRID = {"2 ranks": USED_OFTEN, "4 ranks": [*FAMILIES, *USED_OFTEN_ON_FOUR, *CUT]}
 results = runner(GRID)

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, PAIRS
 from tests.parity.test_grid import BOTH, STAGES, SWITCHES, check, rows
 
 CUT: dict[str, tuple[Any, ...]] = {"tp": (2,), "sequence": BOTH, "stage": STAGES}
 AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
     "llama": (2, {"world": (2,), **CUT, "accumulation": (1, 3), "tied": BOTH, **SWITCHES}),
-    "families": (2, {"family": ("gpt2", "qwen3", "bert"), "world": (2,), **CUT, **SWITCHES}),
+    "families": (PAIRS, {"family": ("gpt2", "qwen3", "bert"), "world": (2,), **CUT, **SWITCHES}),
     # Trained biases of row products between regions: one rank adds them, and all have to step them.
     "biases": (1, {"family": ("gpt2", "bert"), "world": (2,), **CUT, "sequence": (True,), "stage": (1, 3)}),
-    "experts": (2, {"family": ("qwen3_moe",), "world": (2,), **CUT, "accumulation": (1, 3), "checkpointing": BOTH}),
-    "data": (2 if FULL_GRID else 1, {"world": (4,), **CUT, "accumulation": (1, 3), "tied": BOTH}),
+    "experts": (PAIRS, {"family": ("qwen3_moe",), "world": (2,), **CUT, "accumulation": (1, 3), "checkpointing": BOTH}),
+    "data": (PAIRS, {"world": (4,), **CUT, "accumulation": (1, 3), "tied": BOTH}),
 }
 """As in `tests/parity/test_grid.py`."""
 if FULL_GRID:
