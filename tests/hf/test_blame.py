@@ -42,8 +42,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str, str]] = {
 """Fault and mixture -> class of `tests/workers/broken.py`, layout on four ranks, first tensor, axis to blame."""
 
 
-FEW = ("a route's weight, ep x tp", "parts of a sequence, cp x ep", "a gradient between stages, pp x dp")
-FEW = (*FEW, "copies, dp_replicate x dp")
+FEW = ("a route's weight, ep x tp", "a gradient between stages, pp x dp", "copies, dp_replicate x dp")
 
 
 @pytest.mark.parametrize("name", BROKEN if FULL_GRID else FEW)

@@ -55,7 +55,7 @@ def test_two_ranks_equal_one_process(job: Any, outcomes: Any, tmp_path: Path) ->
     equal(found(outcomes, 2, ours(job))[0], outcome(tmp_path, kind, rows, STEP, 1, ours=False))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(KINDS), rows=st.frozensets(st.integers(0, 7), max_size=7), batch=st.sampled_from([1, 2]))
 def test_accumulation_equals_the_joined_batch(kind: str, rows: frozenset[int], batch: int, tmp_path: Path) -> None:
     rows = rows if kind in KINDS[:2] else frozenset()  # a mean over no token is not a number

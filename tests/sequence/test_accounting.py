@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hf_dist.estimate.longest import longest_rows
+from hf_dist.estimate.memory_plan import Limits
 from tests.harness import run_ranks
 from tests.sequence.families import make_batch, make_model
 
@@ -121,8 +126,6 @@ def test_the_longest_rows_fit_and_longer_ones_do_not() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hf_dist.config import load_config, resolve_without_trainer
-    from hf_dist.estimate.longest import longest_rows
-    from hf_dist.estimate.memory_plan import Limits
     from hf_dist.estimate.planner import Planner, Workload
 
     ranks = 4
@@ -151,3 +154,27 @@ def test_the_longest_rows_fit_and_longer_ones_do_not() -> None:
     assert plan_at(found * 21 // 20).over(limits)
     assert longest_rows(plan_at, Limits(), ranks) is None
     assert longest_rows(plan_at, Limits(device=10**6), ranks) == 0
+
+
+@settings(deadline=None)
+@given(
+    floor=st.integers(0, 10**9),
+    each=st.integers(1, 10**5),
+    limit=st.integers(1, 10**10),
+    ranks=st.sampled_from([1, 2, 6]),
+)
+def test_the_longest_rows_are_bracketed_where_the_line_misses(floor: int, each: int, limit: int, ranks: int) -> None:
+    """A peak that short rows do not raise: between the lengths that were planned the line is not the peak's."""
+    planned = []
+
+    def plan_at(tokens: int) -> Any:
+        planned.append(tokens)
+        peak = max(floor, each * tokens)
+        return SimpleNamespace(device_peak=peak, host=0, problem=None, over=lambda limits: peak > limits.device)
+
+    found = longest_rows(plan_at, Limits(device=limit), ranks)
+    assert found is not None and found % ranks == 0
+    assert found == 0 or max(floor, each * found) <= limit
+    longer = found + max(ranks, found // 60 // ranks * ranks) if found else ranks
+    assert max(floor, each * longer) > limit
+    assert len(planned) < 40
