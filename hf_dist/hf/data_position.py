@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_utils import has_length
 
 from hf_dist.checkpoint import folder, random_state, resume
 from hf_dist.checkpoint.training_state import read_rank_values
@@ -29,6 +30,10 @@ class DataPositionMixin:
     _before_evaluation: dict[str, Any] | None = None
     _evaluation_due: Path | None = None
     _batches: SeekableBatches | None = None
+    _epoch: tuple[int, int, int] = (0, 0, 0)
+    """Its number; the steps of the run and the batches of this rank before the first one that is drawn of it."""
+    _is_sized = True
+    """Whether the loader has a length: else an epoch has as many steps as the run, and nothing follows from their number."""
     _counts_steps = True
     """Whether the steps so far were as large as those to come, so that their number tells how many are left."""
 
@@ -81,25 +86,32 @@ class DataPositionMixin:
 
     def _data_position(self) -> dict[str, Any]:
         """Epoch, and the number of its samples consumed over all ranks. HF records steps, whose size may change."""
-        whole, part = divmod(self.state.epoch or 0.0, 1.0)
-        length = len(self._batches) if self._batches is not None else 0
         per_batch = self.args.per_device_train_batch_size * self.args.world_size
-        return {"epoch": int(whole), "samples": round(part * length) * per_batch}
+        if self._batches is None:
+            epoch, steps, batches = self._epoch
+            batches += (self.state.global_step - steps) * self.args.gradient_accumulation_steps
+            return {"epoch": epoch, "samples": batches * per_batch, "sized": self._is_sized}
+        whole, part = divmod(self.state.epoch or 0.0, 1.0)
+        return {"epoch": int(whole), "samples": round(part * len(self._batches)) * per_batch, "sized": True}
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """HF's, which derives the position from the number of steps. After a change of the global batch the samples give it."""
+        """HF's, which derives the position from the number of steps.
+
+        After a change of the global batch the samples give it, and of data without a length they always do.
+        """
         self._counts_steps = True
         epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
         manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
         if manifest is None or "position" not in manifest or self.args.ignore_data_skip:
             return epochs, batches
-        now = resumed_arguments.record(self.args)["global_batch"]
-        if manifest["arguments"]["global_batch"] == now:
+        position, now = manifest["position"], resumed_arguments.record(self.args)["global_batch"]
+        if manifest["arguments"]["global_batch"] == now and position.get("sized", True):
             return epochs, batches
         self._counts_steps = self.args.max_steps > 0
-        position, per_batch = manifest["position"], self.args.per_device_train_batch_size * self.args.world_size
-        windows = position["samples"] // (per_batch * self.args.gradient_accumulation_steps)
+        windows, again = divmod(position["samples"], now)
+        if again:
+            say_once(f"a step has {now} samples: the last {again} before the checkpoint are read again")
         return position["epoch"], windows * self.args.gradient_accumulation_steps
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -130,8 +142,18 @@ class DataPositionMixin:
             )  # older accelerate versions do not pass the epoch on below `SkipBatchSampler`
         skip, checkpoint = kwargs.get("steps_trained_in_current_epoch"), kwargs.get("resume_from_checkpoint")
         in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
+        self._note_epoch(kwargs, int(skip or 0) if in_resumed_epoch and not self.args.ignore_data_skip else 0)
         if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:
             state = Path(str(checkpoint)) / folder.STATE
             values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else None
             self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _note_epoch(self, arguments: dict[str, Any], skipped: int) -> None:
+        """Note where an epoch begins. Data without a length have steps for the rest of the run, whatever was skipped."""
+        self._epoch = (arguments["epoch"], self.state.global_step, skipped)
+        self._is_sized = has_length(arguments["train_dataloader"])
+        if self.dist is not None and not self._is_sized:
+            windows, accumulation = self.state.max_steps - self.state.global_step, self.args.gradient_accumulation_steps
+            arguments["num_update_steps_per_epoch"] = skipped // accumulation + windows
+            arguments["steps_in_epoch"] = arguments["num_update_steps_per_epoch"] * accumulation

@@ -1,0 +1,104 @@
+"""Data without a length: a resume goes on with the next row, whatever the batch is then, and in the epoch it was in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from hf_dist import DistTrainer, DistTrainingArguments
+from tests.hf.loss_kinds import CLASSES, LENGTH, Net
+from tests.hf.on_ranks import Job, found, outcomes_by_world
+
+SAVED, LAST = 4, 7
+"""Steps."""
+
+
+class Numbered(IterableDataset):  # type: ignore[type-arg]
+    """Rows that are their own number."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for i in range(self.rows):
+            yield {
+                "input_ids": torch.full((LENGTH,), i % CLASSES),
+                "labels": torch.full((LENGTH,), i % CLASSES),
+                "row": torch.tensor(i),
+            }
+
+
+def read(
+    folder: Path, rows: int, batch: int, accumulation: int, steps: int, resume: str | None = None
+) -> dict[str, Any]:
+    """The rows of each step on this rank, and where a checkpoint of step `SAVED` lies."""
+    seen: dict[int, list[int]] = {}
+
+    class Seeing(DistTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(self.state.global_step, []).extend(inputs.pop("row").tolist())
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    args = DistTrainingArguments(
+        str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=steps,
+        save_steps=SAVED, report_to="none", use_cpu=True, disable_tqdm=True, optim="sgd", remove_unused_columns=False,
+        dist_config={"zero_optimization": {"stage": 1}},
+    )  # fmt: skip
+    trainer = Seeing(model=Net("mean"), args=args, train_dataset=Numbered(rows))
+    trainer.train(resume_from_checkpoint=resume)
+    return {"seen": seen, "checkpoint": str(folder / f"checkpoint-{SAVED}"), "step": trainer.state.global_step}
+
+
+def steps_from(first: int, rows: int, step: int) -> dict[int, list[int]]:
+    """What one process reads from a row on: every epoch from row 0, with a short last step."""
+    found: dict[int, list[int]] = {}
+    for number in range(SAVED, LAST):
+        found[number] = list(range(first, min(first + step, rows)))
+        first = 0 if first + step >= rows else first + step
+    return found
+
+
+BATCHES = [(2, 2), (4, 1), (1, 1), (2, 1), (8, 1), (3, 2)]
+"""Rows of a microbatch, microbatches."""
+
+
+# Of ten rows HF's loop adds an incomplete window of (2, 2) to the first of the next epoch.
+@pytest.mark.parametrize(
+    ("rows", "batch", "accumulation"), [(rows, *b) for rows in (100, 10) for b in BATCHES[rows == 10 :]]
+)
+def test_goes_on_with_the_next_row(rows: int, batch: int, accumulation: int, tmp_path: Path) -> None:
+    whole = read(tmp_path / "whole", rows, 4, 1, LAST)
+    at = (SAVED * 4) if rows == 100 else 4  # three steps of ten rows, then the first four again
+    assert {step: whole["seen"][step] for step in range(SAVED, LAST)} == steps_from(at, rows, 4)
+    rest = read(tmp_path / "rest", rows, batch, accumulation, LAST, whole["checkpoint"])
+    step = batch * accumulation
+    assert rest["seen"] == steps_from(at // step * step, rows, step)
+    assert rest["step"] == LAST
+
+
+def resumed(folder: Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """A job of `outcomes_by_world`."""
+    return read(Path(folder), *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    checkpoint = read(tmp_path_factory.mktemp("one"), 100, 4, 1, LAST)["checkpoint"]
+    jobs: list[Job] = [
+        (f"{__name__}:resumed", {"rows": 100, "batch": batch, "accumulation": 1, "steps": LAST, "resume": checkpoint})
+        for batch in (2, 4)
+    ]
+    return jobs, outcomes_by_world({2: jobs}, tmp_path_factory)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["same batch", "twice the batch"])
+def test_two_ranks_go_on_with_the_next_row(number: int, outcomes: Any) -> None:
+    jobs, results = outcomes
+    ranks = found(results, 2, jobs[number])
+    both = {step: sorted(ranks[0]["seen"][step] + ranks[1]["seen"][step]) for step in ranks[0]["seen"]}
+    assert both == steps_from(16, 100, 4 * (number + 1))
