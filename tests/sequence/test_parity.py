@@ -30,6 +30,7 @@ TWO = (
     Case("roberta", stage=3, kinds=("plain", "ragged")),
     Case("modernbert", stage=3, kinds=("plain", "ragged")),
     Case("llama-classifier", stage=3, kinds=("plain", "ragged")),
+    Case("llama-classifier", "ring", stage=0, kinds=("plain", "ragged")),
     Case("llama-qa", stage=3, kinds=("plain", "ragged")),
     Case("bert-tokens", "gather", stage=1, kinds=("plain", "ragged")),
     Case(stage=3, lora=True, checkpointing=True),
@@ -51,7 +52,6 @@ TWO += (
         Case("deepseek3", "ring", stage=3),
         Case("llama4", "ring", stage=2, kinds=("plain", "ragged", "masked")),
         Case("bert", "gather", stage=3, kinds=("plain", "ragged")),
-        Case("llama-classifier", "ring", stage=0, kinds=("plain", "ragged")),
         Case("mistral", "gather", 0),
     )
 )
