@@ -111,7 +111,7 @@ class DataPositionMixin:
         self._counts_steps = self.args.max_steps > 0
         windows, again = divmod(position["samples"], now)
         if again:
-            say_once(f"a step has {now} samples: the last {again} before the checkpoint are read again")
+            say_once(f"a step has {now} samples now: the last {again} before the checkpoint will be read again")
         return position["epoch"], windows * self.args.gradient_accumulation_steps
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
