@@ -16,7 +16,7 @@ __all__ = ["FULL_GRID", "PAIRS", "Cell", "cells", "chosen"]
 
 FULL_GRID = os.environ.get("HF_DIST_FULL_GRID") == "1"
 PAIRS = 2 if FULL_GRID else 1
-"""The strength of a grid whose pairs another file has: of its own it has every value once."""
+"""The strength of a grid beside others of the same mechanism: every value once, every pair with HF_DIST_FULL_GRID=1."""
 Cell = dict[str, Any]
 """Axis -> value."""
 Case = TypeVar("Case")

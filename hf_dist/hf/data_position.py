@@ -32,8 +32,8 @@ class DataPositionMixin:
     _batches: SeekableBatches | None = None
     _epoch: tuple[int, int, int] = (0, 0, 0)
     """Its number; the steps of the run and the batches of this rank before the first one that is drawn of it."""
-    _is_sized = True
-    """Whether the loader has a length: else an epoch has as many steps as the run, and nothing follows from their number."""
+    _length: int | None = 0
+    """Batches of an epoch on this rank; None for data without a length, where HF takes an epoch for as long as the run."""
     _counts_steps = True
     """Whether the steps so far were as large as those to come, so that their number tells how many are left."""
 
@@ -87,12 +87,12 @@ class DataPositionMixin:
     def _data_position(self) -> dict[str, Any]:
         """Epoch, and the number of its samples consumed over all ranks. HF records steps, whose size may change."""
         per_batch = self.args.per_device_train_batch_size * self.args.world_size
-        if self._batches is None:
+        if self._length is None:
             epoch, steps, batches = self._epoch
             batches += (self.state.global_step - steps) * self.args.gradient_accumulation_steps
-            return {"epoch": epoch, "samples": batches * per_batch, "sized": self._is_sized}
+            return {"epoch": epoch, "samples": batches * per_batch, "sized": False}
         whole, part = divmod(self.state.epoch or 0.0, 1.0)
-        return {"epoch": int(whole), "samples": round(part * len(self._batches)) * per_batch, "sized": True}
+        return {"epoch": int(whole), "samples": round(part * self._length) * per_batch, "sized": True}
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """HF's, which derives the position from the number of steps.
@@ -142,18 +142,19 @@ class DataPositionMixin:
             )  # older accelerate versions do not pass the epoch on below `SkipBatchSampler`
         skip, checkpoint = kwargs.get("steps_trained_in_current_epoch"), kwargs.get("resume_from_checkpoint")
         in_resumed_epoch = checkpoint and skip and kwargs.get("epoch") == kwargs.get("epochs_trained")
-        self._note_epoch(kwargs, int(skip or 0) if in_resumed_epoch and not self.args.ignore_data_skip else 0)
-        if self.dist is not None and self._batches is not None and in_resumed_epoch and not self.args.ignore_data_skip:
+        skips = in_resumed_epoch and not self.args.ignore_data_skip
+        self._note_epoch(kwargs, int(skip or 0) if skips else 0)
+        if self.dist is not None and self._batches is not None and skips:
             state = Path(str(checkpoint)) / folder.STATE
             values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else None
             self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _note_epoch(self, arguments: dict[str, Any], skipped: int) -> None:
-        """Note where an epoch begins. Data without a length have steps for the rest of the run, whatever was skipped."""
+        """Note where an epoch begins. Of data without a length it has steps for the rest of the run, whatever was skipped."""
+        loader, accumulation = arguments["train_dataloader"], self.args.gradient_accumulation_steps
         self._epoch = (arguments["epoch"], self.state.global_step, skipped)
-        self._is_sized = has_length(arguments["train_dataloader"])
-        if self.dist is not None and not self._is_sized:
-            windows, accumulation = self.state.max_steps - self.state.global_step, self.args.gradient_accumulation_steps
-            arguments["num_update_steps_per_epoch"] = skipped // accumulation + windows
-            arguments["steps_in_epoch"] = arguments["num_update_steps_per_epoch"] * accumulation
+        self._length = len(loader) if has_length(loader) else None
+        windows = skipped // accumulation + self.state.max_steps - self.state.global_step
+        if self.dist is not None and self._length is None and windows > arguments["num_update_steps_per_epoch"]:
+            arguments |= {"num_update_steps_per_epoch": windows, "steps_in_epoch": windows * accumulation}

@@ -36,29 +36,13 @@ def exists(cell: Cell) -> bool:
     return not (cell["in_backward"] and cell["dtype"] == "fp16")
 
 
-PAIRED = ("stage", "offload")
-
-
 def settings(cell: Cell) -> Cell:
-    """Every pair of these two axes; of the others every value is in some cell."""
-    return {**cell, "pair": tuple(cell[axis] for axis in PAIRED)}
+    """Every value of every axis, and every place of states at every stage."""
+    return {**cell, "rest": (cell["stage"], cell["offload"])}
 
 
 EVERY = cells(AXES, allowed=exists, full=True)
 GRID = chosen(EVERY, settings, 1)
-
-
-def settings(cell: Cell) -> Cell:
-    """Every pair of these two axes; of the others every value is in some cell."""
-    return {**cell, "pair": tuple(cell[axis] for axis in PAIRED)}
-
-
-EVERY = cells(AXES, allowed=exists, full=True)
-GRID = chosen(EVERY, settings, 1)
-for single in AXES:
-    for value in AXES[single]:
-        if all(cell[single] != value for cell in GRID):
-            GRID.append(next(cell for cell in reversed(EVERY) if cell[single] == value))
 
 
 def setting(cell: Cell) -> Setting:

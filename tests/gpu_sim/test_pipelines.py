@@ -35,7 +35,7 @@ def runs(cell: Cell) -> bool:
 
 
 def settings(cell: Cell) -> Cell:
-    """Every schedule and every value of the other axes; the full grid has all of them together."""
+    """Every value of every axis, and ranks that share layers beside data ranks; the full grid has all together."""
     return {**cell, "wide": cell["tensor"] > 1 and cell["zero"] != (1, 0)}
 
 

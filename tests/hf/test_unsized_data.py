@@ -51,7 +51,12 @@ def read(
     )  # fmt: skip
     trainer = Seeing(model=Net("mean"), args=args, train_dataset=Numbered(rows))
     trainer.train(resume_from_checkpoint=resume)
-    return {"seen": seen, "checkpoint": str(folder / f"checkpoint-{SAVED}"), "step": trainer.state.global_step}
+    return {
+        "seen": seen,
+        "checkpoint": str(folder / f"checkpoint-{SAVED}"),
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+    }
 
 
 def steps_from(first: int, rows: int, step: int) -> dict[int, list[int]]:
@@ -69,12 +74,14 @@ BATCHES = [(2, 2), (4, 1), (1, 1), (2, 1), (8, 1), (3, 2)]
 
 # Of ten rows HF's loop adds an incomplete window of (2, 2) to the first of the next epoch.
 @pytest.mark.parametrize(
-    ("rows", "batch", "accumulation"), [(rows, *b) for rows in (100, 10) for b in BATCHES[rows == 10 :]]
+    ("rows", "batch", "accumulation"), [*((rows, *b) for rows in (100, 10) for b in BATCHES[rows == 10 :]), (16, 2, 1)]
 )
 def test_goes_on_with_the_next_row(rows: int, batch: int, accumulation: int, tmp_path: Path) -> None:
     whole = read(tmp_path / "whole", rows, 4, 1, LAST)
-    at = (SAVED * 4) if rows == 100 else 4  # three steps of ten rows, then the first four again
+    at = {100: 16, 16: 0, 10: 4}[rows]  # inside the first epoch, at its end, inside the second
     assert {step: whole["seen"][step] for step in range(SAVED, LAST)} == steps_from(at, rows, 4)
+    if rows == 10:
+        assert whole["epoch"] == pytest.approx(2 + 1 / LAST), "as HF counts where it has no length"
     rest = read(tmp_path / "rest", rows, batch, accumulation, LAST, whole["checkpoint"])
     step = batch * accumulation
     assert rest["seen"] == steps_from(at // step * step, rows, step)

@@ -78,7 +78,7 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
 }
 """Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values).
 
-Families at every stage: `sharding/test_families.py`; experts: `experts/test_spread.py`; optimizers: `optim/test_whole.py`.
+`PAIRS`: the pairs are those of llama's grid, whose stages, ranks and accumulation are the same code for every family.
 """
 
 

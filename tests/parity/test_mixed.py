@@ -1,7 +1,7 @@
 """Every axis with every other: stages, parts of a matrix, parts of a sequence, experts, shards and copies equal one process.
 
-Four ranks, and cells in which every pair of settings appears; with HF_DIST_FULL_GRID=1 also
-every mixture of axes, on four ranks and on eight (14 minutes).
+Four ranks, and cells in which every pair of settings appears in fp32, every setting in half precision; with
+HF_DIST_FULL_GRID=1 also every mixture of axes, on four ranks and on eight (14 minutes).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HALF: dict[str, tuple[Any, ...]] = {
     **({name: COLUMNS[name] for name in ("offload", "files")} if FULL_GRID else {}),
     "dtype": ("bf16", "fp16"),
 }
-"""Cells of their own: every pair of the others is compared in fp32. How near they have to be is the rule of `hf-dist check`."""
+"""Cells of their own, every value once: pairs are compared in fp32. How near they have to be is the rule of `hf-dist check`."""
 LOWEST_STAGE = dict(zip(COLUMNS["offload"], (0, 1, 3), strict=True))
 
 
@@ -70,7 +70,7 @@ def case_of(cell: Cell) -> Case:
 
 
 def cases(world: int, full: bool = False) -> tuple[Case, ...]:
-    """Cells of one world: every pair of settings; `full`: all mixtures of axes, too, without columns."""
+    """Cells of one world: every pair of settings in fp32; `full`: all mixtures of axes, too, without columns."""
 
     def possible(cell: Cell) -> bool:
         return allowed(cell, world)
