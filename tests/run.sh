@@ -33,10 +33,11 @@ fi
 
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PATH="$venv/bin:$PATH"
+unset PYTHONDONTWRITEBYTECODE  # every worker and every process that a test starts would compile all of it again
 ruff check .
 codespell --skip "*/sweep/*.md,*/schema/*" --ignore-words-list fro,nd README.md configs examples hf_dist tests
 ruff format --check .
-mypy hf_dist
+mypy --num-workers 2 hf_dist
 # Three workers: files that start ranks in one, others beside them, those that wait in the third (tests/order.py). -n 0 for one
 # process. What fails is tried once more, alone (tests/second_try.py).
 python -m tests.second_try -n 3 --dist loadfile "$@"

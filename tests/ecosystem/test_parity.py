@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.covering import FULL_GRID, Cell, cells, chosen
 from tests.ecosystem.tiny import save_models
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 
-pytest.importorskip("trl", reason="TRL needs Python 3.11")
+needs.package("trl", "TRL needs Python 3.11")
 TOLERANCE = 1e-5
 KINDS = ("raw", "trainer", "seq2seq", "sft", "dpo", "reward", "grpo")
 AXES = {"kind": KINDS, "stage": (1, 2, 3), "adapters": (False, True), "checkpointing": (False, True)}

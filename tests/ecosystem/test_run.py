@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.ecosystem.launching import launch
 from tests.ecosystem.on_ranks import nothing_asked, run_scripts
 from tests.ecosystem.tiny import save_example_models, save_models, words
 from tests.harness import run_ranks
 
-pytest.importorskip("trl", reason="TRL needs Python 3.11")
+needs.package("trl", "TRL needs Python 3.11")
 TRAINING = [
     *("--max_steps", "3", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2"),
     *("--learning_rate", "5e-3", "--adam_epsilon", "1e-3", "--logging_steps", "1", "--report_to", "none"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import chosen
+from tests.covering import PAIRS, chosen
 from tests.ecosystem.savers import FOLDERS, grown, save_masked
 from tests.ecosystem.savers import OWN as OWN_KINDS
 from tests.ecosystem.tiny import save_example_models
@@ -25,7 +25,9 @@ SENTENCES = [
 SENTENCES = chosen(
     SENTENCES, lambda case: {"kind": (case[0], case[0] in ("lora", "best") and case[1]), "stage": case[1]}, 1
 )
-OWN = [(kind, stage) for kind in OWN_KINDS for stage in (1, 3)]
+OWN = chosen(
+    [(kind, stage) for kind in OWN_KINDS for stage in (1, 3)], lambda case: {"kind": case[0], "stage": case[1]}, PAIRS
+)
 Job = tuple[str, dict[str, Any]]
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.ecosystem.tiny import save_models
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 
-pytest.importorskip("trl", reason="TRL needs Python 3.11")
+needs.package("trl", "TRL needs Python 3.11")
 SEQUENCE, TENSOR = 5, 6  # `loops.LAYOUTS`
 LAYOUTS = {"cp": SEQUENCE, "tp": TENSOR}
 KINDS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ Batch = dict[str, torch.Tensor]
 # ---- families
 
 
-def families() -> list[str]:
-    """Causal and vision-language models of the installed transformers whose module has HF's usual load-balancing loss."""
+def families(among: Collection[str] | None = None) -> list[str]:
+    """Causal and vision-language models of the installed transformers whose module has HF's usual load-balancing loss.
+
+    `among`: look at these alone; else the modules of all models are loaded, which takes seconds.
+    """
     import transformers as tf
     from transformers.models.auto import modeling_auto as auto
 
@@ -37,7 +41,8 @@ def families() -> list[str]:
     names = {
         n for mapping in mappings for value in mapping.values() for n in ([value] if isinstance(value, str) else value)
     }
-    found = [name for name in sorted(names) if name not in own and hasattr(tf, name)]
+    names = names - own if among is None else names.intersection(among) - own
+    found = [name for name in sorted(names) if hasattr(tf, name)]
     return [name for name in found if hasattr(sys.modules[getattr(tf, name).__module__], NAME)]
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file
 
-from tests.covering import FULL_GRID, chosen
+from tests.covering import FULL_GRID, PAIRS, chosen
 from tests.harness import run_ranks
 from tests.hf.lifecycle import file_dtype, generate, pairs
 from tests.hf.on_ranks import run_jobs
@@ -42,7 +42,11 @@ BEST = [
     ),
     *((name, 3, only_model, None) for name in ("lora", "moe") for only_model in (False, True)),
 ]
-BEST = chosen(BEST, lambda case: {"recipe": case[0], "stage": case[1], "only": case[2], "half": case[3] is not None})
+BEST = chosen(
+    BEST, lambda case: {"recipe": case[0], "stage": case[1], "only": case[2], "half": case[3] is not None}, PAIRS
+)
+HALF = [(stage, dtype) for stage in (1, 3) for dtype in ("bf16", "fp16")]
+HALF = HALF if FULL_GRID else HALF[1:3]
 AT = (3, 4, 6)
 """Inside the first epoch of four steps, at its end, inside the second."""
 
@@ -62,7 +66,7 @@ JOBS: list[Job] = [
         (LIFE + "best", {"recipe": name, "stage": stage, "only_model": only, "config": config})
         for name, stage, only, config in BEST
     ),
-    *((LIFE + "precision", {"stage": stage, "dtype": dtype}) for stage in (1, 3) for dtype in ("bf16", "fp16")),
+    *((LIFE + "precision", {"stage": stage, "dtype": dtype}) for stage, dtype in HALF),
     *((LIFE + "generated", {"stage": stage}) for stage in (1, 3)),
 ]
 
@@ -187,8 +191,7 @@ def test_load_best_model_at_end_restores_it(
 # ---- precision, optimizers
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "dtype"), HALF)
 def test_the_json_alone_turns_on_half_precision_without_autocast(stage: int, dtype: str, outcomes: Any) -> None:
     outcome, _ = outcomes("precision", {"stage": stage, "dtype": dtype})
     name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]

@@ -9,10 +9,11 @@ import pytest
 import torch
 import transformers as tf
 
+from tests import needs
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 
-pytest.importorskip("lightning", reason="the test extra installs it")
+needs.package("lightning", "the test extra installs it")
 
 
 BESIDE = {"checkpoint": {"async_save": True}}

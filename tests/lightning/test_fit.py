@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hf_dist.lightning import DistStrategy
-from tests import forked
+from tests import forked, needs
 from tests.harness import ROOT
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 
-pytest.importorskip("lightning", reason="the test extra installs it")
+needs.package("lightning", "the test extra installs it")
 JOBS = "tests.lightning.jobs:"
 
 

@@ -44,10 +44,18 @@ TWO = (
     Case(stage=3, length=2, kinds=("plain",)),
     Case(stage=3, length=7, kinds=("plain", "masked")),
 )
-TWO += (
-    ()
+LIKE_OTHERS = (  # a mechanism that another case has: sliding windows, learned positions, an encoder, tiles
+    *(Case(family, stage=3) for family in ("gemma3",)),
+    *(Case(family, stage=3, kinds=("plain", "ragged")) for family in ("roberta",)),
+    Case("mistral", "ring", 1),
+    Case(stage=2, tiles=3),
+    Case(exchange="gather", stage=3, dtype="bf16"),
+)
+TWO = (
+    tuple(case for case in TWO if case not in LIKE_OTHERS)
     if not FULL_GRID
-    else (  # families with the exchanges that others have
+    else (
+        *TWO,  # families with the exchanges that others have
         Case("gemma2", "gather", stage=2),
         Case("deepseek3", "ring", stage=3),
         Case("llama4", "ring", stage=2, kinds=("plain", "ragged", "masked")),
