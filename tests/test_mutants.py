@@ -26,6 +26,15 @@ def test_a_fault_can_be_planted_once_and_is_a_change_of_python(mutant: Mutant) -
     assert mutant.tests and all((TESTS / test.split("::")[0]).exists() for test in mutant.tests), mutant.tests
 
 
+def test_the_cases_that_find_faults_are_collected(request: pytest.FixtureRequest) -> None:
+    """A grid that is thinned must keep them. Of files that this run has collected."""
+    cases = {item.nodeid.removeprefix("tests/") for item in request.session.items}
+    known = {part for case in cases for part in (case, case.split("[")[0], case.split("::")[0])}
+    files = {case.split("::")[0] for case in cases}
+    named = {test for mutant in MUTANTS for test in mutant.tests if test.split("::")[0] in files}
+    assert sorted(named - known) == []
+
+
 def test_a_fault_whose_line_has_changed_is_told() -> None:
     with pytest.raises(ValueError, match="2 times, not once"):
         Mutant("twice", "a.py", "x = 1\n", "x = 2\n", ()).planted("x = 1\nx = 1\n")

@@ -36,10 +36,10 @@ FOUR = [
     Layout(tp=2, dp=2, stage=3, more="hsdp"),
     Layout(tp=4, stage=1, sequence=True),  # two heads of keys and values
     Layout(tp=4, stage=0, tied=False, more="overlap"),
+    Layout(tp=4, stage=3, lora=True, checkpointing=True),
     *(
         [
             Layout(tp=2, pp=2, stage=0),
-            Layout(tp=4, stage=3, lora=True, checkpointing=True),
             Layout(tp=2, pp=2, stage=3),
             Layout(tp=2, pp=2, stage=1, tied=False, checkpointing=True),
             Layout(tp=2, pp=2, stage=1, lora=True),
