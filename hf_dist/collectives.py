@@ -332,6 +332,17 @@ def begin_gather(axis: MeshAxis, row: bytes) -> tuple[list[torch.Tensor], Any]:
     return rows, dist.all_gather(rows, own, group=axis.group, async_op=True)
 
 
+def gather_rows(axis: MeshAxis, row: bytes) -> list[bytes]:
+    """Every rank's `row` (equal lengths), by coordinate. Collective, blocking; cheap enough for checks in steps on CPUs."""
+    if axis.group is None:
+        return [row]
+    if not _is_gloo(axis.group):
+        return all_gather_object(axis, row)
+    rows, work = begin_gather(axis, row)
+    work.wait()
+    return [bytes(found.tolist()) for found in rows]
+
+
 def broadcast_object(axis: MeshAxis, item: Any, source: int = 0) -> Any:
     """The small picklable `item` of coordinate `source`. Collective, blocking."""
     if axis.group is None:

@@ -83,6 +83,11 @@ class EngineCheckpoints(Stateful):
         if not weights_only:
             resume.restore_random_state(self.mesh, Path(directory), seed=torch.initial_seed(), step=self.global_steps)
 
+    @property
+    def verifies_checkpoints(self) -> bool:
+        """`checkpoint.verify`."""
+        return self.config.checkpoint.verify
+
     def model_files(self) -> ModelFiles:
         """Describes how this model is written to disk."""
         return model_files(self.sharded, self.config.checkpoint.max_shard_size)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from hf_dist import collectives, trees
-from hf_dist.checksum import batch_digest
 from hf_dist.config.sections import PipelineConfig
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
@@ -38,6 +37,7 @@ from hf_dist.pipeline import (
     simulate,
 )
 from hf_dist.pipeline.meta import meta_twin
+from hf_dist.pipeline.same_batches import compare_batches
 from hf_dist.pipeline.visit import Visits
 from hf_dist.runner import Step
 from hf_dist.sharding.pipeline_share import PipelineShare
@@ -204,7 +204,7 @@ class Pipeline:
         refuse_state_dict(sharded.model)
         self._losses: list[torch.Tensor] | None = None  # passed to `backward` while a window runs
         self._schedules: dict[tuple[bool, int], Schedule] = {}
-        self._windows = 0
+        self._windows = self._evaluations = 0
 
     @property
     def last(self) -> int:
@@ -254,7 +254,7 @@ class Pipeline:
                 self.train(microbatches, function, number)
         finally:
             self._losses = None
-        return self.share_loss(values, microbatches)
+        return self.share_loss(values)
 
     def train(self, microbatches: Sequence[Any], function: Callable[[nn.Module, Any], torch.Tensor], step: int) -> None:
         """Forward and backward of one window; leaves the reduced gradients in the sharded model. Collective over world.
@@ -264,6 +264,8 @@ class Pipeline:
         seeds dropout.
         """
         schedule = self.schedule(len(microbatches))
+        if self._checks():
+            compare_batches(self.mesh.pp, microbatches)
         run = ScheduleRun(
             self.staged,
             schedule,
@@ -283,29 +285,25 @@ class Pipeline:
         Collective over pp. Tensors in it (in lists, tuples and dicts) are broadcast; everything else is pickled.
         """
         schedule, rank = self.schedule(1, train=False), self.mesh.pp.rank
+        self._evaluations += 1
+        if self._checks():
+            compare_batches(self.mesh.pp, [batch])
         run = ScheduleRun(self.staged, schedule, rank, self.transport, _ZeroHooks(self.sharded, schedule, rank))
         results = run.run([batch], function)
         return self.from_last(results[0])
 
-    def share_loss(self, values: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp.
+    def _checks(self) -> bool:
+        """Whether batches are compared now; see `_CHECKED`. Equal along pp."""
+        count = self._windows + self._evaluations
+        return self.mesh.device.type == "cpu" or count <= _CHECKED or count % _CHECK_EVERY == 0
 
-        Also compares the ranks' batches: raises `ModelError` on a rank that has read other data than the last stage.
-        """
-        checks = self.mesh.device.type == "cpu" or self._windows <= _CHECKED or self._windows % _CHECK_EVERY == 0
-        message = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+    def share_loss(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp."""
+        message = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.pp.rank == self.last:
-            message[0] = torch.stack([v.detach().double().reshape(()) for v in values]).sum()
-        own = batch_digest(microbatches).to(message) if checks else message[1]
-        message[1] = own
+            message.copy_(torch.stack([v.detach().double().reshape(()) for v in values]).sum())
         collectives.broadcast(self.mesh.pp, message, self.last)
-        if checks and not torch.equal(own, message[1]):
-            raise ModelError(
-                f"the rank of pipeline stage {self.mesh.pp.rank} reads other data than the last stage's rank: every rank of a "
-                "pipeline needs the same batches in the same order. Use the same seed on all ranks, and a sampler or collator "
-                "that draws from torch, numpy or Python generators only."
-            )
-        return message[0].float()
+        return message.float()
 
     def from_last(self, value: Any) -> Any:
         """The last stage's `value`, on every rank of the pipeline. Collective over pp."""

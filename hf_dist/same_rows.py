@@ -3,6 +3,7 @@ named in an error before it hangs the others."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +28,11 @@ _DIFFERENCES = (
     ),
     ("draws other random numbers", "to drop the same elements. Seed them alike before the first forward."),
 )
+_ROW = struct.Struct("<dd")
+"""Digests of the batch and of the random streams."""
 _CHECKED = 8
 _CHECK_EVERY = 64
-"""Batches are compared in the first `_CHECKED` forwards and every 64th: on a GPU, the host waits for each comparison."""
+"""On a GPU, batches are compared in the first `_CHECKED` forwards and every 64th: the host waits for each comparison."""
 
 
 def compare_rows(model: nn.Module, mesh: ParallelMesh, rests: Callable[[], bool] = lambda: False) -> None:
@@ -47,24 +50,20 @@ def compare_rows(model: nn.Module, mesh: ParallelMesh, rests: Callable[[], bool]
         if not module.training or rests() or torch.compiler.is_compiling():
             return
         calls += 1
-        if calls > _CHECKED and calls % _CHECK_EVERY:
+        if mesh.device.type != "cpu" and calls > _CHECKED and calls % _CHECK_EVERY:
             return
-        rows = batch_digest((args, kwargs)).reshape(1).to(mesh.device)
-        numbers = batch_digest(stream_digest() if draws else []).reshape(1).to(mesh.device)
+        digests = batch_digest((args, kwargs)).item(), batch_digest(stream_digest() if draws else []).item()
         for axis in axes:
-            _compare_along(axis, torch.cat([rows, numbers]), mesh)
+            _compare_along(axis, digests, mesh)
 
     model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
-def _compare_along(axis: str, digests: torch.Tensor, mesh: ParallelMesh) -> None:
-    both = torch.cat([digests, -digests])
-    collectives.all_reduce(mesh.views[axis], both, op="max").wait()
-    most, least = both.tolist()[:2], (-both).tolist()[2:]
-    if most == least:
+def _compare_along(axis: str, digests: tuple[float, float], mesh: ParallelMesh) -> None:
+    everyone = [_ROW.unpack(row) for row in collectives.gather_rows(mesh.views[axis], _ROW.pack(*digests))]
+    if len(set(everyone)) == 1:
         return
-    everyone = collectives.all_gather_object(mesh.views[axis], digests.tolist())
-    which = 0 if most[0] != least[0] else 1
+    which = 0 if len({rows for rows, _ in everyone}) > 1 else 1
     other = next(rank for rank, theirs in enumerate(everyone) if theirs[which] != everyone[0][which])
     line = mesh.axes.line(axis, mesh.world.rank)
     does, need = _DIFFERENCES[which]

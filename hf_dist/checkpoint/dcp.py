@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from hf_dist.checkpoint.dcp_metadata import read_metadata
 from hf_dist.checkpoint.dcp_storage import Reader, Writer
+from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import MeshAxis
@@ -47,8 +48,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         return found.__get_tensor_shard__(index) if isinstance(found, FlatSlice) else super().lookup_tensor(index)
 
 
-def write_state(folder: Path, state: State, axis: MeshAxis) -> None:
-    """Write `state` below `folder`, one file per rank. Collective over `axis`; may run in a background thread.
+def write_state(folder: Path, state: State, axis: MeshAxis, sums: FileSums | None = None) -> None:
+    """Write `state` below `folder`, one file per rank, and add up its bytes. Collective over `axis`; may run in a thread.
 
     Each element of each tensor must be in the `state` of exactly one rank.
     """
@@ -57,7 +58,7 @@ def write_state(folder: Path, state: State, axis: MeshAxis) -> None:
         with _quiet():
             dcp.save(
                 dict(state),
-                storage_writer=Writer(folder),
+                storage_writer=Writer(folder, sums or FileSums()),
                 planner=planner,
                 process_group=axis.group,
                 no_dist=axis.group is None,

@@ -21,6 +21,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 from hf_dist.checkpoint.dcp_metadata import read_metadata
+from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.folder import start_writeback
 from hf_dist.errors import CheckpointError
 
@@ -39,9 +40,10 @@ def without_neighbours(values: torch.Tensor) -> torch.Tensor:
 class Writer(dcp.FileSystemWriter):
     """DCP's writer without its checksum, which nothing reads; it starts writing to disk with the first bytes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sums: FileSums) -> None:
+        """`sums`: adds up the bytes of files, by their names below `folder`."""
         super().__init__(folder, overwrite=False)
-        self.fs = _Files()
+        self.fs = _Files(folder, sums)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """As DCP's."""
@@ -50,6 +52,10 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _Files(FileSystem):
+    def __init__(self, folder: Path, sums: FileSums) -> None:
+        super().__init__()
+        self._folder, self._sums = folder, sums
+
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         if mode != "wb":
@@ -57,18 +63,26 @@ class _Files(FileSystem):
                 yield stream
             return
         # `torch.save` makes some forty writes of a few bytes around each tensor; the tensor itself bypasses the buffer.
-        with io.BufferedWriter(_Stream(path, mode), _BUFFER) as buffered:
+        name = str(Path(path).relative_to(self._folder))
+        with io.BufferedWriter(_Stream(path, mode, name, self._sums), _BUFFER) as buffered:
             yield buffered
 
 
 class _Stream(io.FileIO):
-    """Starts writeback right after each write, so that the flush at the end finds little left."""
+    """Starts writeback right after each write, so that the flush at the end finds little left. Written from start to end."""
 
-    _end = _announced = 0
+    def __init__(self, path: str | os.PathLike[str], mode: str, name: str, sums: FileSums) -> None:
+        super().__init__(path, mode)
+        self._name, self._sums = name, sums
+        self._end = self._announced = 0
 
     def write(self, data: Any) -> int:
         """As in any raw stream, returns how many bytes of `data` were written."""
-        count = super().write(memoryview(data)[:_STEP])
+        part = memoryview(data)[:_STEP]
+        count = 0
+        with self._sums.beside(self._name, self._end, part):
+            while count < len(part):
+                count += super().write(part[count:])
         self._end += count
         if self._end - self._announced >= _STEP:
             start_writeback(self.fileno(), self._announced, self._end - self._announced)

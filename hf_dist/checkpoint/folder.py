@@ -7,6 +7,7 @@ leaves the previous checkpoint unchanged, and at most a working folder, whose na
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from hf_dist.checkpoint.file_sums import digest_of
 from hf_dist.errors import CheckpointError
 from hf_dist.log import warn_once
 
@@ -44,13 +46,20 @@ def begin(final: Path) -> Path:
     return working
 
 
-def seal(working: Path, facts: Mapping[str, Any]) -> None:
-    """Write the manifest: every file with its size, and `facts`. All files are flushed to disk first. One process calls it."""
+def seal(working: Path, facts: Mapping[str, Any], digests: Mapping[str, str] | None = None) -> None:
+    """Write the manifest: `facts`, every file with its size and digest. All files are flushed to disk first. One process.
+
+    `digests`: those that were taken while files were written; the others are small, and read again.
+    """
     files = {str(p.relative_to(working)): p.stat().st_size for p in sorted(working.rglob("*")) if p.is_file()}
+    taken = digests or {}
+    digests = {name: taken.get(name) or digest_of(working / name) for name in files}
     for name in files:
         _flush(working / name)
     manifest = working / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1) + "\n", encoding="utf-8")
+    content = {"format": FORMAT, **facts, "files": files, "digests": digests}
+    content["own_digest"] = _own_digest(content)
+    manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     _flush(manifest)
     for folder in [working, *(p for p in working.rglob("*") if p.is_dir())]:
         _flush(folder)
@@ -143,7 +152,25 @@ def _checked_format(manifest: Any) -> int:
     for name, size in manifest["files"].items():
         if not is_inside(name) or type(size) is not int or size < 0:
             raise ValueError(f"its files have {name!r} with {size!r} bytes")
+    digests = manifest.get("digests", {})  # absent in checkpoints of older versions
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise ValueError("its digests are no object of texts")
+    if "own_digest" in manifest and manifest["own_digest"] != _own_digest(manifest):
+        raise ValueError("it is not what was written: its own_digest differs")
     return version
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    """Of everything else in the manifest."""
+    rest = {key: value for key, value in manifest.items() if key != "own_digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def written(folder: Path) -> dict[str, tuple[int, str]]:
+    """File -> bytes and digest, as the manifest has them; empty for an older version's. Raises as `read_manifest`."""
+    manifest = read_manifest(folder) or {}
+    digests = manifest.get("digests", {})
+    return {name: (size, digests[name]) for name, size in manifest.get("files", {}).items() if name in digests}
 
 
 def incomplete(folder: Path) -> list[str]:

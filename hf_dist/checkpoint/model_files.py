@@ -13,6 +13,7 @@ import torch
 
 from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.check_names import check_needed, check_planned, check_shapes
+from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.piece_source import PieceSource
 from hf_dist.checkpoint.pieces import Piece
@@ -44,10 +45,14 @@ class ModelFiles:
     with_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context that every rank enters while small files are written, so that they may use the weights. Collective to enter."""
 
-    def write(self, folder: Path, parts: Sequence[OwnedPart], axis: MeshAxis) -> None:
-        """Write the weights of all ranks. Collective over `axis`. Raises `CheckpointError` on every rank."""
+    def write(self, folder: Path, parts: Sequence[OwnedPart], axis: MeshAxis, sums: FileSums | None = None) -> None:
+        """Write the weights of all ranks, and add up what is written. Collective over `axis`.
+
+        Raises `CheckpointError` on every rank.
+        """
         if self.plan is not None:
-            write_weights(folder, self.plan, [*parts, *self.buffers] if axis.rank == 0 else list(parts), axis)
+            parts = [*parts, *self.buffers] if axis.rank == 0 else list(parts)
+            write_weights(folder, self.plan, parts, axis, sums=sums)
 
     def check(self, folder: Path) -> None:
         """Raise `CheckpointError` if the names and shapes in the files differ from the model's. One rank calls it."""

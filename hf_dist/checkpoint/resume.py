@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hf_dist.agree import agree
 from hf_dist.checkpoint import folder, random_state
+from hf_dist.checkpoint.file_sums import damaged_files
 from hf_dist.checkpoint.model_files import read_plan, read_weights
 from hf_dist.checkpoint.training_state import Stateful, load_state, read_rank_values
 from hf_dist.errors import CheckpointError
@@ -25,6 +26,12 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
         engine.outer.before_load()
     try:
         check_readable(directory)
+    except CheckpointError as error:
+        problem = str(error)
+    agree(engine.mesh.world, problem, CheckpointError)
+    if engine.verifies_checkpoints:
+        check_bytes(directory, engine.mesh)
+    try:
         missing = load_state(engine, directory / folder.STATE, weights_only=weights_only)
     except CheckpointError as error:
         problem = str(error)
@@ -77,6 +84,21 @@ def check_readable(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} is not complete: {'; '.join(problems[:3])}. Resume from an older checkpoint "
             '(resume_from_checkpoint="auto" finds the newest complete one).'
+        )
+
+
+def check_bytes(directory: Path, mesh: ParallelMesh) -> None:
+    """Raise `CheckpointError` on every rank unless all files hold the bytes that were written; the ranks share the reading.
+
+    Collective over all ranks. Checkpoints of older versions have no digests, and pass.
+    """
+    damaged = damaged_files(directory, folder.written(directory), mesh)
+    if damaged:
+        more = f" and {len(damaged) - 1} more files" if len(damaged) > 1 else ""
+        raise CheckpointError(
+            f"{directory / damaged[0]}{more}: not the bytes that were written. The size is right, the digest is not that in "
+            f"{folder.MANIFEST}: a disk or a copy has changed it. Copy the checkpoint again, or resume from an older one; "
+            f"`hf-dist checkpoint verify {directory.parent}` tells which are whole."
         )
 
 

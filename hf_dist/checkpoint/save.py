@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dist import failure
+from hf_dist import collectives, failure
 from hf_dist.agree import together
 from hf_dist.checkpoint import dcp, folder
+from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.model_files import PLAN, ModelFiles
 from hf_dist.checkpoint.owned_part import OwnedPart
@@ -239,18 +240,22 @@ class CheckpointWriter:
     def _write(self, working: Path, snapshot: _Snapshot, request: SaveRequest, started: float) -> None:
         """The slow part. Collective over the background axis; keeps its error for `raise_failure`."""
         axis = self.mesh.background
+        weights, states = FileSums(), FileSums()
         try:
             with _all_or_none(axis, request.final):
-                request.files.write(working, snapshot.parts, axis)
+                request.files.write(working, snapshot.parts, axis, weights)
             with _all_or_none(axis, request.final):
                 if request.training_state:
-                    dcp.write_state(working / folder.STATE, snapshot.state, axis)
+                    dcp.write_state(working / folder.STATE, snapshot.state, axis, states)
                     if axis.rank == 0:
                         write_common(working / folder.STATE, snapshot.common)
+            digests = weights.digests()
+            for rank in collectives.all_gather_object(axis, states.digests()):
+                digests |= {f"{folder.STATE}/{name}": digest for name, digest in rank.items()}
             with _all_or_none(axis, request.final):
                 if axis.rank == 0:
                     request.files.check(working)
-                    folder.seal(working, {"hf_dist": __version__, **request.facts})
+                    folder.seal(working, {"hf_dist": __version__, **request.facts}, digests)
                     folder.publish(working, request.final)
                     request.after(request.final)
             self.total_seconds = time.perf_counter() - started
@@ -260,6 +265,9 @@ class CheckpointWriter:
         except Exception as error:  # nobody would see an exception of the thread
             self._error = CheckpointError(f"{request.final} could not be written ({type(error).__name__}: {error})")
             self._error.__cause__ = error
+        finally:
+            weights.close()
+            states.close()
 
     def _report(self, final: Path) -> None:
         """Report the first save, and one that takes twice as long as any reported before: a run may save hundreds of times."""

@@ -65,6 +65,10 @@ class Stateful(Protocol):
     def mesh(self) -> ParallelMesh:
         """Axes and ranks."""
 
+    @property
+    def verifies_checkpoints(self) -> bool:
+        """Whether the bytes of a checkpoint are compared with their digests before it is loaded."""
+
     def plain_state(self) -> dict[str, Any]:
         """Numbers and strings, equal on every rank."""
 

@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
+from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.folder import start_writeback
 from hf_dist.checkpoint.safetensors_header import read_header
 from hf_dist.checkpoint.weight_plan import WeightFile, WeightPlan
@@ -63,8 +64,10 @@ def difference(folder: Path, file: WeightFile) -> str | None:
 class OpenFiles:
     """Writes at offsets into the files of one folder. A file is flushed to disk when the next one begins."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sums: FileSums | None = None) -> None:
+        """`sums`: adds up what is written."""
         self._folder = folder
+        self._sums = sums
         self._name = ""
         self._descriptor = -1
 
@@ -80,7 +83,8 @@ class OpenFiles:
             self.close()
             self._descriptor, self._name = os.open(self._folder / name, os.O_WRONLY), name
         left = data.numpy().data
-        with _naming(self._folder / name):
+        adding = self._sums.beside(name, offset, left) if self._sums is not None else nullcontext()
+        with _naming(self._folder / name), adding:
             while left:
                 done = os.pwrite(self._descriptor, left, offset)
                 start_writeback(self._descriptor, offset, done)

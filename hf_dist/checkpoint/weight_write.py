@@ -20,6 +20,7 @@ from hf_dist import collectives
 from hf_dist.agree import agree, together
 from hf_dist.boxes import TensorSlice, strides_of
 from hf_dist.checkpoint import weight_file
+from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.weight_file import OpenFiles
 from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
@@ -92,14 +93,15 @@ def write_weights(
     parts: Sequence[OwnedPart],
     axis: MeshAxis,
     mode: str | None = None,
+    sums: FileSums | None = None,
 ) -> str:
     """Write the files of `plan` below an existing `folder` and read their headers back. Returns the mode used.
 
     Collective over `axis`: every rank calls it with the same plan and its own `parts`, which over all ranks hold each element
     of the plan once (parts of other parameters are skipped). May run in a background thread if `axis` has its own group.
-    `mode`: an earlier result of `probe` for this file system; None probes again. Host memory: 16 MB, and for scattered tensors
-    one parameter and one stored tensor. Raises `CheckpointError` on every rank, naming path and reason. Existing files
-    of the same names are lost, so write into a fresh folder.
+    `mode`: an earlier result of `probe` for this file system; None probes again. `sums`: gets the sums of the whole files, on
+    every rank. Host memory: 16 MB, and for scattered tensors one parameter and one stored tensor. Raises `CheckpointError` on
+    every rank, naming path and reason. Existing files of the same names are lost, so write into a fresh folder.
     """
     folder = Path(folder)
     mode = mode or probe(folder, axis)
@@ -108,11 +110,19 @@ def write_weights(
         weight_file.remove_stale(folder, plan)
         for file in plan.files:
             weight_file.create(folder, file)
+            if sums is not None:
+                sums.add(file.name, 0, file.header)
+
+    if sums is not None:
+        for file in plan.files:
+            sums.open(file.name, file.nbytes)
 
     _together(axis, folder, prepare if axis.rank == 0 else None)
-    writer = _Writer(folder, plan, parts, axis, mode)
+    writer = _Writer(folder, plan, parts, axis, mode, sums)
     writer.write()
     writer.check_complete()
+    if sums is not None:
+        sums.reduce(axis)
     _together(axis, folder, (lambda: _finish(folder, plan)) if axis.rank == 0 else None)
     return mode
 
@@ -142,8 +152,17 @@ def _together(axis: MeshAxis, folder: Path, act: Callable[[], object] | None) ->
 class _Writer:
     """One call of `write_weights` on one rank."""
 
-    def __init__(self, folder: Path, plan: WeightPlan, parts: Sequence[OwnedPart], axis: MeshAxis, mode: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: WeightPlan,
+        parts: Sequence[OwnedPart],
+        axis: MeshAxis,
+        mode: str,
+        sums: FileSums | None,
+    ) -> None:
         self.folder = folder
+        self.sums = sums
         self.plan = plan
         self.parts = [part for part in parts if part.name in plan.by_param]
         self.axis = axis
@@ -158,7 +177,7 @@ class _Writer:
 
     def write(self) -> None:
         """Write this rank's elements (parallel), or on rank 0 those of all ranks. Raises on every rank together."""
-        with OpenFiles(self.folder) as files:
+        with OpenFiles(self.folder, self.sums) as files:
             if self.mode == PARALLEL:
                 for segment in _segments(self._writes(self._intervals(), self.axis.rank)):
                     self._put(files, segment, self._fill(segment))

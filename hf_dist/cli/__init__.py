@@ -49,6 +49,7 @@ app.command()(balance.balance)
 app.command()(tune.tune)
 app.command()(watch.watch)
 app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:

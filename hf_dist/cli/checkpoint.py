@@ -1,4 +1,4 @@
-"""`hf-dist export` and `hf-dist inspect`: write a checkpoint's model, and describe a checkpoint."""
+"""`hf-dist export`, `hf-dist inspect`, `hf-dist checkpoint verify`: a checkpoint's model, what it is, whether it is whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hf_dist.sizes import size_text
 if TYPE_CHECKING:
     from hf_dist.checkpoint.describe import Description
 
-__all__ = ["export", "inspect"]
+__all__ = ["app", "export", "inspect", "verify"]
+
+app = typer.Typer(help="Look after checkpoints.", no_args_is_help=True)
 
 LISTED = 40
 """Most files that `inspect` names before it only counts them."""
@@ -44,6 +46,32 @@ def inspect(checkpoint: Folder, as_json: Json = False) -> None:
     found = describe(checkpoint)
     print(json.dumps(found.to_json(), indent=1) if as_json else _text(found))
     if not found.complete:
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.", show_default=False)],
+) -> None:
+    """Compare every byte of checkpoints with the digests taken when they were written. Exit code 1 if one is damaged."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from hf_dist.checkpoint.verify import checkpoints_in, written_nbytes
+    from hf_dist.checkpoint.verify import verify as verdicts
+
+    paths = checkpoints_in(folder)
+    whole = True
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task("reading", total=sum(map(written_nbytes, paths)))
+        for verdict in verdicts(paths, lambda nbytes: progress.advance(task, nbytes)):
+            whole &= verdict.whole
+            progress.console.print(
+                f"{verdict.path}: {size_text(verdict.nbytes)}, {'whole' if verdict.whole else 'DAMAGED'}",
+                *(f"  problem   {problem}" for problem in verdict.problems),
+                sep="\n", markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    if not whole:
         raise typer.Exit(1)
 
 

@@ -311,6 +311,8 @@ class CheckpointConfig(Frozen):
     """`checkpoint.async_save`: whether training continues while a checkpoint is written; it stops only for the copy to host."""
     max_shard_size: FileSize = "50GB"
     """`checkpoint.max_shard_size`: largest safetensors file of the weights, a size such as "5GB" or a number of bytes."""
+    verify: Flag = True
+    """`checkpoint.verify`: whether all bytes of a checkpoint are compared with their digests before it is loaded."""
 
 
 class HfDistSection(Frozen):

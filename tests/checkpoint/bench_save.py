@@ -7,6 +7,7 @@ with DeepSpeed (stage 3), all in one process per rank; then each saves and loads
 
     memcpy           one copy of the rank's fp32 master weights and Adam state into reused host buffers
     hf_dist          stall = total: HF weights and training state, checked, sealed, renamed
+    hf_dist no digests    no file is added up as it is written, nor verified as it is loaded
     hf_dist async    stall: how long training stands still; total: until the checkpoint has its name
     FSDP2 DCP        `torch.distributed.checkpoint.save` of model and optimizer (no HF weights)
     DeepSpeed        `save_checkpoint` (no HF weights; nothing is flushed to the disk)
@@ -58,6 +59,8 @@ def batch() -> dict[str, torch.Tensor]:
 def hf_dist_rows(size: str, dtype: torch.dtype) -> list[Row]:
     """The engine of this repository, saving in place and in the background."""
     import hf_dist
+    from hf_dist.checkpoint import folder
+    from hf_dist.checkpoint.file_sums import FileSums
 
     model = build_model(size, dtype)
     config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
@@ -87,9 +90,25 @@ def hf_dist_rows(size: str, dtype: torch.dtype) -> list[Row]:
 
     def nothing(*_: Any) -> None: ...
 
+    def without_digests(path: Path) -> float:
+        """Nothing is added up while files are written, and the manifest has no digests."""
+        add, own = FileSums.add, folder.digest_of
+        FileSums.add = lambda self, name, offset, data: None  # type: ignore[method-assign]
+        folder.digest_of = lambda path: ""
+        try:
+            return save(False)(path)
+        finally:
+            FileSums.add, folder.digest_of = add, own  # type: ignore[method-assign]
+
+    def unverified(path: Path) -> None:
+        object.__setattr__(engine.config.checkpoint, "verify", False)
+        engine.load_checkpoint(path)
+        object.__setattr__(engine.config.checkpoint, "verify", True)
+
     return [
         ("memcpy", memcpy, nothing, nothing),
         ("hf_dist", save(False), nothing, lambda path: engine.load_checkpoint(path) and None),
+        ("hf_dist no digests", without_digests, nothing, unverified),
         ("hf_dist async", save(True), engine.writer.wait, nothing),
     ]
 

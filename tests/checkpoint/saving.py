@@ -170,8 +170,8 @@ def another_writer(rank: int, world: int, root: str, what: str) -> dict[str, Any
     engine.save_checkpoint(Path(root) / "checkpoint-1")
     write = model_files.write_weights
 
-    def broken(folder: Path, *args: Any) -> None:
-        write(folder, *args)
+    def broken(folder: Path, *args: Any, **more: Any) -> None:
+        write(folder, *args, **more)
         path = folder / "model.safetensors"
         if rank == 0:
             tensors = safetensors.torch.load_file(path)

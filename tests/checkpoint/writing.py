@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist.checkpoint.file_sums import FileSums, digest_of
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
@@ -59,7 +60,10 @@ def write_cases(rank: int, world: int, cases: list[Case]) -> list[str]:
     modes = []
     for family, dtype, size, mode, folder in cases:
         plan, parts = plan_and_parts(family, getattr(torch, dtype), size, rank, world)
-        modes.append(write_weights(folder, plan, parts, axis, mode))
+        sums = FileSums()
+        modes.append(write_weights(folder, plan, parts, axis, mode, sums))
+        sums.close()
+        assert sums.digests() == {file.name: digest_of(Path(folder, file.name)) for file in plan.files}
     return modes
 
 

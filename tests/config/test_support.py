@@ -77,7 +77,7 @@ OURS = {
         f"curriculum_learning.schedule_config{key}"
         for key in ("", ".total_curriculum_step", ".difficulty_step", ".root_degree", ".difficulty", ".max_step")
     ),
-    *(f"checkpoint.{key}" for key in ("async_save", "max_shard_size")),
+    *(f"checkpoint.{key}" for key in ("async_save", "max_shard_size", "verify")),
     *(f"zero_optimization.leaf_module.{key}" for key in ("classes", "names", "name_suffixes")),
 }
 """Keys of our table that the schema lists only inside another row."""
