@@ -7,11 +7,13 @@ begin -> small files -> [copy to the host] -> weights and training state -> seal
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -107,7 +109,7 @@ class CheckpointWriter:
         if request.training_state and engine.fragments is not None:
             with together(axis, str, CheckpointError):
                 check_states(engine.fragments)
-        with request.files.with_weights():
+        with request.files.with_weights(), _removed_if_failed(axis, working):
             with _all_or_none(axis, request.final):
                 if axis.rank == 0:
                     folder.begin(request.final)
@@ -142,18 +144,19 @@ class CheckpointWriter:
         self.wait()
         axis = self.mesh.background
         working = folder.working_folder(target / "model")
-        with files.with_weights(), _all_or_none(axis, target):
-            if axis.rank == 0:
-                folder.begin(target / "model")
-                files.write_small_files(working)
-                files.write_plan(working)
-        parts = [part for _, part in owned_parts(engine.sharded, lambda _, value: value.detach())]
-        with _all_or_none(axis, target):
-            files.write(working, parts, axis)
-        with _all_or_none(axis, target):
-            if axis.rank == 0:
-                files.check(working)
-                folder.move_files(working, target, last=PLAN)
+        with _removed_if_failed(axis, working):
+            with files.with_weights(), _all_or_none(axis, target):
+                if axis.rank == 0:
+                    folder.begin(target / "model")
+                    files.write_small_files(working)
+                    files.write_plan(working)
+            parts = [part for _, part in owned_parts(engine.sharded, lambda _, value: value.detach())]
+            with _all_or_none(axis, target):
+                files.write(working, parts, axis)
+            with _all_or_none(axis, target):
+                if axis.rank == 0:
+                    files.check(working)
+                    folder.move_files(working, target, last=PLAN)
 
     def save_model_here(self, engine: Stateful, target: Path, files: Callable[[], ModelFiles]) -> None:
         """`save_model` for weights that rank 0 holds whole: it writes alone, as under DDP, and waits for nobody.
@@ -169,7 +172,7 @@ class CheckpointWriter:
         problem = f"{target}: rank 0 was interrupted while it wrote"
         working, alone = folder.working_folder(target / "model"), MeshAxis("alone", 1, 0, None)
         try:
-            with _all_or_none(alone, target):
+            with _removed_if_failed(alone, working), _all_or_none(alone, target):
                 folder.begin(target / "model")
                 made = files()
                 with made.with_weights():
@@ -239,9 +242,25 @@ class CheckpointWriter:
 
     def _write(self, working: Path, snapshot: _Snapshot, request: SaveRequest, started: float) -> None:
         """The slow part. Collective over the background axis; keeps its error for `raise_failure`."""
-        axis = self.mesh.background
         weights, states = FileSums(), FileSums()
         try:
+            self._write_and_seal(working, snapshot, request, weights, states)
+            self.total_seconds = time.perf_counter() - started
+            self._report(request.final)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # nobody would see an exception of the thread
+            self._error = CheckpointError(f"{request.final} could not be written ({type(error).__name__}: {error})")
+            self._error.__cause__ = error
+        finally:
+            weights.close()
+            states.close()
+
+    def _write_and_seal(
+        self, working: Path, snapshot: _Snapshot, request: SaveRequest, weights: FileSums, states: FileSums
+    ) -> None:
+        axis = self.mesh.background
+        with _removed_if_failed(axis, working):
             with _all_or_none(axis, request.final):
                 request.files.write(working, snapshot.parts, axis, weights)
             with _all_or_none(axis, request.final):
@@ -258,16 +277,6 @@ class CheckpointWriter:
                     folder.seal(working, {"hf_dist": __version__, **request.facts}, digests)
                     folder.publish(working, request.final)
                     request.after(request.final)
-            self.total_seconds = time.perf_counter() - started
-            self._report(request.final)
-        except CheckpointError as error:
-            self._error = error
-        except Exception as error:  # nobody would see an exception of the thread
-            self._error = CheckpointError(f"{request.final} could not be written ({type(error).__name__}: {error})")
-            self._error.__cause__ = error
-        finally:
-            weights.close()
-            states.close()
 
     def _report(self, final: Path) -> None:
         """Report the first save, and one that takes twice as long as any reported before: a run may save hundreds of times."""
@@ -330,6 +339,17 @@ def _join_last(timeout: float | None = None) -> None:
     last = CheckpointWriter._last() if CheckpointWriter._last is not None else None
     if last is not None:
         last.join(timeout)
+
+
+@contextmanager
+def _removed_if_failed(axis: MeshAxis, working: Path) -> Iterator[None]:
+    """A half-written folder of a full disk is removed at once, by rank 0: all ranks have left it when they raise together."""
+    try:
+        yield
+    except CheckpointError:
+        if axis.rank == 0:
+            shutil.rmtree(working, ignore_errors=True)
+        raise
 
 
 def _all_or_none(axis: MeshAxis, final: Path) -> together:

@@ -59,7 +59,10 @@ class DistOptimizer(AcceleratedOptimizer):
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
-        if callable(getattr(self.optimizer, mode, None)):
+        # HF asks before each microbatch, which in a pipeline is in the middle of the schedule, where weights are in use.
+        flags = [group.get("train_mode") for group in self.optimizer.param_groups]
+        is_there = flags == [mode == "train"] * len(flags)
+        if callable(getattr(self.optimizer, mode, None)) and not is_there:
             self.engine.switch_optimizer(mode)
 
     def state_dict(self) -> dict[str, Any]:

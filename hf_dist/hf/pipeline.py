@@ -49,6 +49,7 @@ class PipelineMixin:
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=engine.device)
         window, self._window = self._window, []
+        self.optimizer.train()  # type: ignore[attr-defined]
         step = super().training_step  # type: ignore[misc]
         # Copies: losses may remove labels from their batch, and a rank with several stages runs each batch several times.
         return engine.run_window(window, lambda model, batch: step(model, trees.copied(batch), num_items_in_batch))

@@ -167,6 +167,43 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((picked == labels).float().mean()), "order": float((weight * labels).sum())}
 
 
+class Averaged(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al. 2024): trains on weights between an iterate and the average, evaluates the average."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})
+
+    def train(self) -> None:
+        """The average becomes the weights that are trained. Nothing if they are those already."""
+        self._move(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        """The other way."""
+        self._move(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _move(self, to: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != to else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight(group["beta"]))
+            group["train_mode"] = to
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Refuses weights that are not those that are trained."""
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("step() in evaluation mode: call train() first")
+            beta, part = group["beta"], 1 / (group["k"] + 1)
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.detach().clone())
+                    p.lerp_(z, part).add_(p.grad, alpha=group["lr"] * (beta * (1 - part) - 1))
+                    z.sub_(p.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
 # ---- recipes
 
 
@@ -233,6 +270,7 @@ RECIPES: dict[str, Recipe] = {
     "sgd": Recipe(optim="sgd", optim_args="momentum=0.9"),
     "adagrad": Recipe(optim="adagrad"),
     "rmsprop": Recipe(optim="rmsprop"),
+    "averaged": Recipe(trainer={"optimizer_cls_and_kwargs": (Averaged, {"lr": 0.5})}),
     "no_clipping": Recipe(max_grad_norm=0.0),
     "metrics": Recipe("bert", classes, trainer={"compute_metrics": accuracy}, joined=1),
     "dropout": Recipe("dropout"),  # for resuming only: ranks and one process draw different numbers

@@ -81,6 +81,8 @@ EVALUATED = [
     ("metrics", 1, PP),
     ("metrics", 1, TP),
     ("metrics", 3, CP),
+    ("averaged", 1, PP),
+    ("averaged", 3, TP),
     ("plain", 1, PP),
     ("plain", 1, TP),
     ("plain", 3, CP),
@@ -89,7 +91,7 @@ GENERATED = [(stage, layout) for layout in (PP, TP, CP) for stage in (0, 3)]
 JOBS: dict[int, list[Job]] = {
     2: [
         *(train_job(*case) for case in chosen(ON_TWO, settings, 1)),
-        *(evaluated_job(*case) for case in (EVALUATED if FULL_GRID else EVALUATED[:3])),
+        *(evaluated_job(*case) for case in (EVALUATED if FULL_GRID else EVALUATED[:5])),
         *((LIFE + "twice", {"recipe": "plain", "stage": 0, "config": layout}) for layout in ((PP, TP) if FULL_GRID else (PP,))),
         *(generate_job(*case) for case in (GENERATED if FULL_GRID else [GENERATED[0], *GENERATED[3::2]])),
         *(job("dropout", layout=layout) for layout in (PP, CP)),
