@@ -25,6 +25,7 @@ from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.fragment import OfParameter
 from hf_dist.optim.in_backward import StepInBackward
 from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.optim.not_finite import NotFinite
 from hf_dist.optim.raw_calls import route
 from hf_dist.optim.rounded import rounding_of
 from hf_dist.optim.skipped import SkippedSteps
@@ -92,6 +93,7 @@ class Engine(EngineCheckpoints):
         self.global_steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.skips = SkippedSteps()
+        self.not_finite = NotFinite()
         """Steps whose gradients were not finite."""
         self._unused = UnusedParameters(sharded, allowed=config.zero_optimization.ignore_unused_parameters)
 
@@ -313,6 +315,8 @@ class Engine(EngineCheckpoints):
         overflow, skip = self._is_skipped(summary.norm)
         self.sharded.synchronize_buffers()
         if not overflow:
+            if skip is None:
+                self.not_finite.note(summary.norm, self.global_steps)
             self.window.unscale()
             used = summary.used
             self._unused.look(used)

@@ -23,6 +23,8 @@ from hf_dist.log import warn_once
 MANIFEST = "hf_dist.json"
 STATE = "hf_dist_state"
 LATEST = "latest"
+NOT_FINITE = "not_finite"
+"""Entry of a manifest: a parameter with an infinity or nan."""
 FORMAT = 1
 """Increased when older versions can no longer read a checkpoint."""
 
@@ -239,9 +241,9 @@ def complete(root: Path) -> list[Path]:
 
 
 def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
-    """Delete the oldest checkpoints beyond `limit`, never one in `keep` nor the newest complete one. One process.
+    """Delete the oldest checkpoints beyond `limit`, never one in `keep`, the newest complete or the newest finite one.
 
-    Like HF's `save_total_limit`; `limit` None or not positive keeps all. Returns the deleted folders.
+    One process calls it. Like HF's `save_total_limit`; `limit` None or not positive keeps all. Returns the deleted folders.
     """
     if limit is None or limit <= 0:
         return []
@@ -249,7 +251,7 @@ def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
     newest, skipped = newest_complete(root)
     for reason in skipped:
         warn_once(f"{root}: not counted as a checkpoint to resume from: {reason}")
-    kept = {p.resolve() for p in keep} | ({newest.resolve()} if newest else set())
+    kept = {p.resolve() for p in (*keep, newest, _newest_finite(found)) if p is not None}
     # Even with a limit of one, HF keeps the best checkpoint next to the newest.
     surplus = len(found) - max(limit, len(kept & {p.resolve() for p in found}))
     doomed = [p for p in reversed(found) if p.resolve() not in kept][: max(surplus, 0)]
@@ -261,6 +263,17 @@ def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
         except OSError as error:  # a save that is done does not fail for an older one
             warn_once(f"{folder} is beyond the limit of {limit} checkpoints and cannot be removed: {error}")
     return removed
+
+
+def _newest_finite(found: Iterable[Path]) -> Path | None:
+    """A run whose weights became nan in the night goes on and saves; what it had before is worth more than those."""
+    for folder in found:
+        try:
+            if not incomplete(folder) and not (read_manifest(folder) or {}).get(NOT_FINITE):
+                return folder
+        except (CheckpointError, OSError):
+            continue
+    return None
 
 
 def remove(folder: Path) -> None:

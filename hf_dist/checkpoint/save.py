@@ -24,6 +24,7 @@ from hf_dist import collectives, failure
 from hf_dist.agree import together
 from hf_dist.checkpoint import dcp, folder
 from hf_dist.checkpoint.file_sums import FileSums
+from hf_dist.checkpoint.finite import first_not_finite, trained_parameters
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.model_files import PLAN, ModelFiles
 from hf_dist.checkpoint.owned_part import OwnedPart
@@ -75,6 +76,7 @@ class _Snapshot:
     parts: list[OwnedPart]
     state: dict[str, FlatSlice | torch.Tensor]
     common: dict[str, Any]
+    trained: frozenset[str]
 
 
 class CheckpointWriter:
@@ -222,7 +224,7 @@ class CheckpointWriter:
             common = engine.plain_state()
         if self.in_background and self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return _Snapshot([part for _, part in pairs], state, common)
+        return _Snapshot([part for _, part in pairs], state, common, trained_parameters(engine.sharded))
 
     def _take(self, name: str, value: torch.Tensor) -> torch.Tensor:
         value = value.detach()
@@ -268,13 +270,18 @@ class CheckpointWriter:
                     dcp.write_state(working / folder.STATE, snapshot.state, axis, states)
                     if axis.rank == 0:
                         write_common(working / folder.STATE, snapshot.common)
-            digests = weights.digests()
-            for rank in collectives.all_gather_object(axis, states.digests()):
-                digests |= {f"{folder.STATE}/{name}": digest for name, digest in rank.items()}
+            digests, bad = weights.digests(), None
+            own = states.digests(), first_not_finite(snapshot.parts, snapshot.trained)
+            for rank, name in collectives.all_gather_object(axis, own):
+                digests |= {f"{folder.STATE}/{file}": digest for file, digest in rank.items()}
+                bad = bad or name
             with _all_or_none(axis, request.final):
                 if axis.rank == 0:
                     request.files.check(working)
-                    folder.seal(working, {"hf_dist": __version__, **request.facts}, digests)
+                    facts = {folder.NOT_FINITE: bad} if bad else {}
+                    folder.seal(working, {"hf_dist": __version__, **request.facts, **facts}, digests)
+                    if bad:
+                        say(f"{request.final}: its weights are not finite, first {bad}")
                     folder.publish(working, request.final)
                     request.after(request.final)
 

@@ -344,5 +344,7 @@ class HfDistSection(Frozen):
     """`hf_dist.router_loss`: "global" computes a mixture's auxiliary router loss over all ranks, "local" on each rank."""
     log_measurements: Flag = True
     """`hf_dist.log_measurements`: whether speed, time, memory and expert load are added to the Trainer's log records."""
+    stop_if_not_finite: Flag = False
+    """`hf_dist.stop_if_not_finite`: whether the Trainer ends, instead of a line in the log, once weights are inf or nan."""
     stall_report_seconds: Real = 60.0
     """`hf_dist.stall_report_seconds`: how long a rank waits for the others before a report on all ranks; 0 for never."""

@@ -305,6 +305,10 @@ class CheckpointingMixin(DataPositionMixin):
             return
         manifest = folder.read_manifest(directory) or {}
         say(f"resumes after step {self.state.global_step} of {self.state.max_steps}")
+        if manifest.get(folder.NOT_FINITE):
+            say(
+                f"{directory}: its weights are not finite, first {manifest[folder.NOT_FINITE]}: resume from an older one"
+            )
         for line in resumed_arguments.changes(manifest.get("arguments", {}), resumed_arguments.record(self.args)):
             say(f"resumed with another argument: {line}")
         self._evaluation_due = directory if manifest.get("evaluation_is_due") else None

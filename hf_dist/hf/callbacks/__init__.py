@@ -11,6 +11,7 @@ from hf_dist.hf.callbacks.communication import CommunicationCallback
 from hf_dist.hf.callbacks.csv_files import CsvCallback
 from hf_dist.hf.callbacks.disk_space import DiskSpaceCallback
 from hf_dist.hf.callbacks.expert_load import ExpertLoadCallback
+from hf_dist.hf.callbacks.finite import FiniteCallback
 from hf_dist.hf.callbacks.flops_table import FlopsTableCallback
 from hf_dist.hf.callbacks.layer_drop import LayerDropCallback
 from hf_dist.hf.callbacks.log_record import LogCallback
@@ -21,6 +22,7 @@ from hf_dist.hf.callbacks.throughput import ThroughputCallback
 __all__ = [
     "DiskSpaceCallback",
     "ExpertLoadCallback",
+    "FiniteCallback",
     "LogCallback",
     "MemoryCallback",
     "StartUpCallback",
@@ -38,6 +40,7 @@ def default_callbacks(trainer: Any) -> list[TrainerCallback]:
         if trainer.dist.expert_parallel.enabled:
             found.append(ExpertLoadCallback(trainer))
     found += [StartUpCallback(trainer), DiskSpaceCallback(trainer), AdaptersCallback(trainer)]
+    found.append(FiniteCallback(trainer, trainer.dist.hf_dist.stop_if_not_finite))
     if trainer.dist.csv_monitor.enabled:
         found.append(CsvCallback(trainer.dist.csv_monitor))
     if trainer.dist.flops_profiler.enabled:
