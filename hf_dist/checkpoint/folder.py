@@ -149,8 +149,9 @@ def _checked_format(manifest: Any) -> int:
     step = manifest.get("step", 0)
     if type(step) is not int or step < 0:
         raise ValueError(f"its step is {step!r}")
-    if not isinstance(manifest["files"], dict):
-        raise ValueError("its files are no object")
+    for name in ("files", *(name for name in ("arguments", "position", "layout") if name in manifest)):
+        if not isinstance(manifest[name], dict):
+            raise ValueError(f"its entry {name!r} is no object")
     for name, size in manifest["files"].items():
         if not is_inside(name) or type(size) is not int or size < 0:
             raise ValueError(f"its files have {name!r} with {size!r} bytes")

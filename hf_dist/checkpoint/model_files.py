@@ -14,6 +14,7 @@ import torch
 from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.check_names import check_needed, check_planned, check_shapes
 from hf_dist.checkpoint.file_sums import FileSums
+from hf_dist.checkpoint.folder import is_inside
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.piece_source import PieceSource
 from hf_dist.checkpoint.pieces import Piece
@@ -132,8 +133,12 @@ def read_plan(folder: Path) -> WeightPlan | None:
     if not path.is_file():
         return None
     try:
-        return WeightPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        plan = WeightPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
+        outside = [name for name in (*(file.name for file in plan.files), *plan.indexes) if not is_inside(name)]
+        if outside:
+            raise ValueError(f"{outside[0]!r} is no file of the folder")
+        return plan
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 

@@ -22,7 +22,7 @@ from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.data_position import DataPositionMixin
 from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
-from hf_dist.hf.resumed_files import check_trainer_state, read_schedule
+from hf_dist.hf.resumed_files import check_trainer_state, named_if_refused, read_schedule
 from hf_dist.hf.saving import keep_adapters
 from hf_dist.hf.state_dict import full_state_dict, loading, loads_by_itself
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
@@ -272,7 +272,8 @@ class CheckpointingMixin(DataPositionMixin):
         theirs = _is_theirs(super()._load_from_checkpoint)  # type: ignore[misc]
         if self.dist is None or theirs or (self.dist_engine is None and unknown):
             given = () if model is None else (model,)  # sentence-transformers' override takes no model
-            super()._load_from_checkpoint(resume_from_checkpoint, *given)  # type: ignore[misc]
+            with named_if_refused(directory):
+                super()._load_from_checkpoint(resume_from_checkpoint, *given)  # type: ignore[misc]
         elif self.dist_engine is not None:
             self._restore_weights(directory)
 
@@ -283,8 +284,16 @@ class CheckpointingMixin(DataPositionMixin):
         if plan is not None and not loads_by_itself(engine):
             load_weights(engine, directory, plan, names)
             return
-        with loading(engine.sharded):  # of another program: HF and PEFT know the names, or the model loads them itself
+        with (
+            named_if_refused(directory),
+            loading(engine.sharded),
+        ):  # of another program: HF and PEFT know the names, or the model loads them itself
             super()._load_from_checkpoint(str(directory))  # type: ignore[misc]
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """HF's, for accelerate's scaler. Ours is in the training state, and a file of another run is not read."""
+        if self.dist_engine is None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self.dist_engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from transformers.trainer_utils import has_length
 
 from hf_dist.checkpoint import folder, random_state, resume
 from hf_dist.checkpoint.training_state import read_rank_values
+from hf_dist.errors import CheckpointError
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
+from hf_dist.hf.resumed_files import named_if_refused
 from hf_dist.log import say_once
 
 
@@ -105,8 +108,11 @@ class DataPositionMixin:
         manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
         if manifest is None or "position" not in manifest or self.args.ignore_data_skip:
             return epochs, batches
-        position, now = manifest["position"], resumed_arguments.record(self.args)["global_batch"]
-        if manifest["arguments"]["global_batch"] == now and position.get("sized", True):
+        position, now = (
+            _position_of(Path(str(checkpoint)), manifest),
+            resumed_arguments.record(self.args)["global_batch"],
+        )
+        if manifest.get("arguments", {}).get("global_batch") == now and position.get("sized", True):
             return epochs, batches
         self._counts_steps = self.args.max_steps > 0
         windows, again = divmod(position["samples"], now)
@@ -117,7 +123,8 @@ class DataPositionMixin:
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Skipped if the batches already restored it, between collating the first and second batch of the resumed epoch."""
         if self.dist is None or checkpoint is None or not (Path(checkpoint) / folder.STATE).is_dir():
-            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            with named_if_refused(Path(checkpoint or "")):
+                super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif self._batches is None or not self._batches.restored:
             mesh = self.accelerator.mesh
             resume.restore_random_state(mesh, Path(checkpoint), seed=self.args.seed, step=self.state.global_step)
@@ -158,3 +165,15 @@ class DataPositionMixin:
         windows = skipped // accumulation + self.state.max_steps - self.state.global_step
         if self.dist is not None and self._length is None and windows > arguments["num_update_steps_per_epoch"]:
             arguments |= {"num_update_steps_per_epoch": windows, "steps_in_epoch": windows * accumulation}
+
+
+def _position_of(directory: Path, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `_data_position` has written. Raises `CheckpointError` if it is something else."""
+    position: Mapping[str, Any] = manifest["position"]
+    for name in ("epoch", "samples"):
+        if type(position.get(name)) is not int or position[name] < 0:
+            raise CheckpointError(
+                f"{directory / folder.MANIFEST} cannot be read: its position has {name} {position.get(name)!r}, no number "
+                "of them. With ignore_data_skip=True the data start anew."
+            )
+    return position

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import pickle
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers import TrainerState
 
 from hf_dist.checkpoint import folder
 from hf_dist.errors import CheckpointError
 
-__all__ = ["check_trainer_state", "read_schedule"]
+__all__ = ["check_trainer_state", "named_if_refused", "read_schedule"]
 
 _ELSE = "Copy it again, or resume from another checkpoint of the run."
 
@@ -27,14 +33,33 @@ def check_trainer_state(directory: Path) -> None:
         return
     path = directory / folder.TRAINER_STATE
     try:
-        step = json.loads(path.read_text(encoding="utf-8"))["global_step"]
+        state = json.loads(path.read_text(encoding="utf-8"))
+        step = state["global_step"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}). {_ELSE}") from error
+    unknown = sorted(state.keys() - {field.name for field in dataclasses.fields(TrainerState)})
+    if unknown:
+        raise CheckpointError(
+            f"{path} has {', '.join(unknown)}, which this transformers ({transformers.__version__}) does not know: another "
+            "version has written it. Install that one, or take the entries out."
+        )
     if type(step) is not int or step != manifest.get("step", step):
         raise CheckpointError(
             f"{path} says that {step!r} steps were made, {folder.MANIFEST} beside it says {manifest.get('step')}: one of them "
             f"was changed, or belongs to another checkpoint. {_ELSE}"
         )
+
+
+@contextlib.contextmanager
+def named_if_refused(directory: Path) -> Iterator[None]:
+    """HF's own readers: what `weights_only` refuses, and what is no file of torch, is told with the folder's name."""
+    try:
+        yield
+    except (pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"a file of {directory} cannot be read, and nothing in it was run ({reason}). {_ELSE}"
+        ) from error
 
 
 def read_schedule(path: Path) -> dict[str, Any]:

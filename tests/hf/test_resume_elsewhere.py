@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler
 
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.data import SeekableBatches
+from tests.checkpoint.digests import reseal
 from tests.harness import run_ranks
 from tests.hf.on_ranks import dist_trainer, run_jobs, weights_of
 
@@ -136,6 +137,11 @@ def test_a_changed_global_batch_keeps_the_position_in_samples(whole: tuple[Path,
         ("another step", ["trainer_state.json", "says that 5 steps", "says 3"]),
         ("no trainer state", ["trainer_state.json", "cannot be read"]),
         ("an empty schedule", ["scheduler.pt", "cannot be read"]),
+        ("a flipped bit", ["scheduler.pt", "not the bytes that were written", "hf-dist checkpoint verify"]),
+        ("a trainer state of later", ["trainer_state.json", "has evil, which this transformers"]),
+        ("a plan of nothing", ["hf_dist_weights.json", "cannot be read"]),
+        ("a plan that leads out", ["hf_dist_weights.json", "'../x' is no file of the folder"]),
+        ("no position", ["hf_dist.json", "its entry 'position' is no object"]),
     ],
 )
 def test_bad_checkpoints_are_one_clear_error_on_every_rank(
@@ -162,8 +168,19 @@ def test_bad_checkpoints_are_one_clear_error_on_every_rank(
     elif damage in ("no trainer state", "an empty schedule"):
         file = checkpoint / ("trainer_state.json" if damage == "no trainer state" else "scheduler.pt")
         file.write_bytes(b"\0" * file.stat().st_size)
-    else:
-        poison(state / ".metadata", checkpoint / "hf_dist.json")
+    elif damage == "a flipped bit":
+        file = checkpoint / "scheduler.pt"
+        file.write_bytes(bytes([*file.read_bytes()[:-1], file.read_bytes()[-1] ^ 4]))
+    elif damage == "a trainer state of later":
+        file = checkpoint / "trainer_state.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "evil": 1}))
+    elif damage.startswith("a plan"):
+        plan = {"version": 1, "files": {"../x": {}}, "indexes": {}} if damage.endswith("out") else []
+        (checkpoint / "hf_dist_weights.json").write_text(json.dumps(plan))
+    elif damage == "poisoned metadata":
+        poison(state / ".metadata")
+    if damage not in ("truncated state", "missing state file", "newer version", "a flipped bit"):
+        reseal(checkpoint, **({"position": None} if damage == "no position" else {}))
     job = (LIFE + "resume_only", {"checkpoint": str(checkpoint), "stage": 1, "recipe": recipe})
     messages = [rank[0] for rank in run_ranks(run_jobs, 2, ([job], str(tmp_path)), timeout=240)]
     assert messages[0] == messages[1], "every rank must raise the same"
@@ -172,8 +189,8 @@ def test_bad_checkpoints_are_one_clear_error_on_every_rank(
         assert part in messages[0]
 
 
-def poison(metadata: Path, manifest: Path) -> None:
-    """A pickle that would run a command, of the size the manifest expects."""
+def poison(metadata: Path) -> None:
+    """A pickle that would run a command."""
     import os
     import pickle
 
@@ -182,9 +199,6 @@ def poison(metadata: Path, manifest: Path) -> None:
             return os.system, ("touch /tmp/hf_dist_was_here",)
 
     metadata.write_bytes(pickle.dumps(Evil()))
-    content = json.loads(manifest.read_text())
-    content["files"]["hf_dist_state/.metadata"] = metadata.stat().st_size
-    manifest.write_text(json.dumps(content))
 
 
 def test_nothing_to_resume_from_is_said(tmp_path: Path) -> None:
