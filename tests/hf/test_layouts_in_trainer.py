@@ -224,7 +224,7 @@ def test_dropout_leaves_the_data_alike_on_ranks_that_share_rows(layout: dict[str
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [(PP, "pipeline stage 0 reads other data"), (TP, "rank 1 reads another batch than rank 0")],
+    [(PP, "pipeline stage 1 reads other data than that of stage 0"), (TP, "rank 1 reads another batch than rank 0")],
     ids=["stages", "matrices"],
 )
 def test_a_rank_that_reads_other_data_is_named(layout: dict[str, Any], message: str, tmp_path: Path) -> None:
