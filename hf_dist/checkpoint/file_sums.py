@@ -99,8 +99,8 @@ class FileSums:
     def _room(self, name: str, end: int) -> Sums:
         sums = self._sums.get(name, np.zeros(0, dtype=_WORD))
         missing = -(-end // BLOCK) - sums.size
-        if missing > 0:
-            sums = np.concatenate([sums, np.zeros(missing, dtype=_WORD)])
+        if missing > 0:  # twice the room: a file that grows in small steps is not copied at each
+            sums = np.concatenate([sums, np.zeros(max(missing, sums.size), dtype=_WORD)])
         self._sums[name] = sums
         return sums
 
@@ -166,7 +166,8 @@ def _fill(file: io.FileIO, buffer: memoryview) -> int:
 
 
 def _digest(sums: Sums, nbytes: int) -> str:
-    return hashlib.sha256(nbytes.to_bytes(8, "little") + sums.tobytes()).hexdigest()[:16]
+    blocks = sums[: -(-nbytes // BLOCK)]
+    return hashlib.sha256(nbytes.to_bytes(8, "little") + blocks.tobytes()).hexdigest()[:16]
 
 
 def _block_sums(values: Any, offset: int) -> Sums:

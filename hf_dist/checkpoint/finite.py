@@ -36,7 +36,7 @@ def first_not_finite(parts: Iterable[OwnedPart], trained: Collection[str]) -> st
 
 
 def trained_not_finite(sharded: ShardedModel) -> str | None:
-    """`first_not_finite` of the weights that this rank would write. Local, although at stages 1 and 2 it waits for nobody."""
+    """`first_not_finite` of the weights that this rank would write; of replicas that train alone, the first's. Local."""
     return first_not_finite(
         (part for _, part in owned_parts(sharded, lambda _, value: value)), trained_parameters(sharded)
     )

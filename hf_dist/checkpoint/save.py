@@ -158,7 +158,9 @@ class CheckpointWriter:
             with _all_or_none(axis, target):
                 if axis.rank == 0:
                     files.check(working)
-                    folder.move_files(working, target, last=PLAN)
+        with _all_or_none(axis, target):  # what is moved only in part is not removed: it is nowhere else
+            if axis.rank == 0:
+                folder.move_files(working, target, last=PLAN)
 
     def save_model_here(self, engine: Stateful, target: Path, files: Callable[[], ModelFiles]) -> None:
         """`save_model` for weights that rank 0 holds whole: it writes alone, as under DDP, and waits for nobody.
@@ -182,6 +184,7 @@ class CheckpointWriter:
                 made.write_plan(working)
                 made.write(working, list(whole_parts(engine.sharded)), alone)
                 made.check(working)
+            with _all_or_none(alone, target):
                 folder.move_files(working, target, last=PLAN)
             problem = ""
         except CheckpointError as error:
@@ -270,8 +273,8 @@ class CheckpointWriter:
                     dcp.write_state(working / folder.STATE, snapshot.state, axis, states)
                     if axis.rank == 0:
                         write_common(working / folder.STATE, snapshot.common)
+                own = states.digests(), first_not_finite(snapshot.parts, snapshot.trained)
             digests, bad = weights.digests(), None
-            own = states.digests(), first_not_finite(snapshot.parts, snapshot.trained)
             for rank, name in collectives.all_gather_object(axis, own):
                 digests |= {f"{folder.STATE}/{file}": digest for file, digest in rank.items()}
                 bad = bad or name

@@ -284,10 +284,8 @@ class CheckpointingMixin(DataPositionMixin):
         if plan is not None and not loads_by_itself(engine):
             load_weights(engine, directory, plan, names)
             return
-        with (
-            named_if_refused(directory),
-            loading(engine.sharded),
-        ):  # of another program: HF and PEFT know the names, or the model loads them itself
+        # Of another program: HF and PEFT know the names, or the model loads them itself.
+        with named_if_refused(directory), loading(engine.sharded):
             super()._load_from_checkpoint(str(directory))  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -108,10 +108,8 @@ class DataPositionMixin:
         manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
         if manifest is None or "position" not in manifest or self.args.ignore_data_skip:
             return epochs, batches
-        position, now = (
-            _position_of(Path(str(checkpoint)), manifest),
-            resumed_arguments.record(self.args)["global_batch"],
-        )
+        position = _position_of(Path(str(checkpoint)), manifest)
+        now = resumed_arguments.record(self.args)["global_batch"]
         if manifest.get("arguments", {}).get("global_batch") == now and position.get("sized", True):
             return epochs, batches
         self._counts_steps = self.args.max_steps > 0

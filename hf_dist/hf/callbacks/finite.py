@@ -14,7 +14,10 @@ from hf_dist.log import say
 
 
 class FiniteCallback(TrainerCallback):
-    """Looks before each log record and each checkpoint; reads the weights only if a gradient was not finite."""
+    """Looks every `logging_steps`, every `save_steps` and at the end of an epoch.
+
+    It reads the weights only if a gradient was not finite.
+    """
 
     def __init__(self, trainer: Any, stops: bool) -> None:
         """`stops`: raise `ModelError` on every rank (`hf_dist.stop_if_not_finite`)."""
@@ -30,10 +33,20 @@ class FiniteCallback(TrainerCallback):
             trainer.dist_engine.not_finite.forget()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Due by the step alone: what `control` asks for may be one rank's wish until all have agreed."""
+        periods = [int(steps) for steps in (state.logging_steps, state.save_steps) if steps and steps >= 1]
+        if state.global_step >= state.max_steps or any(state.global_step % steps == 0 for steps in periods):
+            self._look()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the log record and the checkpoint of an epoch."""
+        self._look()
+
+    def _look(self) -> None:
         """Collective where a gradient was not finite, which is equal on all ranks; local if replicas train alone."""
         trainer = self._trainer()
         engine = None if trainer is None else trainer.dist_engine
-        if engine is None or self._is_told or not (control.should_log or control.should_save):
+        if engine is None or self._is_told:
             return
         step = engine.not_finite.step
         if not step:
