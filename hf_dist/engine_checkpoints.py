@@ -15,6 +15,7 @@ from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import Stateful
 from hf_dist.config import BatchSizes, DistConfig
 from hf_dist.log import warn_once
+from hf_dist.on_one_rank import every_rank
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.skipped import SkippedSteps
 from hf_dist.optim.taken_over import load_schedule, saved_options
@@ -58,6 +59,7 @@ class EngineCheckpoints(Stateful):
         Replicas that train alone are synchronised first. With `checkpoint.async_save`, writing continues in the background;
         `engine.writer.wait()` waits for it.
         """
+        every_rank(self.mesh, "engine.save_checkpoint()")
         self.meet()
         self.sharded.take_writes()
         self.writer.save(
@@ -78,6 +80,7 @@ class EngineCheckpoints(Stateful):
 
         Every rank calls it. Raises `CheckpointError` on every rank if a file is missing, damaged, or of another model.
         """
+        every_rank(self.mesh, "engine.load_checkpoint()")
         resume.load_whole_checkpoint(self, Path(directory), weights_only=weights_only)
         self.micro_steps = 0
         if not weights_only:

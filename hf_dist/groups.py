@@ -85,7 +85,7 @@ class MeshAxis:
     """One axis of the mesh, as this process sees it."""
 
     name: str
-    """Name of an axis or view (`axes.py`), or "control", "background", "holders" (of tied parameters), and the like."""
+    """Name of an axis or view (`axes.py`), or "control", "calls", "background", "holders" (of tied weights), and the like."""
     size: int
     """Number of processes along the axis."""
     rank: int

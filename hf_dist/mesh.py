@@ -46,6 +46,19 @@ _number = itertools.count(1)
 
 
 @dataclass(frozen=True, eq=False)
+class HostAxes:
+    """All ranks over gloo, once for each purpose: one must not wait for another, nor meet it on a rank that does other things."""
+
+    control: MeshAxis
+    """For questions between hosts (has any rank been told to stop?) while GPUs compute."""
+    background: MeshAxis
+    """For the checkpoint-writing thread. Its timeout is long: a slow disk must not end the job."""
+    calls: MeshAxis
+    """To meet in calls that all must make (`on_one_rank.py`). Had a rank that makes one alone met another collective, gloo
+    would have ended the process: the messages have other sizes."""
+
+
+@dataclass(frozen=True, eq=False)
 class ParallelMesh:
     """The axes of the job (`axes.py`) as this process sees them, with their process groups."""
 
@@ -57,10 +70,8 @@ class ParallelMesh:
     """Sizes, coordinates and lines of all ranks."""
     views: Mapping[str, MeshAxis]
     """Name of an axis or view -> this rank's line along it."""
-    control: MeshAxis
-    """All ranks over gloo, for questions between hosts (has any rank been told to stop?) while GPUs compute."""
-    background: MeshAxis
-    """All ranks over gloo, for the checkpoint-writing thread. Its timeout is long: a slow disk must not end the job."""
+    on_host: HostAxes
+    """Groups for what hosts tell each other."""
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
     lease: GroupLease = field(default_factory=lambda: GroupLease("none"), repr=False)
     """Process groups that end with the mesh."""
@@ -85,6 +96,21 @@ class ParallelMesh:
     def world(self) -> MeshAxis:
         """All ranks, for operations of the whole job such as checkpoints and agreement on the model."""
         return self.views["world"]
+
+    @property
+    def control(self) -> MeshAxis:
+        """See `HostAxes`."""
+        return self.on_host.control
+
+    @property
+    def background(self) -> MeshAxis:
+        """See `HostAxes`."""
+        return self.on_host.background
+
+    @property
+    def calls(self) -> MeshAxis:
+        """See `HostAxes`."""
+        return self.on_host.calls
 
     @property
     def pp(self) -> MeshAxis:
@@ -212,16 +238,17 @@ def build_mesh(
     cut = axes(world)
     backend = _backend(chosen) if ready else "none"
     groups = GroupMaker(rank, backend, timeout, GroupLease(backend, next(_number)), chosen)
-    on_host = replace(groups, backend=FAKE if backend == FAKE else "gloo")
+    gloo = replace(groups, backend=FAKE if backend == FAKE else "gloo")
     everyone = cut.lines("world")
     views = groups.views(cut)
-    control = on_host.axis("control", everyone)
-    background = replace(on_host, timeout=BACKGROUND_TIMEOUT).axis("background", everyone)
+    control = gloo.axis("control", everyone)
+    background = replace(gloo, timeout=BACKGROUND_TIMEOUT).axis("background", everyone)
+    on_host = HostAxes(control, background, gloo.axis("calls", everyone))
     groups.connect(groups.lease.groups)
     if ready:
         # Without this, a rank that drops its mesh at once would close connections that others are still setting up.
         dist.barrier(device_ids=[chosen.index] if dist.get_backend() == "nccl" else None)
-    return ParallelMesh(launch, chosen, backend, cut, views, control, background, timeout, groups.lease, hosts)
+    return ParallelMesh(launch, chosen, backend, cut, views, on_host, timeout, groups.lease, hosts)
 
 
 def join_job(device: torch.device | str | None, timeout: timedelta) -> tuple[Launch, torch.device]:

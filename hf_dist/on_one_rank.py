@@ -41,7 +41,7 @@ def every_rank(mesh: ParallelMesh, name: str) -> None:
     Raises `OneRankError` on a rank that is alone: the others have ended, wait for something else (as the watchdog sees), or
     have made a different such call, which raises on them too.
     """
-    axis = mesh.control
+    axis = mesh.calls
     if axis.size == 1:
         return
     called = f"{name} at {line_of_user(sys._getframe(1))}"

@@ -161,7 +161,7 @@ def communicators(rank: int, world: int) -> dict[str, tuple[int, int]]:
     for case, (more, fields) in COMMUNICATORS.items():
         engine = hf_dist.initialize(llama(num_hidden_layers=4, **fields), config=_completed(more), device="cpu")
         labels = [name.split(":")[2] for name, count in engine.mesh.lease.names.items() for _ in range(count)]
-        of_host = sum(label in ("control", "background") for label in labels)
+        of_host = sum(label in ("control", "calls", "background") for label in labels)
         channels = sum(label[:2] in ("F ", "B ") for label in labels)
         found[case] = len(labels) - of_host - channels + 1, channels
     return found

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from hf_dist import collectives
+from hf_dist import collectives, trees
 from hf_dist.agree import first_problem
 from hf_dist.estimate.activations import Kept
 from hf_dist.estimate.describe import kept_units
 from hf_dist.estimate.memory_plan import MemoryPlan
 from hf_dist.estimate.residency import budget_nbytes, has_budget, keep_within
 from hf_dist.estimate.running import Running, memory_of, planned_config, planner_for
-from hf_dist.log import say
+from hf_dist.log import say, warn_once
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sizes import size_text
 
@@ -30,9 +32,27 @@ def keep_by_budget(engine: Running) -> None:
     def decide(args: Any, kwargs: Any) -> None:
         found = me()
         if found is not None:
+            sharded.passes.before_training = None
             _decide(found, args, kwargs)
 
     sharded.passes.before_training = decide
+
+
+def _tell_larger(planned: tuple[int, ...], args: Any, kwargs: Any) -> None:
+    """Tell, on this rank, of a microbatch for which the plan does not hold. Local."""
+    shape = _shape(args, kwargs)
+    if math.prod(shape) > math.prod(planned):
+        warn_once(
+            f"hf_dist.memory_budget: what stays gathered was planned from a first microbatch of {planned}, and one of {shape} "
+            "follows: the peak may be above the budget. Let the first batch have the longest rows, or give a smaller budget"
+        )
+
+
+def _shape(args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Of the tensor with most elements."""
+    return max(
+        (tuple(v.shape) for v in trees.leaves((args, kwargs)) if isinstance(v, torch.Tensor)), key=math.prod, default=()
+    )
 
 
 def _decide(engine: Running, args: Any, kwargs: Any) -> None:
@@ -59,6 +79,8 @@ def _decide(engine: Running, args: Any, kwargs: Any) -> None:
     chosen = keep_within(plan, min(budgets))
     for unit in sharded.units:
         unit.stay = chosen.states.stays.get(unit.name, Stay.USE)
+    if any(unit.stay is not Stay.USE for unit in sharded.units):
+        sharded.passes.before_training = functools.partial(_tell_larger, _shape(args, kwargs))
     say(_told(chosen, min(budgets)))
 
 

@@ -316,12 +316,13 @@ class CheckpointingMixin(DataPositionMixin):
             say(
                 f"{directory}: its weights are not finite, first {manifest[folder.NOT_FINITE]}: resume from an older one"
             )
-        for line in resumed_arguments.changes(manifest.get("arguments", {}), resumed_arguments.record(self.args)):
-            say(f"resumed with another argument: {line}")
         self._evaluation_due = directory if manifest.get("evaluation_is_due") else None
         if loads_by_itself(engine):
             self._restore_weights(directory)
         resume.load_whole_checkpoint(engine, directory)
+        saved, now = manifest.get("arguments", {}), resumed_arguments.record(self.args)
+        for line in resumed_arguments.changes(saved, now, same_optimizer=not engine.has_own_options):
+            say(f"resumed with another argument: {line}")
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
             load_schedule(self.lr_scheduler, read_schedule(scheduler), own_options=engine.has_own_options)

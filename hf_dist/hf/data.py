@@ -34,7 +34,6 @@ class SeekableBatches(BatchSampler):
         self.inner = inner
         self.batch_size = getattr(inner, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(inner, "drop_last", False)
-        self.num_processes = getattr(inner, "num_processes", 1)
         self.split_batches = getattr(inner, "split_batches", False)
         self._skip = 0
         self._resume: Mapping[str, torch.Tensor] | None = None
@@ -46,6 +45,31 @@ class SeekableBatches(BatchSampler):
 
     def __len__(self) -> int:
         return len(self.inner)
+
+    # HF looks for its own sampler in accelerate's, and tells that one not to divide what is divided among ranks already.
+
+    @property
+    def batch_sampler(self) -> Any:
+        """What accelerate has divided among ranks; None in one process."""
+        return getattr(self.inner, "batch_sampler", None)
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks among which accelerate divides."""
+        return getattr(self.inner, "num_processes", 1)
+
+    @num_processes.setter
+    def num_processes(self, value: int) -> None:
+        self.inner.num_processes = value  # type: ignore[attr-defined]
+
+    @property
+    def process_index(self) -> int:
+        """Of this rank among them."""
+        return getattr(self.inner, "process_index", 0)
+
+    @process_index.setter
+    def process_index(self, value: int) -> None:
+        self.inner.process_index = value  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the sampler that shuffles, however deeply it is wrapped."""

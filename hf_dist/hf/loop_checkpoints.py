@@ -23,6 +23,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
+from hf_dist.on_one_rank import every_rank
 from hf_dist.optim.taken_over import load_schedule
 
 _CUSTOM = re.compile(r"^custom_checkpoint_(\d+)\.pkl$")
@@ -65,6 +66,7 @@ class LoopCheckpointsMixin:
                 f"save_state holds one trained model, and {len(self.engines)} were prepared. Save each with "
                 "save_model, or give each its own DistAccelerator."
             )
+        every_rank(self.mesh, "accelerator.save_state()")
         project = self.project_configuration
         final = self._state_folder(output_dir)
 
@@ -100,6 +102,7 @@ class LoopCheckpointsMixin:
         Without `input_dir`, automatic naming finds the newest complete folder, and the next save gets the next number.
         Raises `CheckpointError` on every rank, `ValueError` if there is no such folder.
         """
+        every_rank(self.mesh, "accelerator.load_state()")
         directory = self._found_folder(input_dir)
         for hook in self._load_model_state_pre_hook.values():  # type: ignore[attr-defined]
             hook(list(self._models), str(directory))
@@ -125,6 +128,7 @@ class LoopCheckpointsMixin:
             return
         if not safe_serialization:
             warn_once("save_model: safe_serialization=False has no effect, weights are written as safetensors")
+        every_rank(self.mesh, "accelerator.save_model()")
         engine.meet()
         engine.writer.save_model(engine, Path(save_directory), model_files(engine.sharded, max_shard_size))
 

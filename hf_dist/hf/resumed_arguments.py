@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_LATER = ", after one step by the old one"
+"""torch's schedules restore the rate of the next step, and compute those after it."""
 _MEANING = {
     "global_batch": "an epoch has another number of steps; the position in the data is kept in samples",
-    "max_steps": "the schedule is stretched or cut to the new number of steps",
-    "num_train_epochs": "the schedule is stretched or cut to the new number of steps",
-    "learning_rate": "the schedule continues at the saved step with the base rate of the checkpoint's param groups",
-    "lr_scheduler_type": "another schedule takes over at the saved step",
-    "warmup_steps": "the schedule is computed with the new warm-up from the saved step on",
-    "weight_decay": "the checkpoint's param groups keep theirs",
+    "max_steps": f"the schedule is stretched or cut to the new number of steps{_LATER}",
+    "num_train_epochs": f"the schedule is stretched or cut to the new number of steps{_LATER}",
+    "learning_rate": "the schedule continues at the saved step with this base rate",
+    "lr_scheduler_type": f"another schedule takes over{_LATER}",
+    "warmup_steps": f"the schedule is computed with the new warm-up{_LATER}",
+    "weight_decay": "the new one holds from here on, as all options of this run's optimizer",
     "optim": "another optimizer starts with empty state",
     "seed": "random states come from the checkpoint; the order of the data changes from here on",
     "data_seed": "the order of the data changes from here on: samples of this epoch may repeat or be missed",
     "max_grad_norm": "the new limit holds from here on",
 }
+_TAKEN = {
+    "learning_rate": "the schedule continues at the saved step with the base rate of the checkpoint's param groups",
+    "weight_decay": "the checkpoint's param groups keep theirs",
+    "optim": "an optimizer of the same class: the checkpoint's state and the options of its param groups are taken",
+}
+"""What they mean where the optimizer is of the same class."""
 _FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 """Their product is the global batch: a change of one of them matters only if that changes."""
 _SHOWN = {"world_size": "world_size (ranks with rows of their own)"}
@@ -32,16 +40,22 @@ def record(args: Any) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for every argument whose value changed."""
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, same_optimizer: bool = True) -> list[str]:
+    """One line for every argument whose value changed. `same_optimizer`: the options of the checkpoint's param groups were
+    taken, because its optimizer is of this run's class."""
     before, here = saved.get("global_batch"), now.get("global_batch")
     part = (
         f"no effect: the global batch is still {here}"
         if before == here
         else f"global_batch was {before}, is {here} now"
     )
+    meanings = {**_MEANING, **dict.fromkeys(_FACTORS, part), **(_TAKEN if same_optimizer else {})}
+    if now.get("data_seed") is not None and saved.get("data_seed") == now["data_seed"]:
+        meanings["seed"] = "no effect: random states come from the checkpoint, and data_seed orders the data"
+    if saved.get("max_steps", -1) > 0 and now.get("max_steps", -1) > 0:  # which are what counts then
+        del meanings["num_train_epochs"]
     lines = []
-    for name, meaning in {**_MEANING, **dict.fromkeys(_FACTORS, part)}.items():
+    for name, meaning in meanings.items():
         if name in saved and saved[name] != now.get(name):
             lines.append(f"{_SHOWN.get(name, name)}: {saved[name]} in the checkpoint, {now.get(name)} now: {meaning}")
     return lines

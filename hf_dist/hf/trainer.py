@@ -31,6 +31,7 @@ from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import tell_router_loss
 from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.trl import TrlMixin
+from hf_dist.on_one_rank import every_rank
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.ordinary import unprepare
@@ -224,6 +225,8 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         """
         if self.dist is None:
             return super().evaluation_loop(*args, **kwargs)
+        description = kwargs.get("description", args[1] if len(args) > 1 else "")
+        every_rank(self.accelerator.mesh, f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}()")
         self._draw_alike()
         if self.accelerator._models and self.accelerator.engine_of(self.model) is None:
             # HF prepares the model only if no model was prepared, and TRL has prepared its reference model.

@@ -44,6 +44,11 @@ _REFUSED: dict[str, str] = {
     "sparseadam": "takes sparse gradients, and those of the engine are dense",
     "grokadamw": "keeps tensors in its param groups, which no checkpoint would hold",
 }
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"]
+)
+"""torch's own; a probe of them takes longer than the rest of what an engine does for its optimizer."""
 _WHOLE_MODULES = ("galore_torch", "q_galore_torch", "apollo_torch")
 """Packages whose classes are named AdamW but project whole matrices."""
 
@@ -78,6 +83,8 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
         ConfigError: an update depends on other parameters, or the class is known to need data that no rank has.
     """
     cls = type(optimizer)
+    if cls in _ELEMENTWISE:  # no subclass, which may do anything
+        return Stepping.FRAGMENTS
     if is_muon(optimizer):
         return Stepping.MUON
     names = [base.__name__.lower().replace("_", "").replace("8bit", "") for base in cls.__mro__]

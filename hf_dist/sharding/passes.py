@@ -59,7 +59,7 @@ class Passes:
         """The orders of the whole model, or of each pipeline stage of this rank."""
         self.select(0)
         self.before_training: Callable[[Any, Any], None] | None = None
-        """Called once, with the arguments of the first forward that has a backward; may set `stay` of the units."""
+        """Called with the arguments of each forward that has a backward; may set `stay` of the units and replace itself."""
         self.window: Callable[[], Window | None] = lambda: None
         """Weak reference to the engine's window; returns None without an engine."""
         self.paused = False
@@ -144,10 +144,9 @@ class Passes:
         return inputs
 
     def begin_training(self, args: Any, kwargs: Any) -> None:
-        """Called at a training forward, with its arguments. The first call is collective over dp; later ones do nothing."""
-        decide, self.before_training = self.before_training, None
-        if decide is not None:
-            decide(args, kwargs)
+        """Called at a training forward, with its arguments. The first call is collective over dp; later ones are local."""
+        if self.before_training is not None:
+            self.before_training(args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Runs after that forward. The root stays gathered for backward; in evaluation, all units are resharded."""

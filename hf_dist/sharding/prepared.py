@@ -46,8 +46,8 @@ class Writes(Protocol):
     def note_alias(self, alias: torch.Tensor) -> None:
         """User code has read `p.data`."""
 
-    def note_assignment(self) -> None:
-        """User code has set `p.data`."""
+    def note_assignment(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        """User code sets `p.data = value` of this parameter now."""
 
 
 class Owner(Protocol):
@@ -133,10 +133,10 @@ class _Prepared:
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _DATA.__set__(self, value)
         owner = _owner(self)
-        if owner is not None:
-            owner.writes.note_assignment()
+        if owner is not None:  # first, while the parameter still is where earlier reads of it are
+            owner.writes.note_assignment(cast(Any, self), value)
+        _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]

@@ -47,6 +47,7 @@ class Reducer:
         self._dropping = False
         self._in_flight: deque[tuple[FlatGroup, int, Handle]] = deque()  # (whose gradient, elements, handle)
         self._combining: deque[Handle] = deque()
+        self._followed: set[int] = set()  # ids of groups whose follow-ups may be in flight, which read their gradient
         self._at_end: list[tuple[FlatGroup, Combination]] = []
 
     def begin_backward(self, finishing: Container[int]) -> None:
@@ -94,6 +95,8 @@ class Reducer:
     def _reduce(self, unit: ShardUnit) -> None:
         while not self.has_room(unit) or len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._in_flight.popleft()[-1].wait()
+        if any(id(group) in self._followed for group in unit.trainable):
+            self.land()  # one more backward than announced adds to a gradient that a collective is combining
         for group in unit.trainable:
             handle = group.reduce()
             if unit.index in self.finishing:
@@ -105,6 +108,7 @@ class Reducer:
     def _finished(self, group: FlatGroup, handle: Handle) -> Handle:
         """Add the follow-up of a group's last reduction of the window: further axes, or the optimizer step in backward."""
         if group.axes.then:
+            self._followed.add(id(group))
             return Handle([handle], functools.partial(self._combine, group, 0))
         if self.when_final is not None:
             return Handle([handle], functools.partial(self._final, group))
@@ -164,6 +168,7 @@ class Reducer:
         self.settle()
         while self._combining:
             self._combining.popleft().wait()
+        self._followed.clear()
         self.link.wait_host()
 
     def wait(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.sharding.layout import FlatLayout
-from hf_dist.sharding.prepared import raw_data
+from hf_dist.sharding.prepared import OWNER, raw_data
 
 
 class UserWrites:
@@ -31,9 +31,24 @@ class UserWrites:
         key, aliases = id(alias), self._aliases
         aliases[key] = weakref.ref(alias, lambda _: aliases.pop(key, None))
 
-    def note_assignment(self) -> None:
-        """Note that user code has set some `p.data`."""
-        self._data_was_used = True
+    def note_assignment(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        """Note that user code sets `param.data`, and give what it has read of it before, and still holds, memory of its own.
+
+        In torch the elements that were read stay (`backup = p.data; p.data = averaged; ...; p.data = backup`). Here the new
+        ones are copied to where the old ones are (`take_back`), which a collective has to find in one buffer.
+        """
+        place, numel = raw_data(param).data_ptr(), param.numel()
+        self._data_was_used = True  # after the read, which may have waited for weights, which forgets earlier notes
+        first = self._full.data_ptr()
+        inside = first <= place < first + self._full.untyped_storage().nbytes()
+        if not inside or value.data_ptr() == place:
+            return
+        for alias in self.aliases:
+            own = raw_data(alias)
+            if own.data_ptr() == place and own.numel() == numel:
+                self._aliases.pop(id(alias), None)
+                delattr(alias, OWNER)
+                alias.data = own.clone()
 
     @property
     def aliases(self) -> list[torch.Tensor]:

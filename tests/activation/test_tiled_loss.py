@@ -37,6 +37,13 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {n: g for n, g in named.items() if not n.endswith(NO_GRADIENT)}
 
 
+def exact_gradients(family: str, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of transformers in double precision: how far those in single precision are from them is rounding."""
+    model = make_model(family).double()
+    model(**batch).loss.backward()
+    return gradients(model)
+
+
 def tiled(model: Any) -> TiledLoss:
     return TiledLoss(model, model.get_output_embeddings())
 
@@ -76,7 +83,10 @@ def test_loss_and_gradients_equal_those_of_transformers(family: str, items: torc
     assert switch.tiles
     assert output.loss.dtype == expected.dtype and relative(output.loss, expected) < RTOL
     assert found.keys() == wanted.keys()
-    assert {n: relative(found[n], wanted[n]) for n in wanted if relative(found[n], wanted[n]) >= RTOL} == {}
+    exact = exact_gradients(family, batch)
+    # Two orders of summation may be as far from each other as one is from the exact sum, on either side of it.
+    limits = {n: max(RTOL, 2 * relative(wanted[n], exact[n])) for n in wanted}
+    assert {n: relative(found[n], wanted[n]) for n in wanted if relative(found[n], wanted[n]) >= limits[n]} == {}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

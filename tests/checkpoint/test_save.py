@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,26 +14,46 @@ from hf_dist.checkpoint.check_names import check_needed, check_shapes
 from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.weight_plan import StoredTensor, WeightPlan
 from hf_dist.errors import CheckpointError
-from tests.checkpoint import saving
+from tests.checkpoint import killing, saving
 from tests.harness import run_ranks
 
 STEPS = 5
-KILLS = int(os.environ.get("HF_DIST_KILLS", "12"))
+KILLS = int(os.environ.get("HF_DIST_KILLS", "5"))
+"""Of jobs in each layout."""
+
+
+def killed(job: Any, world: int, arguments: tuple[Any, ...]) -> None:
+    """Run a job one of whose ranks is killed, or is done before."""
+    try:
+        run_ranks(job, world, arguments, timeout=120)
+    except RuntimeError as error:
+        assert "ended without a result" in str(error) or "closed" in str(error) or "reset" in str(error), error
+
+
+@pytest.mark.parametrize("layout", killing.LAYOUTS)
+def test_a_job_in_a_mixed_layout_that_is_killed_in_a_save_goes_on_as_if_it_was_not(layout: str, tmp_path: Path) -> None:
+    expected = run_ranks(killing.whole, killing.WORLD, (str(tmp_path / "whole"), layout), timeout=120)
+    roots = [str(tmp_path / str(seed)) for seed in range(-(-KILLS // 4))]
+    for seed, root in enumerate(roots):
+        killed(killing.until_killed, killing.WORLD, (root, layout, 100 * len(layout) + seed))
+    ranks = run_ranks(killing.resumed, killing.WORLD, (roots, layout), timeout=60 * len(roots))
+    for mine, found in zip(expected, ranks, strict=True):
+        for root, (step, record) in zip(roots, found, strict=True):
+            assert step >= 1, f"{root}: nothing to resume from"
+            assert record["losses"] == mine["losses"] and record["norms"] == mine["norms"], root
+            assert all(torch.equal(value, mine["weights"][name]) for name, value in record["weights"].items()), root
+    for root in roots:
+        assert not [p for p in Path(root).iterdir() if p.name.startswith(".")], root
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(in_background: bool, tmp_path: Path) -> None:
     expected = run_ranks(saving.save_steps, 2, (str(tmp_path), STEPS))[0]
     roots = []
-    for seed in range(KILLS // 2):
+    for seed in range(KILLS):
         root = tmp_path / str(seed)
         roots.append(str(root))
-        try:
-            run_ranks(
-                saving.save_until_killed, 2, (str(root), STEPS, 100 * in_background + seed, in_background), timeout=120
-            )
-        except RuntimeError as error:
-            assert "ended without a result" in str(error) or "closed" in str(error) or "reset" in str(error), error
+        killed(saving.save_until_killed, 2, (str(root), STEPS, 100 * in_background + seed, in_background))
     found = run_ranks(saving.load_newest, 1, (roots,), timeout=600)[0]
     for root, (step, digests) in zip(roots, found, strict=True):
         assert step >= 1, f"{root}: nothing to resume from"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -15,14 +16,15 @@ from hf_dist import DistTrainingArguments
 from hf_dist.errors import OneRankError
 from tests.ecosystem import runs
 from tests.ecosystem.savers import read
+from tests.hf.layout_jobs import matrices
 from tests.hf.recipes import make_model, pad, texts
 
 IDS = torch.arange(3, 11).reshape(1, 8)
 
 
-def trained(folder: Path, stage: int) -> Any:
+def trained(folder: Path, stage: int, layout: dict[str, Any] | None = None) -> Any:
     """One step of a small model; a rank that waits for 12 seconds is reported, one that is alone after 2."""
-    config = {**runs.config_of(stage), "hf_dist": {"stall_report_seconds": 12}}
+    config = {**runs.config_of(stage), **(layout or {}), "hf_dist": {"stall_report_seconds": 12}}
     args = runs.arguments(folder, None, False, DistTrainingArguments, max_steps=1, ddp_timeout=60, dist_config=config)
     trainer = runs.over(stage, Trainer)(make_model("llama"), args, train_dataset=texts(8), data_collator=pad)
     trainer.train()
@@ -34,6 +36,10 @@ CALLS = {
     "save_pretrained": lambda trainer, folder: trainer.model.save_pretrained(str(folder / "model")),
     "generate": lambda trainer, folder: trainer.model.eval().generate(IDS, max_new_tokens=4, do_sample=False),
     "get_state_dict": lambda trainer, folder: trainer.accelerator.get_state_dict(trainer.model),
+    "evaluate": lambda trainer, folder: trainer.evaluate(texts(4)),
+    "predict": lambda trainer, folder: trainer.predict(texts(4)),
+    "save_checkpoint": lambda trainer, folder: trainer.dist_engine.save_checkpoint(folder / "engine"),
+    "save_state": lambda trainer, folder: trainer.accelerator.save_state(str(folder / "state")),
     "logits": lambda trainer, folder: trainer.model.eval()(IDS).logits.detach(),
 }
 
@@ -91,8 +97,8 @@ def adapters(rank: int, world: int, root: str, stages: list[int]) -> list[list[d
 
 
 def refused(rank: int, world: int, root: str, call: str, meanwhile: str) -> dict[str, Any]:
-    """At stage 3 rank 0 makes `call` alone, while the other waits, makes another call, or ends."""
-    trainer = trained(Path(root), 3)
+    """At stage 3 rank 0 makes `call` alone, while the other waits, makes another call, trains with it, or ends."""
+    trainer = trained(Path(root), 3, matrices(2) if meanwhile == "train" else None)
     os.environ["TORCHELASTIC_ERROR_FILE"] = (
         f"{root}/error.json"  # where a launcher looks for what a rank says at its end
     )
@@ -102,10 +108,14 @@ def refused(rank: int, world: int, root: str, call: str, meanwhile: str) -> dict
             CALLS[call](trainer, Path(root))
         elif meanwhile == "barrier":
             trainer.accelerator.wait_for_everyone()
+        elif meanwhile == "train":
+            trainer.args.max_steps = 2
+            trainer.train()
         elif meanwhile != "end":
             CALLS[meanwhile](trainer, Path(root))
     except OneRankError as error:
         said = {"error": str(error), "seconds": time.monotonic() - started}
+        Path(root, f"said_{rank}.json").write_text(json.dumps(said))
         if meanwhile == "barrier":
             trainer.accelerator.wait_for_everyone()
         return said

@@ -50,6 +50,9 @@ def test_a_callback_saves_adapters_on_the_main_rank_alone(tmp_path: Path) -> Non
         ("save_pretrained", "get_state_dict"),
         ("generate", "barrier"),
         ("get_state_dict", "end"),
+        ("predict", "get_state_dict"),
+        ("save_checkpoint", "barrier"),
+        ("save_state", "barrier"),
     ],
 )
 def test_one_rank_is_told_at_once_that_all_have_to_call(call: str, meanwhile: str, tmp_path: Path) -> None:
@@ -60,6 +63,14 @@ def test_one_rank_is_told_at_once_that_all_have_to_call(call: str, meanwhile: st
     assert alone["seconds"] < 30
     if meanwhile == "get_state_dict":
         assert ranks[1]["error"] == alone["error"]
+
+
+def test_an_evaluation_of_one_rank_while_the_other_one_trains_with_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):  # of the one that is left alone in its step
+        run_ranks(refused, 2, (str(tmp_path), "evaluate", "train"), timeout=60)
+    alone = json.loads((tmp_path / "said_0.json").read_text())
+    assert "trainer.evaluate() at " in alone["error"] and "lone_calls.py:" in alone["error"]
+    assert "was called by rank 0 alone" in alone["error"] and alone["seconds"] < 30
 
 
 def test_a_forward_of_one_rank_ends_the_job_with_its_line(tmp_path: Path) -> None:

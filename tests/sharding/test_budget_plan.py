@@ -148,6 +148,19 @@ def peaks(rank: int, world: int) -> list[dict[str, Any]]:
     return found
 
 
+def test_a_later_batch_for_which_the_plan_does_not_hold_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    import hf_dist
+
+    config = config_of("1GB", 1) | {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
+    engine = hf_dist.initialize(llama(), config=config, device="cpu")
+    for length, told in ((8, False), (6, False), (9, True)):
+        ids = tokens(0)[:1, :length]
+        with caplog.at_level("WARNING", "hf_dist"):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        assert ("a first microbatch of (1, 8), and one of (1, 9) follows" in caplog.text) is told
+
+
 @functools.cache
 def peak_runs() -> list[Any]:
     """By rank."""

@@ -24,11 +24,11 @@ class Blocks(nn.Module):
         )
         self.head = nn.Linear(8, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, to_head: bool = True) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) if to_head else x
 
 
 class Bank(nn.Module):

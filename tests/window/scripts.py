@@ -72,6 +72,26 @@ def more_backward_after_clipping(kit: Kit) -> None:
         kit.optimizer.zero_grad()
 
 
+def more_backwards_than_announced(kit: Kit) -> None:
+    for i in range(3):
+        for k in range(i + 1):
+            kit.loss(3 * i + k).backward()
+        kit.optimizer.step()
+        kit.optimizer.zero_grad()
+
+
+def head_by_itself_then_the_rest(kit: Kit) -> None:
+    for i in range(3):
+        hidden = kit.model(kit.rows(i), to_head=False)
+        cut = hidden.detach().requires_grad_()
+        (10 * kit.model.head(cut)).square().mean().backward()
+        hidden.backward(cut.grad)
+        if i == 2:
+            kit.loss(i).backward()
+        kit.optimizer.step()
+        kit.optimizer.zero_grad()
+
+
 def gradients_scaled_by_hand(kit: Kit) -> None:
     for i in range(3):
         kit.loss(i).backward()
@@ -322,6 +342,8 @@ ANY_STAGE = [
     clipped_twice,
     parts_clipped_apart,
     more_backward_after_clipping,
+    more_backwards_than_announced,
+    head_by_itself_then_the_rest,
     gradients_scaled_by_hand,
     gradients_of_the_head_dropped,
     gradients_set_by_hand,

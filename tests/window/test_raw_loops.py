@@ -99,6 +99,51 @@ def test_two_ranks_give_the_numbers_of_one_process_on_the_joined_batch(
         close(found, wanted)
 
 
+COPIES = {
+    f"stage {stage}{' on the host' * bool(more)}": {**config(stage)["zero_optimization"], "mics_shard_size": 2, **more}
+    for stage, more in ((1, {}), (2, {}), (3, {}), (3, OFFLOAD))
+}
+"""Two copies of the shards of two ranks each (HSDP)."""
+BACKWARDS = [
+    scripts.plain_steps, scripts.more_backward_after_clipping, scripts.more_backwards_than_announced,
+    scripts.head_by_itself_then_the_rest, scripts.accumulated_in_one_loop,
+]  # fmt: skip
+"""Any number of backwards before a step."""
+
+
+def on_copies(rank: int, world: int) -> dict[tuple[str, str], Any]:
+    """These scripts in each layout with copies."""
+
+    def rows(i: int) -> torch.Tensor:
+        return batch(i, 4 * world)[4 * rank : 4 * rank + 4]
+
+    return {
+        (name, script.__name__): on_hf_dist(script, config(zero_optimization=zero), rows=rows)
+        for name, zero in COPIES.items()
+        for script in BACKWARDS
+    }
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[Any]:
+    """What four ranks found."""
+    return run_ranks(on_copies, 4)
+
+
+@pytest.mark.parametrize("script", BACKWARDS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("copies", COPIES)
+def test_any_number_of_backwards_with_copies_of_shards(
+    copies: str, script: Callable[[Kit], None], four_ranks: list[Any]
+) -> None:
+    def joined(kit: Kit) -> None:
+        kit.rows = lambda i: batch(i, 16)
+        script(kit)
+
+    wanted = on_torch(joined)[0]
+    for rank in four_ranks:
+        close((rank[copies, script.__name__][0], []), (wanted, []))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("script", scripts.NEEDS_WHOLE_WEIGHTS, ids=lambda s: s.__name__)
 def test_weights_written_between_steps_stay_written_in_bf16(script: Callable[[Kit], None], stage: int) -> None:

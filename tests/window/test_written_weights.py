@@ -131,9 +131,14 @@ class Script:
             self.kit.params[pick].data[:1].zero_()
 
     def assign(self, pick: int) -> None:
-        self.held.pop(pick, None)
         with self.kit.for_writes():
             self.kit.params[pick].data = self.kit.params[pick].detach().clone() * 0.5
+
+    def give_back(self, pick: int) -> None:
+        """What was read before other elements were assigned, as an average of the weights is swapped in and out."""
+        if (held := self.held.pop(pick, None)) is not None:
+            with self.kit.for_writes():
+                self.kit.params[pick].data = held
 
     def copy(self, pick: int) -> None:
         with self.kit.for_writes(), torch.no_grad():
