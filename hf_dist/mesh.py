@@ -47,7 +47,7 @@ _number = itertools.count(1)
 
 @dataclass(frozen=True, eq=False)
 class HostAxes:
-    """All ranks over gloo, once for each purpose: one must not wait for another, nor meet it on a rank that does other things."""
+    """All ranks over gloo, once for each purpose: one must not wait for another, nor meet it on a rank that does other work."""
 
     control: MeshAxis
     """For questions between hosts (has any rank been told to stop?) while GPUs compute."""
