@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_dist import collectives
-from hf_dist.log import say
+from hf_dist.log import logger, say
 from hf_dist.mesh import MeshAxis
 
 __all__ = ["AgreedControlMixin"]
@@ -25,6 +25,11 @@ _FLAGS = {
 }
 _KNOWN = ("transformers.", "hf_dist.", "trl.", "peft.", "sentence_transformers.")
 """Packages whose callbacks and Trainers ask for the same thing on every rank."""
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is the user's."""
+    return not kind.__module__.startswith(_KNOWN) and kind.__module__ != "hf_dist"
 
 
 class AgreedControlMixin:
@@ -49,8 +54,19 @@ class AgreedControlMixin:
 
     def _may_ask_alone(self) -> bool:
         callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        kinds = [*map(type, callbacks), *type(self).__mro__[:-1]]
-        return any(not kind.__module__.startswith(_KNOWN) and kind.__module__ != "hf_dist" for kind in kinds)
+        return any(map(_is_own, [*map(type, callbacks), *type(self).__mro__[:-1]]))
+
+    def add_callback(self, callback: Any) -> None:
+        """HF's. Ranks that did not ask each other so far cannot begin in the middle of a training: this rank says so."""
+        super().add_callback(callback)  # type: ignore[misc]
+        kind = callback if isinstance(callback, type) else type(callback)
+        asks_nobody = getattr(self, "is_in_train", False) and self.dist is not None and not self._asks_all  # type: ignore[attr-defined]
+        if asks_nobody and _is_own(kind) and self.accelerator.mesh.control.size > 1:
+            logger.warning(
+                "%s was added during the training: what it asks for (stop, save, evaluate, log), it must ask for on every "
+                "rank. Added before train(), it may ask on one rank.",
+                kind.__name__,
+            )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HF's, on what any rank asks for, before it and after (a callback of an evaluation may stop the training)."""

@@ -67,3 +67,38 @@ def outcome(
     trainer.add_callback(watching)
     trainer.train()
     return watching.seen, trainer.state.global_step, sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def added_late(folder: Path) -> list[str]:
+    """What a rank is told whose collator adds a callback while it trains; rank 0 adds none."""
+    import logging
+    import os
+
+    from transformers import default_data_collator
+
+    from hf_dist import DistTrainer, DistTrainingArguments
+
+    said: list[str] = []
+    late: list[Any] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+
+    def collate(batch: Any) -> Any:
+        if os.environ["RANK"] == "1" and trainer.state.global_step >= AT and not late:
+            late.append(Asks("should_log", "evaluate", False))
+            trainer.add_callback(late[0])
+        return default_data_collator(batch)
+
+    args = DistTrainingArguments(
+        str(folder), per_device_train_batch_size=1, max_steps=STEPS, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True, dist_config={"zero_optimization": {"stage": 1}},
+    )  # fmt: skip
+    trainer = DistTrainer(model=Net("counted"), args=args, train_dataset=rows(frozenset())[:6], data_collator=collate)
+    handler = Lines()
+    logging.getLogger("hf_dist").addHandler(handler)
+    trainer.train()
+    logging.getLogger("hf_dist").removeHandler(handler)
+    return said

@@ -19,9 +19,12 @@ def job(flag: str, event: str, ranks: tuple[int, ...], stage: int) -> Job:
     return "tests.hf.control_jobs:outcome", {"flag": flag, "event": event, "ranks": ranks, "stage": stage}
 
 
+LATE: Job = ("tests.hf.control_jobs:added_late", {})
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return outcomes_by_world({2: [job(*asked) for asked in ASKED]}, tmp_path_factory)
+    return outcomes_by_world({2: [*(job(*asked) for asked in ASKED), LATE]}, tmp_path_factory)
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
@@ -32,3 +35,9 @@ def test_all_ranks_do_what_any_rank_asks_for(asked: Any, outcomes: Any, tmp_path
     for seen, steps, _ in found(outcomes, 2, job(*asked)):
         assert (seen, steps) == expected[:2]
     assert found(outcomes, 2, job(*asked))[0][2] == expected[2]
+
+
+def test_a_callback_that_comes_during_the_training_of_one_rank_is_told(outcomes: Any) -> None:
+    first, second = found(outcomes, 2, LATE)
+    assert not any("was added during the training" in line for line in first)
+    assert sum("Asks was added during the training" in line for line in second) == 1
