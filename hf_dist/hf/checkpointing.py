@@ -371,6 +371,10 @@ class CheckpointingMixin(DataPositionMixin):
             self._leave_if_told()  # completes the previous check, and covers signals received since
         if self.dist_engine is not None:
             self.checkpoint_writer.wait()
+            so_far = getattr(self, "_tr_loss", None)  # where this transformers keeps it
+            if so_far is not None:  # of the steps since the last log: HF adds this rank's to those of all ranks
+                self._tr_loss = so_far.clone()
+                collectives.all_reduce(self.accelerator.mesh.dp, self._tr_loss).wait()
         result = super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
         if self.dist_engine is not None:
             self.dist_engine.sharded.finish_gathers()

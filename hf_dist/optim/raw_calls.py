@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_dist.errors import ModelError
+
 
 class Engine(Protocol):
     """The engine that handles redirected calls."""
@@ -39,9 +41,15 @@ class StepHook:
         return self._engine()
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        engine = self.engine
-        if self.is_own or engine is None:
+        if self.is_own:
             return None
+        engine = self.engine
+        if engine is None:
+            raise ModelError(
+                f"{type(optimizer).__name__}.step(): the engine that steps it is gone, so nothing would be trained. "
+                "Keep what hf_dist.initialize returns (engine = hf_dist.initialize(model, ...)) for as long as you train; to "
+                "train on without hf_dist, make a new optimizer over model.parameters()."
+            )
         given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
         value = engine.stepped_by_hand(given[0] if given else None)
         # The optimizer's own step continues with fragments that have no gradient, and returns the closure's result.

@@ -49,8 +49,16 @@ def rows(unlabelled: frozenset[int]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def outcome(folder: Path, kind: str, unlabelled: frozenset[int], batch: int, accumulation: int, ours: bool) -> Any:
-    """Losses, norms and weights of steps over all rows in their order; `ours` on any number of ranks."""
+def outcome(
+    folder: Path,
+    kind: str,
+    unlabelled: frozenset[int],
+    batch: int,
+    accumulation: int,
+    ours: bool,
+    logging_steps: int = 1,
+) -> Any:
+    """Losses, norms and weights of steps over all rows in order, and the loss of the run; `ours` on any number of ranks."""
     from hf_dist import DistTrainer, DistTrainingArguments
 
     base: Any = DistTrainer if ours else Trainer
@@ -63,11 +71,11 @@ def outcome(folder: Path, kind: str, unlabelled: frozenset[int], batch: int, acc
     arguments: Any = DistTrainingArguments if ours else TrainingArguments
     args = arguments(
         str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, learning_rate=0.05,
-        num_train_epochs=1, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        num_train_epochs=1, logging_steps=logging_steps, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         optim="sgd", max_grad_norm=1e6, **more,
     )  # fmt: skip
     trainer = InOrder(model=Net(kind), args=args, train_dataset=rows(unlabelled))
     if kind == "sum":  # an evaluation and a prediction without labels before: neither decides for training
         trainer.predict([{"input_ids": row["input_ids"]} for row in rows(unlabelled)[:4]])
-    trainer.train()
-    return record_of(trainer)
+    run = trainer.train()
+    return {**record_of(trainer), "train_loss": run.training_loss}

@@ -36,9 +36,13 @@ def ours(job: tuple[str, frozenset[int], int, int]) -> Job:
     return "tests.hf.loss_kinds:outcome", given
 
 
+RARELY: Job = (ours(("mean", frozenset(), 2, 1))[0], {**ours(("mean", frozenset(), 2, 1))[1], "logging_steps": 2})
+"""The last of three steps is not logged."""
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return outcomes_by_world({2: [ours(job) for job in JOBS]}, tmp_path_factory)
+    return outcomes_by_world({2: [*(ours(job) for job in JOBS), RARELY]}, tmp_path_factory)
 
 
 def equal(ours: dict[str, Any], stock: dict[str, Any]) -> None:
@@ -53,6 +57,12 @@ def equal(ours: dict[str, Any], stock: dict[str, Any]) -> None:
 def test_two_ranks_equal_one_process(job: Any, outcomes: Any, tmp_path: Path) -> None:
     kind, rows, _, _ = job
     equal(found(outcomes, 2, ours(job))[0], outcome(tmp_path, kind, rows, STEP, 1, ours=False))
+
+
+def test_the_loss_of_a_run_is_that_of_all_ranks_also_after_the_last_log(outcomes: Any, tmp_path: Path) -> None:
+    wanted = outcome(tmp_path, "mean", frozenset(), STEP, 1, ours=False, logging_steps=2)["train_loss"]
+    for rank in found(outcomes, 2, RARELY):
+        assert rank["train_loss"] == pytest.approx(wanted, rel=RELATIVE)
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

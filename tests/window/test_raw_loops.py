@@ -227,6 +227,15 @@ def test_a_param_group_that_cannot_be_trained_is_refused_by_name() -> None:
     assert engine.optimizer is optimizer
 
 
+def test_an_optimizer_whose_engine_was_not_kept_says_so_instead_of_training_nothing() -> None:
+    model = Blocks()
+    optimizer = sgd(model)
+    hf_dist.initialize(model, config=config(1), optimizer=optimizer)
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(ModelError, match=r"Keep what hf_dist.initialize returns"):
+        optimizer.step()
+
+
 def refusals(rank: int, world: int) -> list[str]:
     """What is said of gradients of which a rank holds a part."""
     model = Blocks()
