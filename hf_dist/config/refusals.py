@@ -342,12 +342,6 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "hf/data.py",
         "one process would send batches to all others",
     ),
-    Elsewhere(
-        '`train_sampling_strategy` "batch_rebalance"',
-        "stages, slices or parts of sequences",
-        "hf/args.py",
-        "sends batches to processes, but several processes share a batch",
-    ),
 )
 
 

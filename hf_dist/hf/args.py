@@ -117,7 +117,6 @@ class DistArgsMixin:
         arguments: Any = self
         wanted = arguments.mixed_precision
         arguments._dist = config  # `world_size` reads it
-        _check_axes(self, config)
         _take_elastic_batch(arguments, config)
         sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
         arguments._dist = resolve(config, replace(sources, launcher_precision=wanted))
@@ -227,19 +226,6 @@ def _take_elastic_batch(args: Any, config: DistConfig) -> None:
         sizes = with_elastic_batch(config, args.world_size)
         args.per_device_train_batch_size = settled(sizes.train_micro_batch_size_per_gpu)
         args.gradient_accumulation_steps = settled(sizes.gradient_accumulation_steps)
-
-
-def _check_axes(args: Any, config: DistConfig) -> None:
-    shares = axes_of(config, detect_launch().world_size).size("batch") > 1
-    if shares and getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
-        raise ConfigError(
-            Problem(
-                "train_sampling_strategy",
-                "batch_rebalance",
-                "sends batches to processes, but several processes share a batch when a model or its sequences are split",
-                'Use "random" or "group_by_length".',
-            )
-        )
 
 
 def _choose_hardware(args: Any) -> None:

@@ -147,6 +147,14 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         with explained(lambda: self.dist_engine, lambda: self._last_shape), left:
             return super().train(*args, **kwargs)
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's. One that divides rows among ranks itself is given this rank's place among those that read different rows: HF
+        takes `world_size`, which counts them, together with `process_index`, which counts processes."""
+        sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+        if self.dist is not None and hasattr(sampler, "dp_size") and hasattr(sampler, "rank"):
+            sampler.rank = self.accelerator.process_index
+        return sampler
+
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """HF's, on batches that `curriculum_learning` has cut to the length of this step."""
         if self.dist is not None and self.dist.curriculum_learning.enabled:
