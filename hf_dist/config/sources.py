@@ -78,6 +78,8 @@ class AutoSources:
             "only_loss_is_read": not getattr(args, "label_smoothing_factor", 0.0),
             "optim": str(getattr(optim, "value", optim) or ""),
         }
+        if splits_batches(args):
+            values["per_device_train_batch_size"] = max(1, args.per_device_train_batch_size // data_world_size)
         return cls(data_world_size=data_world_size, **values)
 
     def precision(self, name: str) -> tuple[bool | None, str]:
@@ -119,3 +121,9 @@ def hidden_size_of(model_config: Any) -> int | None:
         if widths:
             return int(max(widths))
     return None
+
+
+def splits_batches(args: Any) -> bool:
+    """Whether the batch size of TrainingArguments is that of all data ranks together (`accelerator_config.split_batches`)."""
+    config = getattr(args, "accelerator_config", None)
+    return bool(config.get("split_batches") if isinstance(config, dict) else getattr(config, "split_batches", False))

@@ -33,7 +33,7 @@ from hf_dist.hf import loop_config
 from hf_dist.hf.clipping import ClippingMixin
 from hf_dist.hf.data import make_seekable, note_dropping, read_everywhere
 from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_scheduler
-from hf_dist.hf.evaluation import ShorterBatch
+from hf_dist.hf.evaluation import ShorterBatch, count_rows
 from hf_dist.hf.gathers import GathersMixin
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.local_sgd import let_local_sgd_work
@@ -301,6 +301,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             read_everywhere(self, given)
         loader = super().prepare_data_loader(*args, **kwargs)
         note_dropping(loader)
+        count_rows(loader)
         sought = make_seekable(loader)
         if sought is not loader:
             self._dataloaders[:] = [sought if known is loader else known for known in self._dataloaders]

@@ -24,6 +24,7 @@ from hf_dist.config import (
     with_disagreements,
     with_elastic_batch,
 )
+from hf_dist.config.sources import splits_batches
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
@@ -224,7 +225,8 @@ def _take_elastic_batch(args: Any, config: DistConfig) -> None:
     """Copy the batch sizes chosen by `elasticity` into the arguments, where the Trainer's loader and accumulation read them."""
     if config.elasticity.enabled:
         sizes = with_elastic_batch(config, args.world_size)
-        args.per_device_train_batch_size = settled(sizes.train_micro_batch_size_per_gpu)
+        ranks = args.world_size if splits_batches(args) else 1
+        args.per_device_train_batch_size = (settled(sizes.train_micro_batch_size_per_gpu) or 1) * ranks
         args.gradient_accumulation_steps = settled(sizes.gradient_accumulation_steps)
 
 

@@ -89,7 +89,7 @@ class DataPositionMixin:
 
     def _data_position(self) -> dict[str, Any]:
         """Epoch, and the number of its samples consumed over all ranks. HF records steps, whose size may change."""
-        per_batch = self.args.per_device_train_batch_size * self.args.world_size
+        per_batch = resumed_arguments.rows_per_batch(self.args)
         if self._length is None:
             epoch, steps, batches = self._epoch
             batches += (self.state.global_step - steps) * self.args.gradient_accumulation_steps

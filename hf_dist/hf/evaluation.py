@@ -11,6 +11,9 @@ A collator may make two rows of one sample (TRL's preferences: all chosen, then 
 to samples (images of several sizes). Repeated samples are removed only where every value of a batch has one entry per sample.
 Other batches are computed unchanged and count the repeated samples in the loss, as stock HF does. Where samples are removed,
 the batch of one rank is shorter than the others, so gathers would meet tensors of different lengths: `even_rows` pads them.
+
+A stream tells nothing of its length, so nobody knows how many rows of its last batches are new. One data rank sees it by
+their number; several count what they read (`CountedRows`), unless workers read for them.
 """
 
 from __future__ import annotations
@@ -21,14 +24,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils.operations import recursively_apply
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from accelerate.utils.operations import find_batch_size, recursively_apply
 from torch import nn
 
 from hf_dist import collectives
 from hf_dist.groups import MeshAxis
 
-__all__ = ["ShorterBatch", "each_batch_by_itself", "even_rows", "gathers_by_itself", "on_rows_of_the_set"]
+__all__ = [
+    "CountedRows",
+    "ShorterBatch",
+    "count_rows",
+    "each_batch_by_itself",
+    "even_rows",
+    "gathers_by_itself",
+    "on_rows_of_the_set",
+    "rows_of_a_rank",
+]
 
 
 @contextmanager
@@ -40,6 +52,45 @@ def each_batch_by_itself(args: Any) -> Iterator[None]:
         yield
     finally:
         args.average_tokens_across_devices = before
+
+
+@contextmanager
+def rows_of_a_rank(args: Any, accelerator: Any) -> Iterator[None]:
+    """Inside, the evaluation batch size is that of one rank, as often as HF repeats its loss: with `split_batches` the
+    argument is that of all ranks together."""
+    before = args.per_device_eval_batch_size
+    if accelerator.split_batches:
+        args.per_device_eval_batch_size = before // accelerator.num_processes
+    try:
+        yield
+    finally:
+        args.per_device_eval_batch_size = before
+
+
+class CountedRows:
+    """A stream that several ranks read whole, and that counts its rows: [Note: rows and samples]."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self.count = 0
+        """Rows given since the start of the pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.count = 0
+        for row in self.rows:
+            self.count += 1
+            yield row
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rows":  # not there yet in a copy that is being unpickled
+            raise AttributeError(name)
+        return getattr(self.rows, name)
+
+
+def count_rows(loader: Any) -> None:
+    """Let a prepared loader of a stream know how many rows were read. Local."""
+    if isinstance(getattr(loader, "dataset", None), IterableDatasetShard):
+        loader.dataset.dataset = CountedRows(loader.dataset.dataset)
 
 
 class ShorterBatch:
@@ -86,18 +137,50 @@ def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]
     A batch without any new sample is computed unchanged.
     """
     state = accelerator.gradient_state
+    if state.end_of_dataloader and state.remainder < 0:
+        state.active_dataloader.remainder = _last_rows(state.active_dataloader, accelerator.num_processes, inputs)
     if not state.end_of_dataloader or state.remainder <= 0:
         return step(inputs)
     accelerator.shorter_batch.begin(state.active_dataloader)
     count = _samples(state, accelerator.num_processes)
     fresh = min(max(state.remainder - accelerator.process_index * count, 0), count)
     if fresh in (0, count) or not _has_a_row_per_sample(inputs, count):
-        return step(inputs)
-    return step(type(inputs)({key: _first(value, fresh) for key, value in inputs.items()}))
+        result = step(inputs)
+    else:
+        result = step(type(inputs)({key: _first(value, fresh) for key, value in inputs.items()}))
+    if not isinstance(state.active_dataloader, DataLoaderDispatcher):
+        return result
+    loss, *rest = result
+    return (None if loss is None else _over_ranks(accelerator, loss, fresh), *rest)
+
+
+def _over_ranks(accelerator: Any, loss: torch.Tensor, rows: int) -> torch.Tensor:
+    """The mean loss over the `rows` of each data rank, on all of them. Collective.
+
+    Where one process deals out the rows, each rank has fewer of the last ones than HF takes it to have: HF repeats the loss of
+    the rank for a whole batch, and the first ranks' would be all that counts.
+    """
+    mine = loss.detach().float().mean() * rows if rows else torch.zeros((), device=loss.device)
+    both = accelerator.reduce(torch.stack([mine, torch.full_like(mine, rows)]), "sum")
+    return (both[0] / both[1]).to(loss.dtype)
+
+
+def _last_rows(loader: Any, num_processes: int, inputs: Any) -> int:
+    """New rows in the last batches of a stream, over all data ranks; -1 where they are unknown."""
+    shard = getattr(loader, "dataset", None)
+    if num_processes == 1:
+        return find_batch_size(inputs) or -1
+    if not isinstance(shard, IterableDatasetShard) or not getattr(shard.dataset, "count", 0):
+        return -1
+    whole = shard.batch_size * (1 if shard.split_batches else num_processes)
+    return shard.dataset.count % whole or whole
 
 
 def _samples(state: Any, num_processes: int) -> int:
     """Samples in this rank's last batch, including repeated ones; 0 where the loader does not tell."""
+    shard = getattr(state.active_dataloader, "dataset", None)
+    if isinstance(shard, IterableDatasetShard):
+        return int(shard.batch_size) // (num_processes if shard.split_batches else 1)
     if isinstance(state.active_dataloader, DataLoaderDispatcher):  # one batch for all ranks, split evenly
         return -(-int(state.remainder) // num_processes)
     return int(getattr(state.active_dataloader, "total_batch_size", 0)) // num_processes

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_dist.config.sources import splits_batches
+
 _LATER = ", after one step by the old one"
 """torch's schedules restore the rate of the next step, and compute those after it."""
 _MEANING = {
@@ -32,10 +34,16 @@ _SHOWN = {"world_size": "world_size (ranks with rows of their own)"}
 """Without ranks that share rows, as those of `pp`, `tp` and `cp` do: a job on four ranks may have one."""
 
 
+def rows_per_batch(args: Any) -> int:
+    """Samples of a microbatch over all ranks. With `split_batches` the argument is that number already."""
+    rows: int = args.per_device_train_batch_size * (1 if splits_batches(args) else args.world_size)
+    return rows
+
+
 def record(args: Any) -> dict[str, Any]:
     """The arguments that matter for a resume, to store in the manifest. Local."""
     values = {name: getattr(args, name, None) for name in (*_MEANING, *_FACTORS) if name != "global_batch"}
-    values["global_batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    values["global_batch"] = rows_per_batch(args) * args.gradient_accumulation_steps
     plain = (bool, int, float, str, type(None))
     return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
 

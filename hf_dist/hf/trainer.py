@@ -24,7 +24,7 @@ from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.data import loaders_left
-from hf_dist.hf.evaluation import each_batch_by_itself, gathers_by_itself, on_rows_of_the_set
+from hf_dist.hf.evaluation import each_batch_by_itself, gathers_by_itself, on_rows_of_the_set, rows_of_a_rank
 from hf_dist.hf.loss_probe import LossKind, kind_of_loss, loss_kind_matters
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.replicas import ReplicasMixin
@@ -245,7 +245,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         asked.bf16_full_eval = asked.fp16_full_eval = False
         asked.logging_nan_inf_filter |= asked.filters_on_device  # losses are on the host here
         try:
-            with each_batch_by_itself(self.args):
+            with each_batch_by_itself(self.args), rows_of_a_rank(self.args, self.accelerator):
                 return super().evaluation_loop(*args, **kwargs)
         finally:
             asked.bf16_full_eval, asked.fp16_full_eval, asked.logging_nan_inf_filter = saved
