@@ -1,6 +1,7 @@
 """Tensors with a shape, a dtype and a place in the autograd graph, but without memory until they are read.
 
-Two kinds: deferred logits (`loss/lazy_logits.py`), and outputs of which a rank has a part (`sequence/outputs.py`).
+Two kinds: deferred logits (`loss/lazy_logits.py`), and outputs of which a rank has a part (`sequence/outputs.py`). And the
+refusal of second derivatives, by backwards that work on tensors without a history.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ def unread(shape: tuple[int, ...], dtype: torch.dtype, refusal: str, *sources: t
     """
     result: torch.Tensor = _Unread.apply(shape, dtype, refusal, *sources)
     return result
+
+
+def refuse_second_derivatives(through: str) -> None:
+    """Call it in a backward: raises `ModelError` if its result shall be differentiated again, which would silently be zero.
+
+    `through`: what has no second derivative, and a sentence with the fix. Local.
+    """
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "create_graph=True (gradient penalties, meta learning): second derivatives cannot go through "
+            f"{through}, or compute this loss on a copy of the model that is not prepared."
+        )
 
 
 class _Unread(torch.autograd.Function):

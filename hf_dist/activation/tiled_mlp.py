@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.random_streams import random_state, set_random_state
+from hf_dist.unread import refuse_second_derivatives
 
 _NAMES = ("mlp", "feed_forward", "ffn")
 _TILES = "_hf_dist_mlp_tiles"
@@ -83,6 +84,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        refuse_second_derivatives("an MLP in tiles. Set activation_checkpointing.mlp_tiles to 1")
         (hidden,) = ctx.saved_tensors
         # The parameter objects, not saved tensors: their memory may have been freed and allocated again since forward.
         params = [p for p, needed in zip(ctx.params, ctx.needs_input_grad[4:], strict=True) if needed]

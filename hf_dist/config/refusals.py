@@ -337,6 +337,12 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "backward is part of the schedule",
     ),
     Elsewhere(
+        "`create_graph=True`",
+        "ZeRO stage 3, slices, parts of sequences, spread experts",
+        "sharding/passes.py",
+        "second derivatives cannot go through weights that are freed, nor through exchanges between ranks",
+    ),
+    Elsewhere(
         "`dispatch_batches`",
         "stages, slices or parts of sequences",
         "hf/data.py",

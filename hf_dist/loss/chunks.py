@@ -100,6 +100,9 @@ class _LogProbability(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Chunk by chunk; may run twice (a retained graph)."""
         logits, target = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: by operators that can be differentiated again
+            picked = torch.log_softmax(applied(ctx.after, logits), 1).gather(1, target)
+            return torch.autograd.grad(picked, logits, grad, create_graph=True)[0], None, None
         found = torch.empty_like(logits, memory_format=torch.contiguous_format)
         plain = all(isinstance(step, Cast) for step in ctx.after)
         for rows in _chunks(logits):

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from hf_dist.loss.chunks import Cast, Computed, Elementwise
 from hf_dist.loss.vocabulary import VocabularySplit
+from hf_dist.unread import refuse_second_derivatives
 
 TILE_BYTES = 1 << 29
 """Memory for one tile: logits and their gradient in the compute dtype and, on a CPU, the gradient in fp32."""
@@ -133,6 +134,7 @@ class _TiledSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scale the gradients that forward computed. May run twice (a retained graph, a backward in parts)."""
+        refuse_second_derivatives('a loss in tiles. Set "hf_dist": {"tiled_loss": false}')
         ctx.over()
         scaled = (
             None if sums is None else torch.mul(sums, grad, out=torch.empty_like(sums, dtype=dtype))

@@ -30,6 +30,7 @@ from hf_dist.sharding.running import OuterForward, recomputing
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.units import containers, orders_of
 from hf_dist.sharding.window_gradient import Window
+from hf_dist.unread import refuse_second_derivatives
 
 
 class Passes:
@@ -267,6 +268,12 @@ class Passes:
     def _begin_backward(self) -> None:
         if self._in_backward or self.scheduled:
             return
+        if self.params_rest is Placement.SHARD:
+            refuse_second_derivatives("weights that ZeRO stage 3 frees in backward. Use stage 2 or lower")
+        if any(self.mesh.axes.size(axis) > 1 for axis in ("tp", "cp", "ep")):
+            refuse_second_derivatives(
+                "what ranks of a split layer send each other. Use ZeRO without split layers or rows"
+            )
         self._start_backward()
         Variable._execution_engine.queue_callback(self._finish_backward)
 
