@@ -340,7 +340,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "`create_graph=True`",
         "ZeRO stage 3, slices, parts of sequences, spread experts",
         "sharding/passes.py",
-        "second derivatives cannot go through weights that are freed, nor through exchanges between ranks",
+        "what ranks of a split layer send each other",
     ),
     Elsewhere(
         "`dispatch_batches`",
