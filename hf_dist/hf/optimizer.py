@@ -31,7 +31,16 @@ class DistOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """At the end of a window: clip, step, all-gather replicated weights. Every rank calls it."""
+        """At the end of a window: clip, step, all-gather replicated weights. Every rank calls it.
+
+        Raises `ModelError` if another optimizer was prepared for the model since.
+        """
+        if self.engine.optimizer is not self.optimizer:
+            raise ModelError(
+                f"{type(self.optimizer).__name__}.step(): {type(self.engine.optimizer).__name__} was prepared after it for the "
+                "same model and has taken its place; an engine steps one optimizer. Give all parameters to one optimizer, in "
+                "several param groups, or make two models of them."
+            )
         if self.gradient_state.sync_gradients:
             if closure is not None:  # its backward adds to the gradients that are clipped
                 with torch.enable_grad():
