@@ -164,7 +164,7 @@ def views(rank: int, world: int) -> None:
             assert (axis.group is None) == (axis.size == 1)
     # all ranks; shards twice; control and background
     mesh = build_mesh(device="cpu")
-    assert len(mesh.lease.groups) == 5
+    assert len(mesh.lease.groups) == 6
 
 
 def run(rank: int, world: int) -> dict[Any, Any]:
