@@ -54,6 +54,7 @@ from hf_dist.sharding.consistency import (
     synchronize_weights,
     tell_full_build,
 )
+from hf_dist.sharding.fit import check_fit
 from hf_dist.sharding.in_flight import InFlightLimits
 from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import Precision, precision_for
@@ -177,6 +178,7 @@ def build_engine(
         set_up_checkpointing(model, config)
     check_experts(model, mesh)
     prepare_quantised(model)
+    check_fit(model)
     check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)

@@ -1,0 +1,47 @@
+"""Parameters that cannot be moved into flat buffers without becoming something else: refused by name before anything is."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from hf_dist.errors import ModelError
+from hf_dist.sharding.guard import LAZY
+
+__all__ = ["check_fit"]
+
+
+def check_fit(model: nn.Module) -> None:
+    """Raise `ModelError` for a complex parameter, and for two parameters that share memory. Local; reads no elements.
+
+    A flat buffer has real elements. It gives each parameter a place of its own, so two that share memory (one is a view of the
+    other: PEFT's tied adapters, `a.data = b.data`) would be trained apart. One parameter under two names stays one.
+    """
+    places: list[tuple[int, int, int, str]] = []
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise ModelError(
+                f"{name} is complex ({param.dtype}): buffers of weights are real, so its imaginary part would be lost. Make it "
+                "a real parameter with a last dimension of 2, and view it with torch.view_as_complex in forward."
+            )
+        if not hasattr(param, LAZY) and not param.is_meta and param.numel():
+            places.append((*_bytes_of(param), name))
+    places.sort()
+    for (storage, _, end, name), (other_storage, start, _, other) in itertools.pairwise(places):
+        if storage == other_storage and start < end:
+            raise ModelError(
+                f"{name} and {other} are two parameters in the same memory: one is a view of the other, and a change of one "
+                "changes both. Each gets a place of its own when the model is prepared, so they would be trained apart. Make "
+                "them one parameter (a.weight = b.weight), or give one a copy (.clone()); with PEFT, leave out "
+                "ensure_weight_tying."
+            )
+
+
+def _bytes_of(param: torch.Tensor) -> tuple[int, int, int]:
+    """(storage, first byte in it, byte after the last)."""
+    size = int(param.element_size())
+    first = int(param.storage_offset()) * size
+    last = sum(int((length - 1) * stride) for length, stride in zip(param.shape, param.stride(), strict=True))
+    return param.untyped_storage().data_ptr(), first, first + (last + 1) * size
