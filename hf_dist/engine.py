@@ -286,8 +286,10 @@ class Engine(EngineCheckpoints):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
+        self.window.refuse_spent("this step would use")
         self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0)
         self.apply_gradients()
+        self.window.spent = True
         return value
 
     def clip_grad_norm(self, max_norm: float = 0.0) -> torch.Tensor:

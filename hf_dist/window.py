@@ -92,6 +92,8 @@ class Window:
         """Called whenever a backward reaches the model, before it can step anything."""
         self.in_use: Callable[[], bool] = lambda: True
         """Whether the model is being trained; the Trainer's is not after `train()`."""
+        self.spent = False
+        """Whether user code has stepped gradients that torch would still have: it has neither cleared nor read them since."""
         self._factor: torch.Tensor | None = None  # 0D, deferred
         self._sharded = sharded
         self._loss_scale: float | None = None  # included in the gradients; None while there are none
@@ -129,6 +131,7 @@ class Window:
 
     def begin_backward(self) -> bool:
         """Called when any backward reaches the model; returns whether it is expected to be the window's last. Local."""
+        self.refuse_spent("this backward would add to")
         self.on_backward()
         self.apply_factor()
         scale = 1.0
@@ -140,6 +143,19 @@ class Window:
         self._loss_scale = scale
         self._summary = None
         return self.is_last()
+
+    def refuse_spent(self, use: str) -> None:
+        """Raise `ModelError` where torch would go on with the gradients of the last step: here they ended with it. Local.
+
+        `use`: what torch would do with them, as words before "the gradients of the last step".
+        """
+        if self.spent:
+            self.spent = False
+            raise ModelError(
+                f"optimizer.zero_grad() is missing after optimizer.step(): in torch {use} the gradients of the last step, "
+                "which hf_dist frees in the step. Call optimizer.zero_grad() (or model.zero_grad()) after each step; for "
+                "several microbatches in a step, call optimizer.step() after the last one only."
+            )
 
     # ----------------------------------------------------------------- gradients
 
@@ -207,6 +223,11 @@ class Window:
             factor = torch.full((), factor, device=self._sharded.mesh.device)
         self._factor = factor if self._factor is None else self._factor * factor
 
+    def look(self) -> None:
+        """User code is about to read gradients, or clears them one by one. Local."""
+        self.spent = False
+        self.apply_factor()
+
     def apply_factor(self) -> None:
         """Apply the deferred factor now, because gradients are about to be read or added to. Local."""
         factor, self._factor = self._factor, None
@@ -272,6 +293,7 @@ class Window:
                 "the key, a window that fails does not change the weights."
             )
         self._sharded.passes.abandon()
+        self.spent = False
         self.close()
 
     def close(self) -> None:

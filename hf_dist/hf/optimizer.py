@@ -45,9 +45,11 @@ class DistOptimizer(AcceleratedOptimizer):
             if closure is not None:  # its backward adds to the gradients that are clipped
                 with torch.enable_grad():
                     closure()
+            self.engine.window.refuse_spent("this step would use")
             if self._max_norm:
                 self.engine.clip_grad_norm(self._max_norm)
             self.engine.apply_gradients()
+            self.engine.window.spent = True
             self._is_overflow = self.engine.schedule_waits
             if self.beside is not None and not self.engine.step_was_skipped:
                 self.beside.step()

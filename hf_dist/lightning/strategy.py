@@ -362,8 +362,13 @@ class _EnginePrecision:
         self._strategy._engine().backward(tensor, scale_wrt_gas=False, retain_graph=retain)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        with self._strategy._engine().window.announce(True):
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+        window = self._strategy._engine().window
+        with window.announce(True):
+            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+        window.spent = (
+            False  # Lightning's wrapper was made earlier: its `zero_grad` is torch's, and clears without a word
+        )
+        return result
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         self._strategy._engine().clip_grad_value(float(clip_val))

@@ -268,12 +268,6 @@ class Passes:
     def _begin_backward(self) -> None:
         if self._in_backward or self.scheduled:
             return
-        if self.params_rest is Placement.SHARD:
-            refuse_second_derivatives("weights that ZeRO stage 3 frees in backward. Use stage 2 or lower")
-        if any(self.mesh.axes.size(axis) > 1 for axis in ("tp", "cp", "ep")):
-            refuse_second_derivatives(
-                "what ranks of a split layer send each other. Use ZeRO without split layers or rows"
-            )
         self._start_backward()
         Variable._execution_engine.queue_callback(self._finish_backward)
 
@@ -306,8 +300,18 @@ class Passes:
         """End the backward that `begin_backward` began. Collective over dp."""
         self._finish_backward()
 
+    def _refuse_second_derivatives(self) -> None:
+        if self.params_rest is Placement.SHARD:
+            refuse_second_derivatives("weights that ZeRO stage 3 frees in backward. Use stage 2 or lower")
+        if any(self.mesh.axes.size(axis) > 1 for axis in ("tp", "cp", "ep")):
+            refuse_second_derivatives(
+                "what ranks of a split layer send each other. Use ZeRO without split layers or rows"
+            )
+
     def _pre_backward(self, unit: ShardUnit, call: Call) -> None:
         """Runs when the first gradient arrives at the outputs of one call of `unit`."""
+        if not self._in_backward:
+            self._refuse_second_derivatives()
         self._begin_backward()
         if call.started_in == self._num_backwards:
             return

@@ -92,7 +92,7 @@ class ShardedModel:
             if (found := passes()) is not None:
                 found.reducer.land()
                 if (window := found.window()) is not None:
-                    window.apply_factor()
+                    window.look()
 
         def to_combine(group: FlatGroup) -> list[Combination]:
             found = passes()

@@ -25,8 +25,8 @@ class Window(Protocol):
     def in_use(self) -> bool:
         """Whether the model is being trained, so that its parameters must stay what they are."""
 
-    def apply_factor(self) -> None:
-        """Apply a pending clip factor, because user code is about to read gradients."""
+    def look(self) -> None:
+        """User code is about to read gradients, or clears them."""
 
 
 class WindowGradient:

@@ -227,6 +227,67 @@ def test_a_param_group_that_cannot_be_trained_is_refused_by_name() -> None:
     assert engine.optimizer is optimizer
 
 
+def no_zero_grad(model: Any, optimizer: Any) -> None:
+    for i in range(2):
+        loss_of(model, batch(i)).backward()
+        optimizer.step()
+
+
+def stepped_twice(model: Any, optimizer: Any) -> None:
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("loop", [no_zero_grad, stepped_twice])
+@pytest.mark.parametrize("by", ["initialize", "accelerate"])
+def test_gradients_that_torch_would_still_have_are_missed_by_name(loop: Any, by: str, stage: int) -> None:
+    model = Blocks()
+    optimizer: Any = sgd(model)
+    if by == "initialize":
+        kept: Any = hf_dist.initialize(model, config=config(stage), optimizer=optimizer)
+    else:
+        kept = hf_dist.DistAccelerator(dist_config=config(stage))
+        model, optimizer = kept.prepare(model, optimizer)
+    with pytest.raises(ModelError, match=r"optimizer.zero_grad\(\) is missing after optimizer.step\(\)"):
+        loop(model, optimizer)
+    optimizer.zero_grad()
+    loss_of(model, batch(2)).backward()
+    optimizer.step()
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+
+CLEARED: dict[str, Callable[[Any, Any], object]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "a module around it": lambda model, optimizer: Wrapped(model).zero_grad(),
+    "one by one": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("how", CLEARED)
+def test_every_way_to_clear_gradients_counts(how: str) -> None:
+    weights_by = []
+    for prepared in (True, False):
+        model = Blocks()
+        optimizer = sgd(model)
+        kept = hf_dist.initialize(model, config=config(1), optimizer=optimizer) if prepared else None
+        for i in range(3):
+            loss_of(model, batch(i)).backward()
+            optimizer.step()
+            CLEARED[how](model, optimizer)
+        weights_by.append(weights(model))
+        del kept
+    torch.testing.assert_close(*weights_by, rtol=RELATIVE, atol=RELATIVE)
+
+
 def test_an_optimizer_whose_engine_was_not_kept_says_so_instead_of_training_nothing() -> None:
     model = Blocks()
     optimizer = sgd(model)
