@@ -162,7 +162,7 @@ def views(rank: int, world: int) -> None:
             assert collectives.all_gather_object(axis, rank) == line, (sizes, name)
             assert (axis.size, axis.rank) == (len(line), line.index(rank)), (sizes, name)
             assert (axis.group is None) == (axis.size == 1)
-    # all ranks; shards twice; control and background
+    # all ranks; shards twice; control, calls and background
     mesh = build_mesh(device="cpu")
     assert len(mesh.lease.groups) == 6
 
