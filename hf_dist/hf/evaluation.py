@@ -81,6 +81,9 @@ class CountedRows:
             self.count += 1
             yield row
 
+    def __len__(self) -> int:
+        return len(self.rows)  # a stream may have a length; of others this raises what their own `len` raises
+
     def __getattr__(self, name: str) -> Any:
         if name == "rows":  # not there yet in a copy that is being unpickled
             raise AttributeError(name)

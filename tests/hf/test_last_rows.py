@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from hf_dist import DistTrainer, DistTrainingArguments
+from hf_dist.hf.evaluation import CountedRows
 from tests.hf.layout_jobs import matrices, stages
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 from tests.hf.recipes import make_model, pad, texts
@@ -76,6 +78,22 @@ def streams(folder: Path, layout: dict[str, Any]) -> list[tuple[float, int]]:
             found = trainer.evaluate(data)
             results.append((found["eval_loss"], found["eval_n"]))
     return results
+
+
+class Sized(Stream):
+    """Rows in order that have a length."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def test_counting_hides_nothing_of_a_stream() -> None:
+    sized, plain = CountedRows(Sized([1, 2, 3])), CountedRows(Stream([1, 2]))
+    assert len(sized) == 3 and list(plain) == [1, 2] and plain.count == 2
+    with pytest.raises(TypeError, match="no len"):
+        len(plain)
+    again = pickle.loads(pickle.dumps(sized))
+    assert list(again) == [1, 2, 3] and sized.count == 0 and not hasattr(again, "set_epoch")
 
 
 def job(name: str, **arguments: Any) -> Job:
