@@ -365,9 +365,8 @@ class _EnginePrecision:
         window = self._strategy._engine().window
         with window.announce(True):
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
-        window.spent = (
-            False  # Lightning's wrapper was made earlier: its `zero_grad` is torch's, and clears without a word
-        )
+        # Lightning's wrapper was made before the engine, so its `zero_grad` is torch's: nobody hears of it.
+        window.spent = False
         return result
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:

@@ -26,7 +26,8 @@ def check_fit(model: nn.Module) -> None:
                 f"{name} is complex ({param.dtype}): buffers of weights are real, so its imaginary part would be lost. Make it "
                 "a real parameter with a last dimension of 2, and view it with torch.view_as_complex in forward."
             )
-        if not hasattr(param, LAZY) and not param.is_meta and param.numel():
+        here = not hasattr(param, LAZY) and not param.is_meta and param.untyped_storage().data_ptr()
+        if here and param.numel():
             places.append((*_bytes_of(param), name))
     places.sort()
     for (storage, _, end, name), (other_storage, start, _, other) in itertools.pairwise(places):
