@@ -18,7 +18,7 @@ from tests.checkpoint import killing, saving
 from tests.harness import run_ranks
 
 STEPS = 5
-KILLS = int(os.environ.get("HF_DIST_KILLS", "5"))
+KILLS = int(os.environ.get("HF_DIST_KILLS", "3"))
 """Of jobs in each layout."""
 
 

@@ -23,6 +23,7 @@ from hf_dist.hf.proof.data import microbatches
 from hf_dist.hf.proof.job import Job
 from hf_dist.hf.proof.limits import FP32, limits
 from hf_dist.hf.proof.runs import _clip
+from tests.covering import FULL_GRID
 from tests.hf.proofs import asked_for, start_fork_server
 from tests.parity.families import make_model
 
@@ -77,7 +78,7 @@ HALF: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF if FULL_GRID else ["fp16"])
 def test_a_mixture_in_half_precision_is_as_near_as_one_process_is(dtype: str, tmp_path: Path) -> None:
     start_fork_server()
     family, axes = HALF[dtype]
