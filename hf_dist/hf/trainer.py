@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, trainer_pt_utils
 
 from hf_dist import trees
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
@@ -151,7 +151,8 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         """HF's. One that divides rows among ranks itself is given this rank's place among those that read different rows: HF
         takes `world_size`, which counts them, together with `process_index`, which counts processes."""
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
-        if self.dist is not None and hasattr(sampler, "dp_size") and hasattr(sampler, "rank"):
+        divides = getattr(trainer_pt_utils, "BatchRebalanceSampler", ())  # older transformers have none
+        if self.dist is not None and isinstance(sampler, divides):
             sampler.rank = self.accelerator.process_index
         return sampler
 

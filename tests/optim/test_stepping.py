@@ -120,8 +120,14 @@ def _id(value: Any) -> str:
 def test_elementwise_optimizers_step_fragments_by_probe(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert stepping_of(cls([_parameter()], **options)) is Stepping.FRAGMENTS
+    optimizer = cls([_parameter()], **options)
+    assert stepping_of(optimizer) is Stepping.FRAGMENTS
+    assert stepping._probed(optimizer) is Stepping.FRAGMENTS, "also those that are known, for which nothing is probed"
     assert not caplog.records
+
+
+def test_every_known_class_is_probed_above() -> None:
+    assert {cls for cls, _ in ELEMENTWISE} >= stepping._ELEMENTWISE
 
 
 @pytest.mark.parametrize(("cls", "options"), WHOLE_TENSOR, ids=_id)
