@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -71,7 +71,7 @@ def initialize(
     model: nn.Module,
     *,
     config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     lr_scheduler: LrScheduler | Callable[[torch.optim.Optimizer], LrScheduler] | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
@@ -80,10 +80,10 @@ def initialize(
     """Make an `Engine` for a custom training loop; counterpart of `deepspeed.initialize`.
 
     Every rank of the job calls it with the same model and config, under any launcher (torchrun, accelerate, mpirun, srun) or
-    none. The model is sharded in place and stays the same object. `optimizer`: any element-wise torch optimizer over its
-    parameters, or None to make the one in the config. `device`: where to train (default: the local GPU, else CPU).
-    `timeout`: for every process group. `example_batch`: the model's keyword arguments as in training, for `pipeline.stages`
-    above 1 (one or two rows suffice; most HF models need none).
+    none. The model is sharded in place and stays the same object. `optimizer`: any torch optimizer over its parameters, or
+    several that divide them (`engine.step()` steps all), or None to make the one in the config. `device`: where to train
+    (default: the local GPU, else CPU). `timeout`: for every process group. `example_batch`: the model's keyword arguments as in
+    training, for `pipeline.stages` above 1 (one or two rows suffice; most HF models need none).
     Raises `ConfigError`, `TopologyError` or `ModelError`.
     """
     failure.install()
@@ -114,7 +114,9 @@ def mesh_for(
     Raises `TopologyError` on every rank if their configs differ."""
     refuse(config)  # here, because arguments may have overridden the file
     mesh = build_mesh(
-        axes=functools.partial(axes_of, config, here=ranks_here(), experts=expert_counts(model) if model else ()),
+        axes=functools.partial(
+            axes_of, config, here=ranks_here(), experts=() if model is None else expert_counts(model)
+        ),
         device=device,
         timeout=timeout,
         facts=_facts(config),
@@ -154,7 +156,7 @@ def build_engine(
     mesh: ParallelMesh,
     batch: BatchSizes,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     lr_scheduler: LrScheduler | None = None,
     trainable: bool = True,
     make_optimizer: bool = True,
@@ -178,7 +180,7 @@ def build_engine(
         set_up_checkpointing(model, config)
     check_experts(model, mesh)
     prepare_quantised(model)
-    check_fit(model)
+    check_fit(model, mesh.dp.size)
     check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)
@@ -317,12 +319,16 @@ def _optimizer_of(model: nn.Module, config: DistConfig) -> torch.optim.Optimizer
 
 
 def _storage_for(
-    model: nn.Module, config: DistConfig, mesh: ParallelMesh, optimizer: torch.optim.Optimizer | None
+    model: nn.Module,
+    config: DistConfig,
+    mesh: ParallelMesh,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
 ) -> Storage:
     """The storage of all states, sized for the optimizer's states if the optimizer is known by now."""
     states = OptimizerStates(())
     if optimizer is not None:
-        states = OptimizerStates.of(optimizer)
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        states = max(map(OptimizerStates.of, given), key=lambda one: sum(one.elements))
     elif config.optimizer is not None:
         states = OptimizerStates.of_config(config)
     return open_storage(
@@ -334,10 +340,19 @@ def _storage_for(
     )
 
 
-def _scheduler(given: LrScheduler | None, config: DistConfig, optimizer: torch.optim.Optimizer | None) -> LrScheduler:
+def _scheduler(given: LrScheduler | None, config: DistConfig, optimizer: Any) -> LrScheduler:
     if given is None:
         if config.scheduler is None or optimizer is None:
             return None
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                Problem(
+                    "scheduler",
+                    config.scheduler.type,
+                    "steps one optimizer, and several were given",
+                    "Pass lr_scheduler.",
+                )
+            )
         return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
     if callable(given) and not hasattr(given, "step"):
         if optimizer is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,23 +13,28 @@ from torch import nn
 from hf_dist import collectives, trees
 from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.engine_checkpoints import EngineCheckpoints
+from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.experts.router_loss import RouterLoss
 from hf_dist.local_sgd.outer import OuterOptimizer, refuse_other_weights
+from hf_dist.log import say_once
 from hf_dist.loss import TiledLoss
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.host import sent
 from hf_dist.offload.resting import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
+from hf_dist.optim.build import is_from_config
 from hf_dist.optim.fragment import OfParameter
+from hf_dist.optim.in_backward import KEY as IN_BACKWARD
 from hf_dist.optim.in_backward import StepInBackward
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.not_finite import NotFinite
+from hf_dist.optim.optimizers import Optimizers
 from hf_dist.optim.raw_calls import route
 from hf_dist.optim.rounded import rounding_of
 from hf_dist.optim.skipped import SkippedSteps
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling
-from hf_dist.optim.stepping import check_whole, stepping_of
+from hf_dist.optim.stepping import check_whole, sight_of
 from hf_dist.optim.unused import UnusedParameters
 from hf_dist.pipelined import Pipeline
 from hf_dist.runner import Runner, Step, Whole
@@ -56,7 +60,7 @@ class Engine(EngineCheckpoints):
         sharded: ShardedModel,
         config: DistConfig,
         batch: BatchSizes,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         lr_scheduler: Any = None,
         scaler: DynamicLossScaler | None = None,
         pipeline: Pipeline | None = None,
@@ -76,10 +80,11 @@ class Engine(EngineCheckpoints):
         if sharded.mesh.replicas is not None and sharded.trainable_groups:
             self.outer = OuterOptimizer(sharded, config.local_sgd)
             self.window.on_backward = self.outer.before_backward
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.fragments: FragmentedOptimizer | None = None
-        if optimizer is not None:
-            self.attach_optimizer(optimizer)
+        self.fragments: Optimizers | None = None
+        """Steps this rank's fragments of the parameters; None without an optimizer."""
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
+        for number, one in enumerate(given):
+            self.attach_optimizer(one, beside=given[:number])
         self.lr_scheduler = lr_scheduler
         self.scaler = scaler
         self.tiled_loss: TiledLoss | None = None
@@ -136,6 +141,11 @@ class Engine(EngineCheckpoints):
         """Number of steps skipped so far."""
         return self.skips.count
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; several of one model are one object with the param groups and states of all. None without any."""
+        return None if self.fragments is None else self.fragments.optimizer
+
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode."""
         self.model.train(mode)
@@ -149,33 +159,46 @@ class Engine(EngineCheckpoints):
         """Call the model's forward."""
         return self.model(*args, **kwargs)
 
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make `optimizer`, built over the model's parameters, step this rank's fragments of them. Collective over world."""
-        stepping = stepping_of(optimizer)
-        check_whole(stepping, optimizer, self.config)
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, beside: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Make `optimizer`, built over the model's parameters, step this rank's fragments of them. Collective over world.
+
+        It takes the place of those attached before, except for the ones in `beside`, which step other parameters.
+        Raises `ConfigError` or `ModelError`, with the engine unchanged.
+        """
+        sight = sight_of(optimizer)
+        check_whole(sight.stepping, optimizer, self.config)
+        early = self.config.hf_dist.optimizer_in_backward
+        if beside and (early or self.outer is not None):
+            key = IN_BACKWARD if early else "local_sgd.enabled"
+            raise ConfigError(
+                Problem(key, "true", "takes one optimizer", "Give all parameters to one, in several param groups.")
+            )
+        if (section := self.config.optimizer) is not None and not is_from_config(optimizer):
+            say_once(
+                f'the "optimizer" of the JSON ({section.type}) is not used: the program has given {type(optimizer).__name__}, '
+                "which trains with its own options"
+            )
         rounding = rounding_of(self.config, self.mesh.world.rank)
         if self.outer is not None:
             refuse_other_weights(optimizer)
-        self.optimizer = optimizer
-        early = self.config.hf_dist.optimizer_in_backward
-        self.fragments = FragmentedOptimizer(
-            self.sharded, optimizer, one_by_one=early, stepping=stepping, rounding=rounding
-        )
-        self.fragments.hook = route(optimizer, self)
-        self.window.early = StepInBackward(self.fragments) if early else None
-        self.window.puts_off = functools.partial(takes_scaling, optimizer)
+        kept = [] if self.fragments is None else [self.fragments.of(other) for other in beside]
+        new = FragmentedOptimizer(self.sharded, optimizer, one_by_one=early, sight=sight, rounding=rounding)
+        self.fragments = Optimizers([*kept, new])
+        route(optimizer, self, new.calls)
+        self.window.early = StepInBackward(new) if early else None
+        self.window.puts_off = lambda: not beside and takes_scaling(optimizer)
         self.sharded.reducer.when_final = self.window.early.gradient_final if self.window.early else None
 
-    def add_param_group(self, options: dict[str, Any]) -> None:
+    def add_param_group(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by `optimizer.add_param_group`: train the new group's parameters. Local; every rank adds the same group."""
         assert self.fragments is not None
-        self.fragments.add_group()
+        self.fragments.of(optimizer).add_group()
 
-    def switch_optimizer(self, mode: str) -> None:
+    def switch_optimizer(self, mode: str, optimizer: torch.optim.Optimizer) -> None:
         """Call the optimizer's `train` or `eval` method, which may write weights. Collective at stages 1 and 2."""
         assert self.fragments is not None
         self.sharded.take_writes()
-        self.fragments.switch(mode)
+        self.fragments.of(optimizer).switch(mode)
         self.sharded.weights_changed()
 
     # --------------------------------------------------------------------- a step
@@ -280,16 +303,22 @@ class Engine(EngineCheckpoints):
         if self.lr_scheduler is not None and not self.schedule_waits:
             self.lr_scheduler.step()
 
-    def stepped_by_hand(self, closure: Callable[[], Any] | None) -> Any:
-        """Called by the torch optimizer's `step`: ends the window. Stepping the schedule stays with the caller."""
+    def stepped_by_hand(
+        self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+    ) -> Any:
+        """Called by the torch optimizer's `step`. Gradients stay until `zero_grad`, and the schedule is the caller's.
+
+        `max_norm`: clip to this norm, 0 for none; by default that of the config. The backward of `closure` adds to the
+        gradients that are clipped. Returns its result.
+        """
         value = None
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
         self.window.refuse_spent("this step would use")
-        self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0)
-        self.apply_gradients()
-        self.window.spent = True
+        if self.window.begins_step(optimizer):
+            self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0 if max_norm is None else max_norm)
+        self.apply_gradients(by_hand=optimizer)
         return value
 
     def clip_grad_norm(self, max_norm: float = 0.0) -> torch.Tensor:
@@ -303,18 +332,24 @@ class Engine(EngineCheckpoints):
         """Clamp every element of the window's mean gradient to +-`max_value`. Collective like `clip_grad_norm`."""
         self.window.clamp(max_value)
 
-    def apply_gradients(self) -> None:
+    def apply_gradients(self, *, by_hand: torch.optim.Optimizer | None = None) -> None:
         """Step the optimizer with the window's gradient and start to all-gather replicated weights.
 
         Every rank calls it. A step with a non-finite gradient is skipped: neither the optimizer nor the schedule moves. fp16
-        always checks; bf16 checks unless `bf16.check_grad_overflow` is false or the optimizer steps in backward.
+        always checks; bf16 checks unless `bf16.check_grad_overflow` is false or the optimizer steps in backward. `by_hand`: the
+        one optimizer whose `step` a loop has called; the gradient then stays until `zero_grad`.
         """
+        if self.fragments is None:
+            raise ModelError(
+                "this engine has no optimizer to step: pass optimizer= to hf_dist.initialize, prepare one with the model, or "
+                'add "optimizer" to the config'
+            )
         self.writer.raise_failure()
         self.sharded.take_writes()
         summary = self.window.summary()
-        assert self.fragments is not None
-        self.global_steps += 1
-        overflow, skip = self._is_skipped(summary.norm)
+        begins = self.window.begins_step(by_hand)  # else it goes on, with another optimizer
+        self.global_steps += begins
+        overflow, skip = self._is_skipped(summary.norm, begins)
         self.sharded.synchronize_buffers()
         if not overflow:
             if skip is None:
@@ -324,11 +359,12 @@ class Engine(EngineCheckpoints):
             self._unused.look(used)
             unit = self.sharded.read_first() if self.outer is None else None  # a meeting may change the weights
             first = None if unit is None else (unit, self.sharded.gather_ahead)
-            self.fragments.step(lambda f: _is_used(f, used), StepScaling(self.window.take_factor(), skip), first)
+            scaling = StepScaling(self.window.factor, skip)
+            self.fragments.step(lambda f: _is_used(f, used), scaling, first, only=by_hand)
         moved = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
         if moved or not overflow:
             self.sharded.weights_changed()
-        self.window.close()
+        self.window.stepped(by_hand)
 
     def meet(self) -> None:
         """Synchronise replicas that train alone, unless they just were. Every rank calls it, between two windows."""
@@ -337,26 +373,41 @@ class Engine(EngineCheckpoints):
             self.outer.meet(self.scaler)
             self.sharded.weights_changed()
 
-    def _is_skipped(self, norm: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        """(whether the host skips the step, flag that makes the step skip itself or None); updates the loss scale."""
+    def _is_skipped(self, norm: torch.Tensor, begins: bool) -> tuple[bool, torch.Tensor | None]:
+        """(whether the host skips the step, flag that makes the step skip itself or None); updates the loss scale.
+
+        `begins`: not for a further optimizer of the same step, which is skipped as the first one is.
+        """
         checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
         if checks and self._skips_on_device(norm):
             flag = (~torch.isfinite(norm)).float()
-            self.skips.tell_late(flag)
+            if begins:
+                self.skips.tell_late(flag)
             return False, flag
         overflow = (checks or self.scaler is not None) and not bool(torch.isfinite(norm))
-        self.skips.tell(overflow)
-        if self.scaler is not None:
-            self.scaler.update(overflow)
+        if begins:
+            self.skips.tell(overflow)
+            if self.scaler is not None:
+                self.scaler.update(overflow)
         return overflow, None
 
     def _skips_on_device(self, norm: torch.Tensor) -> bool:
         assert self.fragments is not None
         return norm.is_cuda and self.fragments.on_device and self.window.puts_off()
 
-    def zero_grad(self) -> None:
-        """Abandon the window: drop its gradients; the next backward begins a new one. Not needed after `step()`."""
-        self.window.zero_grad()
+    def zero_grad(self, set_to_none: bool = True, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Abandon the window: drop its gradients; the next backward begins a new one. Not needed after the engine's `step()`.
+
+        Without `set_to_none`, gradients become zeros, with which the next step still steps their parameters, as in torch.
+        `optimizer`: one of several, whose parameters alone lose their gradients until the others have lost theirs. Local.
+        """
+        members = self.fragments.members if self.fragments is not None else []
+        if optimizer is not None and len(members) > 1:
+            own = self.fragments.of(optimizer) if self.fragments is not None else None
+            if not self.window.zeroed_by(optimizer, {id(m.optimizer) for m in members}):
+                self.sharded.zero_gradients(own.stands if own is not None else {}, set_to_none)
+                return
+        self.window.zero_grad(set_to_none)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradient before clipping; None before the first step."""

@@ -26,11 +26,15 @@ class EngineCheckpoints(Stateful):
 
     config: DistConfig
     batch: BatchSizes
-    optimizer: torch.optim.Optimizer | None
     scaler: DynamicLossScaler | None
     lr_scheduler: Any
     skips: SkippedSteps
     micro_steps: int
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, or several as one object; None without any."""
+        raise NotImplementedError
 
     def meet(self) -> None:
         """Synchronise replicas that train alone."""

@@ -35,15 +35,21 @@ class LinearInput(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if (
-                func is functional.linear
-                and isinstance(args[0], LinearInput)
-                and not any(isinstance(other, LinearInput) for other in args[1:])
-            ):
-                bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-                return args[0]._answer(args[0].as_subclass(torch.Tensor), args[1], bias)
+            if func is functional.linear:
+                x, weight, bias = _arguments(*args, **(kwargs or {}))
+                if (
+                    isinstance(x, LinearInput)
+                    and not isinstance(weight, LinearInput)
+                    and not isinstance(bias, LinearInput)
+                ):
+                    return x._answer(x.as_subclass(torch.Tensor), weight, bias)
             args, kwargs = tree_map(_plain, (args, kwargs or {}))
             return func(*args, **kwargs)
+
+
+def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """Of `functional.linear`, however a caller names them."""
+    return input, weight, bias
 
 
 def _plain(value: Any) -> Any:

@@ -39,6 +39,8 @@ def unprepare(model: nn.Module) -> None:
     head around it). Each rank then holds all weights, as under DDP. Its former engines and Trainers can no longer train it. A
     no-op for a model that is not prepared. Raises `ModelError` for a quantised model.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"unprepare: expected a model, found {type(model).__name__}: {model!r:.80}")
     for part in prepared_in(model):
         _unprepare(part)
 

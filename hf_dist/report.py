@@ -19,6 +19,7 @@ from hf_dist.experts.spread import exchanges
 from hf_dist.local_sgd.outer import has_anchor
 from hf_dist.network import describe
 from hf_dist.offload.storage import MASTER_NBYTES
+from hf_dist.optim.taken_over import kind_of
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated
 from hf_dist.sharding.runtime import ShardedModel
@@ -197,7 +198,7 @@ def _memory(engine: Engine, states: States, optimizer: OptimizerStates) -> list[
     return [
         f"{scaled(total)} parameters{here}, {scaled(learning)} of them trained; per rank:",
         *(_aligned(rows) if rows else []),
-        *([] if optimizer.known else [f"optimizer state: not counted, of {type(engine.optimizer).__name__}"]),
+        *([] if optimizer.known else [f"optimizer state: not counted, of {kind_of(engine.optimizer)}"]),
         *(
             ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]
             if sharded.passes.before_training

@@ -91,7 +91,7 @@ def split_tensors(
     `whole`: the model on meta before it was cut into stages. The sequence is cut and joined at the ends of all its blocks, not
     of those whose parameters are here. Raises `ModelError` on every rank for sizes that do not divide, before anything is cut.
     """
-    blocks = {name: model.get_submodule(name) for name in find_unit_modules(whole or model)}
+    blocks = {name: model.get_submodule(name) for name in find_unit_modules(model if whole is None else whole)}
     names = [name for name, _ in model.named_parameters()]
     early = config.tensor_parallel.tp_overlap_comm
     split = SplitModel(model, plan, MeshPeers(mesh.tp), keep=keep_along_tp, blocks=blocks, overlap=early)

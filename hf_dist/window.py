@@ -4,7 +4,10 @@
     summed up    gradients are reduced over the ranks; their norm is known
     clipped      gradients are multiplied; later backwards add to clipped gradients, as in torch. If the step itself can
                  multiply, the product is deferred until the step, or until a gradient is read or added to
-    closed       stepped or abandoned: no gradients are left; the next backward begins a new window
+    stepped      a loop's own `optimizer.step()` has read the gradients, which stay as in torch: they can be read or stepped
+                 again, and a further backward adds to them
+    closed       abandoned, zeroed by `zero_grad`, or stepped by the engine's own loop, which needs no `zero_grad`: no gradients
+                 are left; the next backward begins a new window
 
 Announcing a backward as the last of its window is a hint that lets reductions overlap with it. Results never depend on the
 hint: gradients that are not reduced by then are reduced when they are summed up.
@@ -29,8 +32,8 @@ from hf_dist.optim.clip import (
     GradientSummary,
     chosen_gradients,
     clip_coefficient,
+    norm_of_chosen,
     scale_gradients,
-    squared_norm,
     summarize_gradients,
 )
 from hf_dist.optim.in_backward import KEY as IN_BACKWARD
@@ -93,7 +96,9 @@ class Window:
         self.in_use: Callable[[], bool] = lambda: True
         """Whether the model is being trained; the Trainer's is not after `train()`."""
         self.spent = False
-        """Whether user code has stepped gradients that torch would still have: it has neither cleared nor read them since."""
+        """Whether gradients that torch would still have were stepped and freed in backward, and no `zero_grad` has followed."""
+        self._stepped_by: set[int] = set()  # ids of optimizers since the last backward
+        self._zeroed_by: set[int] = set()
         self._factor: torch.Tensor | None = None  # 0D, deferred
         self._sharded = sharded
         self._loss_scale: float | None = None  # included in the gradients; None while there are none
@@ -105,7 +110,7 @@ class Window:
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             window = me()
             if window is not None:
-                window.abandon()
+                window.abandon(set_to_none)
             forget_gradients(module)
 
         replace_method(sharded.model, "zero_grad", zero_grad)
@@ -142,10 +147,15 @@ class Window:
             self._sharded.multiply_gradients(scale / self._loss_scale)
         self._loss_scale = scale
         self._summary = None
+        self._forget_calls()
         return self.is_last()
 
+    def _forget_calls(self) -> None:
+        self._stepped_by.clear()
+        self._zeroed_by.clear()
+
     def refuse_spent(self, use: str) -> None:
-        """Raise `ModelError` where torch would go on with the gradients of the last step: here they ended with it. Local.
+        """Raise `ModelError` where torch would go on with the gradients of the last step, if they ended in backward. Local.
 
         `use`: what torch would do with them, as words before "the gradients of the last step".
         """
@@ -153,8 +163,8 @@ class Window:
             self.spent = False
             raise ModelError(
                 f"optimizer.zero_grad() is missing after optimizer.step(): in torch {use} the gradients of the last step, "
-                "which hf_dist frees in the step. Call optimizer.zero_grad() (or model.zero_grad()) after each step; for "
-                "several microbatches in a step, call optimizer.step() after the last one only."
+                f"which {IN_BACKWARD} frees in backward. Call optimizer.zero_grad() (or model.zero_grad()) after each step, or "
+                "remove the key."
             )
 
     # ----------------------------------------------------------------- gradients
@@ -182,13 +192,18 @@ class Window:
             self.multiply(clip_coefficient(norm, max_norm))
         return norm
 
-    def norm_of(self, chosen: set[int] | None) -> torch.Tensor:
+    def norm_of(self, chosen: set[int] | None, degree: float = 2.0) -> torch.Tensor:
         """0D norm of the whole gradient, or of the parameters with these ids. Collective over dp and `model`."""
         summary = self.summary()
-        if chosen is None:
+        if chosen is None and degree == 2:
             return summary.norm
+        if self.early is not None:
+            raise ModelError(
+                f"norm_type={degree:g}: {IN_BACKWARD} frees the gradients before their norm is known, except for 2"
+            )
         self.apply_factor()
-        return squared_norm(self._sharded, chosen).sqrt() / (self._loss_scale or 1.0)
+        every = {id(p) for group in self._sharded.trainable_groups for p in group.params}
+        return norm_of_chosen(self._sharded, every if chosen is None else chosen, degree) / (self._loss_scale or 1.0)
 
     def multiply(self, factor: torch.Tensor | float, chosen: set[int] | None = None) -> None:
         """Multiply the gradient of all parameters, or of those with these ids, by `factor`; also removes the loss scale.
@@ -224,7 +239,7 @@ class Window:
         self._factor = factor if self._factor is None else self._factor * factor
 
     def look(self) -> None:
-        """User code is about to read gradients, or clears them one by one. Local."""
+        """User code is about to read or write gradients. Local."""
         self.spent = False
         self.apply_factor()
 
@@ -237,10 +252,10 @@ class Window:
             if known:
                 self._versions = self._sharded.gradient_versions()
 
-    def take_factor(self) -> torch.Tensor | None:
-        """Hand over the deferred factor, 0D, to the step that applies it; None if there is none. Local."""
-        factor, self._factor = self._factor, None
-        return factor
+    @property
+    def factor(self) -> torch.Tensor | None:
+        """The deferred factor, 0D, which the step applies; None if there is none."""
+        return self._factor
 
     def clamp(self, max_value: float, chosen: set[int] | None = None) -> None:
         """Clamp the gradient's elements, of all parameters or these ids, to +-`max_value`. Collective like `summary`."""
@@ -276,17 +291,40 @@ class Window:
             with suppress(RuntimeError):  # the sending ranks may have failed too
                 self.abandon()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """`abandon` for a user's `zero_grad()`; warns once if that cuts a window short."""
         if self.microbatches:
             warn_once(
                 f"zero_grad() after {self.microbatches} of {self.accumulation} microbatches: their gradients are dropped and "
                 "the window begins again. With engine.step() no zero_grad() is needed."
             )
-        self.abandon()
+        self.abandon(set_to_none)
 
-    def abandon(self) -> None:
-        """Discard the gradients so far; no step uses them. Local, except that it waits for transfers in flight."""
+    def begins_step(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether a step of `optimizer` (None: of all) is a new one, and not the rest of one that another has begun. Local."""
+        return optimizer is None or not self._stepped_by or id(optimizer) in self._stepped_by
+
+    def stepped(self, by_hand: torch.optim.Optimizer | None) -> None:
+        """The gradients were stepped, and end here, or stay until `zero_grad` if a loop has called one optimizer. Local."""
+        if by_hand is None or self.early is not None:
+            self.close()
+            self.spent = by_hand is not None
+        else:
+            if self.begins_step(by_hand):
+                self._stepped_by.clear()
+            self._stepped_by.add(id(by_hand))
+        self.microbatches = 0
+
+    def zeroed_by(self, optimizer: torch.optim.Optimizer, all_of_them: set[int]) -> bool:
+        """Note the `zero_grad` of one of several optimizers (by id); whether all have called it since the backward. Local."""
+        self._zeroed_by.add(id(optimizer))
+        return self._zeroed_by >= all_of_them
+
+    def abandon(self, set_to_none: bool = True) -> None:
+        """Discard the gradients so far; no step uses them. Local, except that it waits for transfers in flight.
+
+        Without `set_to_none`, parameters that had a gradient have one of zeros, which optimizers step.
+        """
         if self.early is not None and self.early.norms:
             warn_once(
                 f"a window was abandoned after {IN_BACKWARD} had stepped some of its parameters, which stay stepped. Without "
@@ -294,28 +332,31 @@ class Window:
             )
         self._sharded.passes.abandon()
         self.spent = False
-        self.close()
+        self.close(set_to_none)
 
-    def close(self) -> None:
+    def close(self, set_to_none: bool = True) -> None:
         """Drop the gradients, stepped or not; the next backward begins a new window. Local."""
-        self._sharded.drop_gradients()
+        self._sharded.drop_gradients(set_to_none)
         if self.early is not None:
             self.early.end_window()
         self._loss_scale = self._summary = self._factor = None
         self.microbatches = 0
+        self._forget_calls()
 
 
 def joint_clip(
-    windows: Sequence[tuple[Window, set[int] | None]], max_norm: float, plain: Sequence[Any] = ()
+    windows: Sequence[tuple[Window, set[int] | None]], max_norm: float, plain: Sequence[Any] = (), degree: float = 2.0
 ) -> torch.Tensor:
     """Clip the gradients of several models together, as torch does for one list of their parameters.
 
-    `windows`: (window, ids of the listed parameters or None for all); `plain`: gradients of tensors that no engine holds.
-    Returns the joint norm, 0D. Collective over dp and `model` of each window, in the given order.
+    `windows`: (window, ids of the listed parameters or None for all); `plain`: gradients of tensors that no engine holds;
+    `degree`: of the norm. Returns the joint norm, 0D. Collective over dp and `model` of each window, in the given order.
     """
-    norms = [window.norm_of(ids) for window, ids in windows]
-    norms += [torch.linalg.vector_norm(grad, dtype=torch.float32).to(norms[0].device) for grad in plain]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norms = [window.norm_of(ids, degree) for window, ids in windows]
+    device = norms[0].device if norms else None
+    norms += [torch.linalg.vector_norm(grad, degree, dtype=torch.float32).to(device or grad.device) for grad in plain]
+    joined = torch.stack(norms) if norms else torch.zeros(1)
+    norm = joined[0] if len(joined) == 1 else torch.linalg.vector_norm(joined, degree)
     if 0 < max_norm < float("inf"):
         factor = clip_coefficient(norm, max_norm)
         for window, _ in windows:

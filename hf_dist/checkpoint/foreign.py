@@ -26,7 +26,8 @@ from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.training_state import Stateful, Stored, fill_optimizer, fill_weights, missing_weights
 from hf_dist.errors import CheckpointError
-from hf_dist.optim.attach import FragmentedOptimizer
+from hf_dist.optim.optimizers import Optimizers
+from hf_dist.optim.taken_over import kind_of
 
 __all__ = ["Imported", "load_foreign", "program_of"]
 
@@ -233,7 +234,7 @@ def _take_optimizer(
         group.update({key: value for key, value in saved.items() if key not in _KERNEL_CHOICES})
 
 
-def _other_optimizer(fragments: FragmentedOptimizer, groups: list[dict[str, Any]]) -> str | None:
+def _other_optimizer(fragments: Optimizers, groups: list[dict[str, Any]]) -> str | None:
     """The reason why state with the options of `groups` does not fit this optimizer; None if it does."""
     own = fragments.optimizer.param_groups
     if groups and len(groups) != len(own):
@@ -242,7 +243,7 @@ def _other_optimizer(fragments: FragmentedOptimizer, groups: list[dict[str, Any]
         ignored = _KERNEL_CHOICES | {"initial_lr"}
         lacking = sorted(mine.keys() - theirs.keys() - ignored)
         if lacking:
-            kind = type(fragments.optimizer).__name__
+            kind = kind_of(fragments.optimizer)
             return f"it is another optimizer's (this run's {kind} has {', '.join(lacking)})"
     return None
 
@@ -267,7 +268,8 @@ def _fill(engine: Stateful, source: _Source, where: Path, wanted: Imported) -> N
             source.read(buffers)
     if wanted.optimizer and engine.fragments is not None:
         with torch.no_grad():
-            fill_optimizer(engine.fragments, stored, source.read)
+            for member in engine.fragments.members:
+                fill_optimizer(member, stored, source.read)
 
 
 def _shapes(engine: Stateful) -> dict[str, tuple[int, ...]]:

@@ -110,7 +110,8 @@ class CheckpointWriter:
         working = folder.working_folder(request.final)
         if request.training_state and engine.fragments is not None:
             with together(axis, str, CheckpointError):
-                check_states(engine.fragments)
+                for member in engine.fragments.members:
+                    check_states(member)
         with request.files.with_weights(), _removed_if_failed(axis, working):
             with _all_or_none(axis, request.final):
                 if axis.rank == 0:

@@ -32,6 +32,7 @@ from hf_dist.offload.resting import Tier, opened
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.compound import is_part, put
 from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.optimizers import Optimizers
 from hf_dist.optim.taken_over import take_options
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
@@ -56,7 +57,7 @@ class Stateful(Protocol):
     """What is saved, namely the engine."""
 
     sharded: ShardedModel
-    fragments: FragmentedOptimizer | None
+    fragments: Optimizers | None
     outer: OuterOptimizer | None
     number: int
     global_steps: int
@@ -86,7 +87,7 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
     for group in (g for g in sharded.groups if g.axes.owns):
         start, stop = (position - group.resting[0] for position in group.owned)
         values = group.master.part(start, stop)
-        if group.trainable:  # frozen weights do not change during the write
+        if group.trainable or group.num_changes:  # other frozen weights do not change during the write
             values = take(f"weights.{group.layout.slots[0].name}", values)
         for slot in group.layout.slots:
             first, last = group.layout.fragment(slot, group.axes.shard.rank)
@@ -153,22 +154,28 @@ def saved_state(
         state |= _outer_state(engine.outer, take)
     if engine.fragments is None:
         return state
-    own = _of_replica(engine.mesh.replica)
-    for fragment in engine.fragments.fragments:
+    for member in engine.fragments.members:
+        state.update(_optimizer_state(member, _of_replica(engine.mesh.replica), take))
+    return state
+
+
+def _optimizer_state(
+    fragments: FragmentedOptimizer, own: str, take: Take
+) -> Iterator[tuple[str, FlatSlice | torch.Tensor]]:
+    """(name, values) of what this rank writes of an optimizer's state; `own`: the prefix of all names."""
+    for fragment in fragments.fragments:
         first, last = fragment.written
         if last == first or not fragment.group.axes.owns:
             continue
         slot, offset = fragment.slot, first - fragment.first
-        for key, elements in engine.fragments.states(fragment):
+        for key, elements in fragments.states(fragment):
             name = f"{own}optimizer.{key}.{fragment.name}"
-            values = take(name, elements.narrow(0, offset, last - first))
-            state[name] = FlatSlice(values, first, slot.held)
-        for key, value in engine.fragments.scalars(fragment):
+            yield name, FlatSlice(take(name, elements.narrow(0, offset, last - first)), first, slot.held)
+        for key, value in fragments.scalars(fragment):
             has_value = isinstance(value, (torch.Tensor, int, float))
             if has_value and first == 0 and slot.held.in_whole(0) == 0:  # written by one rank, whoever holds the others
                 name = f"{own}optimizer_scalar.{key}.{fragment.name}"
-                state[name] = take(name, _scalar(value))
-    return state
+                yield name, take(name, _scalar(value))
 
 
 def _of_replica(number: int) -> str:
@@ -255,7 +262,8 @@ def load_state(engine: Stateful, folder: Path, *, weights_only: bool = False) ->
             same = take_options(optimizer, names, common.get("optimizer"), folder.parent)
             engine.fragments.has_own_options = not same
             own, read_own = _for_replica(stored, read, engine.mesh.replica)
-            fill_optimizer(engine.fragments, own if same else {}, read_own)
+            for member in engine.fragments.members:
+                fill_optimizer(member, own if same else {}, read_own)
         if engine.outer is not None:
             _fill_outer(engine.outer, stored, read)
         engine.load_plain_state(common)

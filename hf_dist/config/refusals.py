@@ -272,6 +272,23 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "are not available on matrices that are cut",
     ),
     Elsewhere(
+        "a trained copy of a cut matrix (PEFT's `modules_to_save`)",
+        _CUT,
+        "tensor_parallel/slices.py",
+        "PEFT trains a copy of",
+    ),
+    Elsewhere("X-LoRA", _CUT, "tensor_parallel/slices.py", "mixes adapters of matrices that are cut"),
+    Elsewhere(
+        "an embedding with `max_norm`", "several data ranks", "sharding/fit.py", "writes the rows that a forward"
+    ),
+    Elsewhere(
+        "a loss that counts boxes or masks over all processes",
+        "`pipeline.stages` above 1",
+        "hf/counting_losses.py",
+        "counts boxes or masks over all processes",
+    ),
+    Elsewhere("several optimizers of one model", f"`{_EARLY}`, `local_sgd`", "engine.py", "takes one optimizer"),
+    Elsewhere(
         "adapters on stacked experts",
         f"{_CUT}, experts that are not spread",
         "tensor_parallel/slices.py",

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist.config import DistConfig
 from hf_dist.optim.attach import FragmentedOptimizer
-from hf_dist.optim.build import build_optimizer
+from hf_dist.optim.build import build_optimizer, is_from_config
 from hf_dist.optim.compound import leaves
 from hf_dist.optim.muon import is_matrix
+from hf_dist.optim.optimizers import Optimizers
 from hf_dist.optim.stepping import like
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.precision import states_in_bf16
@@ -41,12 +42,17 @@ class OptimizerStates:
     """Bytes that the owner of a tensor of this name and shape keeps, for an optimizer that sees whole tensors."""
     names: frozenset[str] | None = None
     """The parameters that the optimizer was given; None for all trainable ones."""
+    each: tuple[OptimizerStates, ...] = ()
+    """Those of several optimizers, each with the `names` that it steps; empty for one."""
     known: bool = True
     """False if the optimizer could not be probed; its states are then not counted."""
 
     def of_slot(self, slot: ParamSlot) -> tuple[tuple[int, ...], int]:
         """(`elements`, `nbytes`) of one parameter."""
-        if self.names is not None and slot.name not in self.names:
+        for one in self.each:
+            if one.names is None or slot.name in one.names:
+                return one.of_slot(slot)
+        if self.each or self.of_whole is not None or (self.names is not None and slot.name not in self.names):
             return (), 0
         if self.of_matrix is not None and is_matrix(slot.name, len(slot.shape)):
             return self.of_matrix, 0
@@ -74,23 +80,33 @@ class OptimizerStates:
             return cls()
 
     @classmethod
-    def of_attached(cls, fragments: FragmentedOptimizer | None, config: DistConfig) -> OptimizerStates:
-        """For an engine's optimizer: the config's, or the object passed to it; AdamW if there is none yet."""
-        if config.optimizer is not None or fragments is None:
+    def of_attached(cls, fragments: Optimizers | None, config: DistConfig) -> OptimizerStates:
+        """For an engine's optimizers: the config's, or the objects passed to it; AdamW if there is none yet."""
+        if fragments is None:
             return cls.of_config(config)
-        if not fragments.sees_whole:
-            names = frozenset(name for names in fragments.param_names for name in names)
-            return replace(cls.of(fragments.optimizer), names=names)
-        groups = zip(fragments.param_names, fragments.optimizer.param_groups, strict=True)
+        each = tuple(cls._of_member(member, config) for member in fragments.members)
+        if len(each) == 1:
+            return each[0]
+        largest = max((one.elements for one in each), key=sum)
+        return cls(largest, 0, each=each, known=all(one.known for one in each))
+
+    @classmethod
+    def _of_member(cls, member: FragmentedOptimizer, config: DistConfig) -> OptimizerStates:
+        if is_from_config(member.optimizer):
+            return cls.of_config(config)
+        names = frozenset(name for names in member.param_names for name in names)
+        if not member.sees_whole:
+            return replace(cls.of(member.optimizer), names=names)
+        groups = zip(member.param_names, member.optimizer.param_groups, strict=True)
         options = {name: {k: v for k, v in group.items() if k != "params"} for names, group in groups for name in names}
-        found = WholeStates(fragments.optimizer, options)
+        found = WholeStates(member.optimizer, options)
         try:
-            for group in fragments.sharded.trainable_groups:
+            for group in member.sharded.trainable_groups:
                 for slot in group.layout.slots:
                     found(slot.name, slot.shape)
         except Exception:  # a user's class, on tensors without elements: a plan is not worth an error
-            return cls((), 0, of_whole=lambda _, __: 0, known=False)
-        return cls((), 0, of_whole=found)
+            return cls((), 0, of_whole=lambda _, __: 0, names=names, known=False)
+        return cls((), 0, of_whole=found, names=names)
 
     @classmethod
     def of_config(cls, config: DistConfig) -> OptimizerStates:

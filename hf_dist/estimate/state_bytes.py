@@ -140,6 +140,7 @@ class States:
                     rank // apart,
                     first.requires_grad,
                     dtype,
+                    frozen=precision.frozen_dtype(dtype, [p.dtype for _, p in together]),
                     placements=placements,
                     storage=storage,
                     precision=precision,
@@ -208,23 +209,31 @@ class States:
         tier = Tier.DEVICE if stepped is None else stepped.tier
         start, stop = at_rest.interval
         if tier is Tier.DISK:
-            held[Tier.DISK] += sum(disk_nbytes(size * (stop - start), torch.uint8) for size in self.optimizer.elements)
+            held[Tier.DISK] += sum(disk_nbytes(size * (stop - start), torch.uint8) for size in self._elements_of(group))
         for slot in group.layout.slots:
             numel = min(slot.stop, stop) - max(slot.offset, start)
-            if numel > 0 and self.optimizer.of_whole is None:
+            if numel > 0:
                 elements, nbytes = self.optimizer.of_slot(slot)
                 held[Tier.HOST if tier is Tier.DISK else tier] += nbytes
                 held[tier] += 0 if tier is Tier.DISK else numel * sum(elements)
 
+    def _elements_of(self, group: PlannedGroup) -> list[int]:
+        """Bytes per element of each state of a group on disk, where each optimizer has a file of its own for all of it."""
+        names = {slot.name for slot in group.layout.slots}
+        each = self.optimizer.each or (self.optimizer,)
+        return [size for one in each if not one.names or one.names & names for size in one.elements]
+
     def _owned_nbytes(self) -> int:
         """Bytes of the states that owners of whole tensors keep."""
-        whole = self.optimizer.of_whole
+        return sum(self._owned_of(one) for one in self.optimizer.each or (self.optimizer,))
+
+    def _owned_of(self, states: OptimizerStates) -> int:
+        whole = states.of_whole
         trained = [group for group in self.groups if group.trainable]
         if whole is None or not trained:
             return 0
-        tensors = sorted(
-            ((math.prod(s.shape), s.name, s.shape) for g in trained for s in g.layout.slots), key=heaviest_first
-        )
+        slots = [s for g in trained for s in g.layout.slots if states.names is None or s.name in states.names]
+        tensors = sorted(((math.prod(s.shape), s.name, s.shape) for s in slots), key=heaviest_first)
         owners = assigned([numel for numel, *_ in tensors], [0.0] * trained[0].layout.num_shards)
         return sum(
             whole(name, shape) for (_, name, shape), owner in zip(tensors, owners, strict=True) if owner == self.rank

@@ -89,7 +89,7 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
     for (_, among, _), nbytes in alike.items():
         send("tp", "all_reduce", among or axes.size("tp"), nbytes)
     norm = "dp" if not alone else "shard" if axes.size("cp_replicate") == 1 else "cp"
-    for axis, numbers in ((norm, 1 + num_trained), ("tp", 1 + num_trained), ("pp", 1)):
+    for axis, numbers in ((norm, 2 + num_trained), ("tp", 2 + num_trained), ("pp", 2)):
         send(axis, "all_reduce", axes.size(axis), 4 * numbers)
     if alone and "dp_replicate" in found:
         every = states.config.local_sgd.every

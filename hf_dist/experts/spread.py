@@ -50,7 +50,7 @@ def spread_experts(model: nn.Module, mesh: ParallelMesh, whole: nn.Module | None
     axis = mesh.views["ep"]
     if axis.size == 1:
         return {}
-    found = {path: model.get_submodule(path) for path in find_experts(whole or model)}
+    found = {path: model.get_submodule(path) for path in find_experts(model if whole is None else whole)}
     slices = expert_slices(model, axis.size, axis.rank)
     for name, param in model.named_parameters():
         if name in slices:

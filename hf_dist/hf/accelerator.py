@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,9 @@ from hf_dist.config import (
 from hf_dist.engine import Engine
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
+from hf_dist.hf.accelerator_options import check_options
 from hf_dist.hf.clipping import ClippingMixin
+from hf_dist.hf.counting_losses import let_losses_count_once
 from hf_dist.hf.data import make_seekable, note_dropping, read_everywhere
 from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_scheduler
 from hf_dist.hf.evaluation import ShorterBatch, count_rows
@@ -67,8 +69,9 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     def __init__(
         self, *args: Any, dist_config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
+        loop_config.tell_rank_of_debug_launcher()
         failure.install()
-        loop_config.refuse_other_engines(kwargs)
+        check_options(kwargs)
         launch = detect_launch()
         if launch.world_size > 1 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
@@ -129,13 +132,14 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """The Trainer's model; None in a custom loop."""
         self.calls_model: Callable[[nn.Module, dict[str, Any]], Any] | None = None
         """How training calls the model with a batch. None means `model(**batch)`."""
-        self.in_training: Callable[[], bool] = lambda: True
+        self.in_training: Callable[[], bool] = _always
         """Whether the Trainer is inside `train()`; always True in a custom loop."""
         self.modules_beside: Callable[[], list[nn.Module]] = list
         """Modules that the Trainer trains beside its model, such as a loss with parameters."""
         self._example_loader: Any = None
         self.shorter_batch = ShorterBatch()
-        self.timeout: timedelta = DEFAULT_TIMEOUT
+        init: Any = getattr(self, "init_handler", None)
+        self.timeout: timedelta = DEFAULT_TIMEOUT if init is None or init.timeout is None else init.timeout
         self._mesh: ParallelMesh | None = None
         self._first_model: nn.Module | None = None  # the first model that a custom loop prepared
         self._may_reduce = True
@@ -143,6 +147,18 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """The config as read, with the optimizer and scheduler that a custom loop's dummies stand for."""
         self._micro_batch: int | None = None
         """Rows per rank and batch of a custom loop's training loader; None until `prepare` sees the loader."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process can use: settings and loaders, without the prepared models and their groups."""
+        left_out: dict[str, Any] = {"engines": [], "frozen": [], "_models": [], "_optimizers": [], "_schedulers": []}
+        left_out |= {
+            "_mesh": None,
+            "own_model": None,
+            "_first_model": None,
+            "calls_model": None,
+            "in_training": _always,
+        }
+        return {**self.__dict__, **left_out, "modules_beside": list, "shorter_batch": ShorterBatch()}
 
     def draw_alike(self) -> None:
         """Give ranks that read the same rows the same random state, because a script may have seeded each rank differently.
@@ -156,7 +172,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     def mesh(self) -> ParallelMesh:
         """Axes and process groups, created at the first use. All ranks must make that first use together."""
         if self._mesh is None:
-            model = self.own_model or self._first_model
+            model = self._first_model if self.own_model is None else self.own_model
             self._mesh = mesh_for(self.dist_config, device=self.device, timeout=self.timeout, model=model)
         return self._mesh
 
@@ -177,8 +193,12 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         return self.engine
 
     def _ends_window(self) -> bool:
-        """Whether the current microbatch is the last one before an optimizer step, by accelerate's count."""
-        return bool(self.sync_gradients and self._may_reduce)
+        """Whether the current microbatch is the last one before an optimizer step, by accelerate's count.
+
+        With `sync_each_batch`, gradients are reduced after each: they are ready for more, as after an unforeseen backward.
+        """
+        each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False) and self.engines[0].window.early is None
+        return bool((self.sync_gradients or each) and self._may_reduce)
 
     def engine_of(self, model: nn.Module) -> Engine | None:
         """The engine of `model`; None if this accelerator did not prepare it, or another one has prepared it since."""
@@ -223,6 +243,9 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             prepared = super().prepare(*rest)
             for obj, done in zip(rest, prepared if len(rest) > 1 else (prepared,), strict=True):
                 ready[id(obj)] = done
+        for obj in ready.values():  # as accelerate marks what it has prepared
+            with suppress(AttributeError):
+                obj._is_accelerate_prepared = True
         result = tuple(ready[id(obj)] for obj in args)
         return result if len(result) != 1 else result[0]
 
@@ -240,9 +263,10 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             set_up_checkpointing(model, self.dist_config)  # HF's switch was set again by a second `train()`
         else:
             trainable = not evaluation_mode or model is self.own_model
-            self._first_model = self._first_model or model
+            self._first_model = model if self._first_model is None else self._first_model
             config = self._config_for(model)
             refuse_prompt_learning(model)
+            let_losses_count_once(model, self.axes.size("pp"))
             with inactive_adapters_trainable(model) if trainable else nullcontext():
                 engine = build_engine(
                     model,
@@ -314,11 +338,20 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         if not isinstance(optimizer, DistOptimizer):
             engine = self._engine_holding(p for group in optimizer.param_groups for p in group["params"])
             beside = set_beside(optimizer, engine, self.modules_beside())
-            engine.attach_optimizer(optimizer)
+            engine.attach_optimizer(optimizer, beside=self._others_of(engine, optimizer))
             optimizer = DistOptimizer(optimizer, engine, self._own_clipping(), beside)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         return optimizer
+
+    def _others_of(self, engine: Engine, optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+        """The prepared optimizers of `engine` that step none of the parameters of `optimizer`, which replaces the rest."""
+        known = [own.optimizer for own in self._optimizers if isinstance(own, DistOptimizer) and own.engine is engine]
+        members = [
+            m for m in (engine.fragments.members if engine.fragments is not None else ()) if m.optimizer in known
+        ]
+        new = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [m.optimizer for m in members if not new & m.stands.keys()]
 
     # ---------------------------------------------------------------------- step
 
@@ -339,6 +372,8 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """Refused: a rank without batches cannot take part in the all-gathers that the other ranks' batches need."""
+        if not self.state.distributed_type.name.startswith("MULTI_"):  # as in accelerate, which says so
+            return super().join_uneven_inputs(joinables, even_batches)
         raise NotImplementedError(
             "join_uneven_inputs: every rank needs the same number of batches when weights are sharded. Leave "
             "even_batches on (accelerate's default), or set drop_last=True in the DataLoader."
@@ -391,6 +426,10 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
 
 DistAccelerator.__init__.__signature__ = with_keyword(Accelerator, "dist_config", DistAccelerator)  # type: ignore[attr-defined]
 show_stock(DistAccelerator, Accelerator)
+
+
+def _always() -> bool:
+    return True
 
 
 def _held_weakly(method: Callable[[], bool]) -> Callable[[], bool]:

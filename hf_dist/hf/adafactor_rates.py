@@ -9,7 +9,7 @@ import torch
 
 from hf_dist import collectives
 from hf_dist.engine import Engine
-from hf_dist.optim.attach import FragmentedOptimizer
+from hf_dist.optim.optimizers import Optimizers
 from hf_dist.optim.raw_calls import engine_of
 
 __all__ = ["let_adafactor_show_rates"]
@@ -39,7 +39,7 @@ def _rates(schedule: Any) -> Any:
     return [rate for rate in rates.tolist() if rate >= 0] or schedule.base_lrs
 
 
-def _own_rates(fragments: FragmentedOptimizer) -> list[float]:
+def _own_rates(fragments: Optimizers) -> list[float]:
     """The last rate of each param group's first parameter; -1 if another rank steps it, or none has yet."""
     optimizer: Any = fragments.optimizer
     states = {f.name: optimizer.state.get(f.tensor) for f in fragments.fragments}

@@ -26,8 +26,6 @@ class ClippingMixin:
 
         `parameters` may span several models, be part of one model, or be tensors of an optimizer's param groups, as in torch.
         """
-        if norm_type != 2:
-            raise NotImplementedError(f"norm_type={norm_type}: only the L2 norm (2) is available")
         if (own := self._own_clipping()) not in (0.0, float(max_norm)) and max_norm != float("inf"):
             raise ConfigError(
                 Problem(
@@ -38,7 +36,7 @@ class ClippingMixin:
                 )
             )
         listed = listed_gradients(self.engines, parameters)
-        return joint_clip(listed.windows, float(max_norm), listed.plain)
+        return joint_clip(listed.windows, float(max_norm), listed.plain, float(norm_type))
 
     def _own_clipping(self) -> float:
         """`gradient_clipping` of the JSON in a custom loop, 0 if unset. The Trainer clips to `max_grad_norm` instead."""

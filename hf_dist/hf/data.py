@@ -27,6 +27,10 @@ _WORKER_SECONDS = 30
 """As long as torchrun waits after SIGTERM."""
 
 
+def _nothing() -> None:
+    """Of a name, so that a prepared loader can be pickled."""
+
+
 class SeekableBatches(BatchSampler):
     """Yields what `inner` yields, from any position, and keeps the random states that a resume needs."""
 
@@ -37,9 +41,11 @@ class SeekableBatches(BatchSampler):
         self.split_batches = getattr(inner, "split_batches", False)
         self._skip = 0
         self._resume: Mapping[str, torch.Tensor] | None = None
-        self._then: Callable[[], None] = lambda: None
+        self._then: Callable[[], None] = _nothing
         self._at_epoch: dict[str, Any] | None = None
         self._at_fetch: dict[str, Any] | None = None
+        self.leaves_out_repeated = False
+        """Whether the last batch is without rows that are repeated to fill it: a collator would pad the new ones to those."""
         self.restored = False
         """Whether this pass has restored the random states of a resume."""
 
@@ -80,7 +86,7 @@ class SeekableBatches(BatchSampler):
             layer = getattr(layer, "batch_sampler", None) or getattr(layer, "sampler", None)
 
     def seek(
-        self, num_batches: int, state: Mapping[str, torch.Tensor] | None, then: Callable[[], None] = lambda: None
+        self, num_batches: int, state: Mapping[str, torch.Tensor] | None, then: Callable[[], None] = _nothing
     ) -> None:
         """Start the next pass after `num_batches` batches of this rank, with the random states that `states()` returned.
 
@@ -116,8 +122,23 @@ class SeekableBatches(BatchSampler):
                 self.restored = True
                 self._then()
             self._at_fetch = random_state.raw()
-            yield batch
+            is_last = self.leaves_out_repeated and skip + count + 1 == len(self)
+            yield batch[: self.new_in_last or None] if is_last else batch
         self._at_fetch = None
+
+    @property
+    def new_in_last(self) -> int:
+        """Rows of this rank's last batch that are not repeated; 0 if all are, or if nobody knows."""
+        shard = self.inner
+        if (
+            not isinstance(shard, BatchSamplerShard)
+            or not shard.batch_size
+            or not hasattr(shard.batch_sampler, "sampler")
+        ):
+            return 0
+        own = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
+        rest = len(shard.batch_sampler.sampler) % (own * shard.num_processes) or own * shard.num_processes
+        return min(max(rest - own * shard.process_index, 0), own)
 
 
 def as_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -194,6 +215,19 @@ def seekable_of(loader: Any) -> SeekableBatches | None:
     return sampler
 
 
+@contextmanager
+def without_repeated_rows(loader: Any) -> Iterator[None]:
+    """Inside, the last batch of a rank has only rows of the set that no batch had before, if it has any. Local."""
+    found = seekable_of(loader)
+    if found is not None:
+        found.leaves_out_repeated = True
+    try:
+        yield
+    finally:
+        if found is not None:
+            found.leaves_out_repeated = False
+
+
 def _batches_from(sampler: Any, start: int) -> Iterator[list[int]]:
     """`islice(sampler, start, None)`, skipping samples in C instead of building the batches before `start`."""
     shard = isinstance(sampler, BatchSamplerShard)
@@ -249,4 +283,5 @@ __all__ = [
     "note_dropping",
     "read_everywhere",
     "seekable_of",
+    "without_repeated_rows",
 ]

@@ -7,8 +7,9 @@ divides the loss of a batch by the tokens of all ranks' batches. Source: transfo
 
 [Note: rows and samples]
 
-A collator may make two rows of one sample (TRL's preferences: all chosen, then all rejected), or rows that cannot be assigned
-to samples (images of several sizes). Repeated samples are removed only where every value of a batch has one entry per sample.
+A loader that `data.py` knows leaves repeated samples out before they are collated. Of other loaders they are taken out of the
+batch, where every value of a batch has one entry per sample: a collator may make two rows of one sample (TRL's preferences: all
+chosen, then all rejected), or rows that cannot be assigned to samples (images of several sizes).
 Other batches are computed unchanged and count the repeated samples in the loss, as stock HF does. Where samples are removed,
 the batch of one rank is shorter than the others, so gathers would meet tensors of different lengths: `even_rows` pads them.
 
@@ -25,19 +26,25 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
-from accelerate.utils.operations import find_batch_size, recursively_apply
+from accelerate.utils.operations import find_batch_size
 from torch import nn
 
 from hf_dist import collectives
 from hf_dist.groups import MeshAxis
+from hf_dist.hf.data import seekable_of
+
+_PADDING = -100
+"""HF pads inputs of different lengths with it, as it pads labels."""
 
 __all__ = [
     "CountedRows",
     "ShorterBatch",
+    "compares_rows",
     "count_rows",
     "each_batch_by_itself",
     "even_rows",
     "gathers_by_itself",
+    "inputs_of_all_ranks",
     "on_rows_of_the_set",
     "rows_of_a_rank",
 ]
@@ -65,6 +72,30 @@ def rows_of_a_rank(args: Any, accelerator: Any) -> Iterator[None]:
         yield
     finally:
         args.per_device_eval_batch_size = before
+
+
+@contextmanager
+def inputs_of_all_ranks(trainer: Any) -> Iterator[None]:
+    """Inside, metrics that are computed batch by batch get the inputs of all ranks, as they get everyone's predictions."""
+    args, compute, accelerator = trainer.args, trainer.compute_metrics, trainer.accelerator
+    asks = args.batch_eval_metrics and compute is not None and "inputs" in args.include_for_metrics
+    if not asks or accelerator.num_processes == 1:
+        yield
+        return
+
+    def computed(prediction: Any, *more: Any, **kwargs: Any) -> Any:
+        if isinstance(prediction.inputs, Mapping):
+            tensors = {key: value for key, value in prediction.inputs.items() if isinstance(value, torch.Tensor)}
+            padded = accelerator.pad_across_processes(tensors, dim=1, pad_index=_PADDING)
+            inputs = {**prediction.inputs, **accelerator.gather_for_metrics(padded)}
+            prediction = type(prediction)(prediction.predictions, prediction.label_ids, inputs, prediction.losses)
+        return compute(prediction, *more, **kwargs)
+
+    trainer.compute_metrics = computed
+    try:
+        yield
+    finally:
+        trainer.compute_metrics = compute
 
 
 class CountedRows:
@@ -100,7 +131,7 @@ class ShorterBatch:
     """Whether the ranks' batches may differ in length: true from the step of a filled batch until its loader ends."""
 
     def __init__(self) -> None:
-        self._loader: Callable[[], Any] = lambda: None
+        self._loader: Callable[[], Any] | None = None
 
     def begin(self, loader: Any) -> None:
         """Call it on every rank, whether or not its own batch is shorter."""
@@ -108,19 +139,53 @@ class ShorterBatch:
 
     def is_here(self, state: Any) -> bool:
         """Equal on all ranks. `state`: accelerate's GradientState."""
-        return state.active_dataloader is not None and self._loader() is state.active_dataloader
+        here = self._loader() if self._loader is not None else None
+        return state.active_dataloader is not None and here is state.active_dataloader
 
 
 def even_rows(axis: MeshAxis, value: Any) -> Any:
-    """Tensors, nested or not, padded by repeating the last row up to the longest rank's number of rows. Collective."""
+    """Tensors, nested or not, padded by repeating the last row up to the longest rank's number of rows. Collective.
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim():
-            return tensor
-        missing = max(collectives.all_gather_object(axis, tensor.shape[0])) - tensor.shape[0]
-        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else tensor
+    So are lists with an entry per row (images of several sizes), of which ranks have different numbers.
+    """
+    return _evened(value, collectives.all_gather_object(axis, _rows_in(value))) if axis.size > 1 else value
 
-    return recursively_apply(one, value) if axis.size > 1 else value
+
+def _rows_in(value: Any) -> Any:
+    """What `even_rows` compares: numbers of rows in the place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.dim() else None
+    if isinstance(value, Mapping):
+        return {key: _rows_in(item) for key, item in value.items()}
+    return [_rows_in(item) for item in value] if isinstance(value, (list, tuple)) else None
+
+
+def _evened(value: Any, everywhere: list[Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        missing = (
+            max((rows for rows in everywhere if isinstance(rows, int)), default=0) - value.shape[0]
+            if value.dim()
+            else 0
+        )
+        return torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) if missing > 0 else value
+    if isinstance(value, Mapping):
+        made: Any = type(value)
+        return made(
+            {
+                k: _evened(item, [w[k] for w in everywhere if isinstance(w, dict) and k in w])
+                for k, item in value.items()
+            }
+        )
+    if not isinstance(value, (list, tuple)) or not value:
+        return value
+    lists = [where for where in everywhere if isinstance(where, list) and where]
+    length = max(map(len, lists))
+    items = [
+        _evened(value[min(i, len(value) - 1)], [where[min(i, len(where) - 1)] for where in lists])
+        for i in range(length)
+    ]
+    kind: Any = type(value)
+    return kind(*items) if hasattr(value, "_fields") else kind(items)
 
 
 def gathers_by_itself(loss: Any) -> bool:
@@ -131,6 +196,15 @@ def gathers_by_itself(loss: Any) -> bool:
     losses = loss.values() if isinstance(loss, dict) else [loss]
     modules = [module for one in losses if isinstance(one, nn.Module) for module in one.modules()]
     return any(getattr(module, "gather_across_devices", False) is True for module in modules)
+
+
+def compares_rows(trainer: Any) -> bool:
+    """Whether a batch is more than its rows: TRL's has several rows per sample, sentence-transformers' losses compare rows.
+
+    Their batches keep the length that they have under DDP.
+    """
+    packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__}
+    return bool(packages & {"trl", "sentence_transformers"})
 
 
 def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]) -> Any:
@@ -147,7 +221,8 @@ def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]
     accelerator.shorter_batch.begin(state.active_dataloader)
     count = _samples(state, accelerator.num_processes)
     fresh = min(max(state.remainder - accelerator.process_index * count, 0), count)
-    if fresh in (0, count) or not _has_a_row_per_sample(inputs, count):
+    left_out = getattr(seekable_of(state.active_dataloader), "leaves_out_repeated", False)
+    if fresh in (0, count) or left_out or not _has_a_row_per_sample(inputs, count):
         result = step(inputs)
     else:
         result = step(type(inputs)({key: _first(value, fresh) for key, value in inputs.items()}))

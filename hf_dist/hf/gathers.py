@@ -64,6 +64,12 @@ class GathersMixin:
         """Whether accelerate's own gathers would run over the wrong ranks."""
         return self._shares_rows or self._rows != "data"
 
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like accelerate's, which needs equally many tensors on all ranks."""
+        if self.shorter_batch.is_here(self.gradient_state):
+            tensor = even_rows(self._data, tensor)
+        return super().pad_across_processes(tensor, *args, **kwargs)  # type: ignore[misc]
+
     def gather(self, tensor: Any) -> Any:
         """Like accelerate's, but over the data ranks only, because pipeline ranks hold equal tensors."""
         if self.shorter_batch.is_here(self.gradient_state):

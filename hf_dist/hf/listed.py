@@ -18,7 +18,7 @@ class Listed:
     """The gradients of some parameters."""
 
     windows: list[tuple[Window, set[int] | None]]
-    """Each with the ids of its listed parameters, or None for all trainable ones. Never empty."""
+    """Each with the ids of its listed parameters, or None for all trainable ones. Empty only before a model is prepared."""
     plain: list[torch.Tensor]
     """Gradients of tensors that no engine holds."""
 
@@ -34,21 +34,22 @@ def listed_gradients(engines: Sequence[Engine], parameters: Any) -> Listed:
     for engine in engines:
         own = {id(p) for g in engine.sharded.trainable_groups for p in g.params}
         of_model = own | {id(p) for p in engine.model.parameters()}
-        stepped = engine.fragments.fragments if engine.fragments is not None else ()
-        stood_for = {id(f.tensor): id(f.group.params[f.index]) for f in stepped}
+        stands = engine.fragments.stands if engine.fragments is not None else {}
+        stood_for = {id(stand): key for key, stand in stands.items()}
         known = [i for i in listed if i in of_model or i in stood_for]
-        found = {stood_for.get(i, i) for i in known if i in own or i in stood_for}
-        by_fragment = any(i in stood_for for i in known)
+        found = {stood_for.get(i, i) for i in known} & own  # not frozen, and of this rank's stages
+        by_stand_in = any(i in stood_for for i in known)
         for i in known:
             del listed[i]
         if not known:
             continue
-        is_all = found == own and not by_fragment  # the set of fragments differs by rank
-        if not is_all and not by_fragment and engine.mesh.pp.size > 1:
+        is_all = found == own
+        # Only groups list what other stages hold.
+        if not is_all and not by_stand_in and engine.mesh.pp.size > 1:
             raise ModelError(
                 f"clipping got {len(found)} of {len(own)} trainable parameters: with pipeline.stages above 1 pass "
                 "model.parameters(), because the stages clip together"
             )
         windows.append((engine.window, None if is_all else found))
     plain = [p.grad for p in listed.values() if p.grad is not None]
-    return Listed(windows or [(engines[0].window, set())], plain)
+    return Listed(windows or [(engine.window, set()) for engine in engines[:1]], plain)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable
 from typing import Any
 
+from accelerate import PartialState
 from torch.utils.data import DataLoader
 
 from hf_dist.config import DistConfig, LauncherSettings
@@ -15,20 +17,10 @@ from hf_dist.log import warn_once
 _MICRO, _TRAIN, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
 
 
-_OTHER_ENGINES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-
-
-def refuse_other_engines(arguments: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the script passes accelerate's plugins of other engines."""
-    problems = [
-        Problem(
-            name, "", "starts another engine", "Remove it; dist_config says the same (a DeepSpeed JSON can be given)."
-        )
-        for name in _OTHER_ENGINES
-        if arguments.get(name) is not None
-    ]
-    if problems:
-        raise ConfigError(problems)
+def tell_rank_of_debug_launcher() -> None:
+    """Set the variables that accelerate's `debug_launcher` leaves out: it tells only torch which process is which. Local."""
+    if "ACCELERATE_DEBUG_RDV_FILE" in os.environ and "RANK" not in os.environ:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(PartialState(cpu=True).process_index)
 
 
 def named(given: Any, launcher: LauncherSettings | None) -> Any:

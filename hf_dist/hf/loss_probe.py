@@ -19,9 +19,12 @@ from hf_dist import collectives, trees
 from hf_dist.engine import Engine
 from hf_dist.log import say_once
 
-__all__ = ["LossKind", "kind_of_loss", "loss_kind_matters"]
+__all__ = ["LossKind", "kind_of_loss", "loss_kind_matters", "of_all_labels"]
 
 _RELATIVE = 1e-3
+LABELS = "labels"
+IGNORED = -100
+"""The label of what counts for nothing; HF pads labels with it."""
 
 
 class LossKind(IntEnum):
@@ -33,9 +36,11 @@ class LossKind(IntEnum):
     """These rows cannot tell: nothing in them is labelled, or the loss is zero or not a number."""
     MEAN = 2
     """The same for any `num_items_in_batch` and any number of rows."""
-    SUM = 3
+    LABELLED = 3
+    """The mean over the labelled tokens or rows of the batch, whatever `num_items_in_batch` is."""
+    SUM = 4
     """A sum over the rows, whatever `num_items_in_batch` is."""
-    COUNTED = 4
+    COUNTED = 5
     """A sum over `num_items_in_batch`."""
 
 
@@ -56,7 +61,7 @@ def loss_kind_matters(trainer: Any) -> bool:
 def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     """What the loss of the model is, as far as the batches of all ranks can tell. Every rank of the job calls it.
 
-    Up to three forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
+    Up to five forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
     """
     axis = trainer.dist_engine.mesh.control
     asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), "return_loss"))
@@ -68,6 +73,11 @@ def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
         say_once(
             f"{type(model).__name__} returns mean losses and ignores num_items_in_batch: they are averaged over microbatches "
             "and ranks; nothing to do, unless microbatches count different numbers of tokens (then pass compute_loss_func)"
+        )
+    if kind == LossKind.LABELLED:
+        say_once(
+            f"{type(model).__name__} returns the mean over the labels of a batch and ignores num_items_in_batch: the losses of "
+            "microbatches and ranks are weighted by their numbers of labels, as one process weights the rows of a batch"
         )
     if kind == LossKind.SUM:
         say_once(
@@ -92,13 +102,58 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
         seen, in_rows = zip(*collectives.all_gather_object(axis, (counted, _in_rows(prepared))), strict=True)
         if any(seen):
             return LossKind.COUNTED if counted else LossKind.UNDECIDED
-        twice = _value(trainer.dist_engine, trees.mapped(_twice, prepared), count) if all(in_rows) else once
+        doubled = {key: _twice(value) for key, value in prepared.items()}
+        twice = _value(trainer.dist_engine, doubled, count) if all(in_rows) else once
+        over_labels = _is_mean_of_labels(trainer, prepared, once, count)
     finally:
         model.train(was_training)
     labels = [prepared.get(name) for name in trainer.label_names or ()]
     if once == 0 or not math.isfinite(once) or any(_is_empty(label) for label in labels):
         return LossKind.UNDECIDED
-    return LossKind.SUM if abs(twice - 2 * once) < abs(twice - once) else LossKind.MEAN
+    if abs(twice - 2 * once) < abs(twice - once):
+        return LossKind.SUM
+    return LossKind.LABELLED if over_labels else LossKind.MEAN
+
+
+def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tensor) -> bool:
+    """Whether the loss is that of two parts of the labels, weighted by how many each has. Every rank runs the same forwards."""
+    labels = prepared.get(LABELS)
+    can_be_masked = (
+        isinstance(labels, torch.Tensor)
+        and not labels.is_floating_point()
+        # Labels of rows may be used as indices, so only where one is left out already.
+        and (labels.ndim == 2 or bool((labels == IGNORED).any()))
+        and list(trainer.label_names or ()) == [LABELS]
+        and not getattr(trainer, "_loss_shifts_labels", False)  # then HF counts other labels
+        and not _overrides_loss(trainer)
+    )
+    if not all(collectives.all_gather_object(trainer.dist_engine.mesh.control, can_be_masked)):
+        return False
+    assert isinstance(labels, torch.Tensor)
+    places = (labels.reshape(-1) != IGNORED).nonzero()[:, 0]
+    first, rest = places[: len(places) // 3], places[len(places) // 3 :]
+    values = []
+    for left_out in (rest, first):
+        part = labels.reshape(-1).clone()
+        part[left_out] = IGNORED
+        values.append(_value(trainer.dist_engine, {**prepared, LABELS: part.view(labels.shape)}, count))
+    if not len(first) or not all(map(math.isfinite, values)):
+        return False
+    joined = (values[0] * len(first) + values[1] * len(rest)) / len(places)
+    return math.isclose(joined, once, rel_tol=_RELATIVE) and not math.isclose(*values, rel_tol=_RELATIVE)
+
+
+def _overrides_loss(trainer: Any) -> bool:
+    """Whether a class of the user, or of another library, computes the loss itself."""
+    first = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    return not first.__module__.startswith(("hf_dist.", "transformers."))
+
+
+def of_all_labels(loss: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int) -> torch.Tensor:
+    """The share of a mean over a microbatch's `labels` in the mean over all `num_items` labels of the window. Local."""
+    own = (labels != IGNORED).sum().to(loss.device)
+    share = own / (num_items.to(loss.device) if isinstance(num_items, torch.Tensor) else num_items)
+    return torch.where(own > 0, loss, torch.zeros_like(loss)) * share  # the mean over no labels is not a number
 
 
 def _is_empty(label: Any) -> bool:
@@ -113,12 +168,22 @@ def _value(engine: Engine, prepared: Any, count: torch.Tensor) -> float:
 
 
 def _in_rows(batch: Any) -> bool:
-    """Whether all tensors have as many rows."""
-    return len({leaf.shape[0] for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}) == 1
+    """Whether all tensors have as many rows, and all lists (the boxes of each image) as many entries."""
+    return len({_num_rows(value) for value in batch.values()} - {None}) == 1
 
 
-def _twice(leaf: Any) -> Any:
-    return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+def _num_rows(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.ndim else None
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    return -1 if trees.leaves(value) and any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(value)) else None
+
+
+def _twice(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.cat([value, value]) if value.ndim else value
+    return type(value)([*value, *value]) if isinstance(value, (list, tuple)) else value
 
 
 def _loss(output: Any) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from torch import nn
 from hf_dist.engine import Engine
 from hf_dist.errors import ModelError
 from hf_dist.log import say_once
+from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.sizes import size_text
 
 
@@ -33,31 +34,26 @@ class DistOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         """At the end of a window: clip, step, all-gather replicated weights. Every rank calls it.
 
-        Raises `ModelError` if another optimizer was prepared for the model since.
+        Raises `ModelError` if another optimizer of these parameters was prepared since.
         """
-        if self.engine.optimizer is not self.optimizer:
+        if all(member.optimizer is not self.optimizer for member in self._members()):
             raise ModelError(
                 f"{type(self.optimizer).__name__}.step(): {type(self.engine.optimizer).__name__} was prepared after it for the "
-                "same model and has taken its place; an engine steps one optimizer. Give all parameters to one optimizer, in "
-                "several param groups, or make two models of them."
+                "same parameters and has taken its place. Step the newer one, or give each parameter to one optimizer."
             )
         if self.gradient_state.sync_gradients:
-            if closure is not None:  # its backward adds to the gradients that are clipped
-                with torch.enable_grad():
-                    closure()
-            self.engine.window.refuse_spent("this step would use")
-            if self._max_norm:
-                self.engine.clip_grad_norm(self._max_norm)
-            self.engine.apply_gradients()
-            self.engine.window.spent = True
+            self.engine.stepped_by_hand(closure, self.optimizer, self._max_norm)
             self._is_overflow = self.engine.schedule_waits
             if self.beside is not None and not self.engine.step_was_skipped:
                 self.beside.step()
 
+    def _members(self) -> list[FragmentedOptimizer]:
+        return [] if self.engine.fragments is None else self.engine.fragments.members
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Discard the window's gradients."""
         if self.gradient_state.sync_gradients:
-            self.engine.zero_grad()
+            self.engine.zero_grad(set_to_none is not False, self.optimizer)
             if self.beside is not None:
                 self.beside.zero_grad()
 
@@ -74,17 +70,17 @@ class DistOptimizer(AcceleratedOptimizer):
         flags = [group.get("train_mode") for group in self.optimizer.param_groups]
         is_there = flags == [mode == "train"] * len(flags)
         if callable(getattr(self.optimizer, mode, None)) and not is_there:
-            self.engine.switch_optimizer(mode)
+            self.engine.switch_optimizer(mode, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's fragments of the optimizer state, by parameter name."""
         assert self.engine.fragments is not None
-        return self.engine.fragments.state_dict()
+        return self.engine.fragments.of(self.optimizer).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict()` of the same rank and layout."""
         assert self.engine.fragments is not None
-        self.engine.fragments.load_state_dict(state_dict)
+        self.engine.fragments.of(self.optimizer).load_state_dict(state_dict)
 
 
 class Beside:

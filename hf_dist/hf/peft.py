@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -113,9 +113,20 @@ def let_adapters_work(engine: Engine) -> None:
 
 def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None:
     """PEFT's own merge of one layer on its full weights, adapters in fp32. Every rank keeps its part of the sum. Collective."""
+    _refuse_elsewhere(method, [layer])
     refuse_packed(layer)
     with gathered(layer.parameters(), modifier_rank=0), _masters_in_place(layer):
         getattr(type(layer), method)(layer, *args, **kwargs)
+
+
+def _refuse_elsewhere(method: str, layers: Iterable[nn.Module]) -> None:
+    """Raise `ModelError` for adapted layers of which another pipeline stage has the weights. Local."""
+    if any(next(layer.parameters(), None) is None for layer in layers):
+        raise ModelError(
+            f"{method} of adapters: other pipeline stages hold some of the layers. Call hf_dist.unprepare(model) first, on "
+            "every rank: each then has all weights, and PEFT merges them. Or save the adapter, and `hf-dist export "
+            "--merge-lora`."
+        )
 
 
 def refuse_packed(layer: Any) -> None:
@@ -131,6 +142,7 @@ def refuse_packed(layer: Any) -> None:
 
 def _with_embeddings(tuner: Any, *args: Any, **kwargs: Any) -> Any:
     """PEFT's own method, which at its end compares addresses to see whether the embeddings are still tied. Collective."""
+    _refuse_elsewhere("merge_and_unload", (m for m in tuner.model.modules() if hasattr(m, "base_layer")))
     tables = [find() for find in (tuner.model.get_input_embeddings, tuner.model.get_output_embeddings)]
     weights = [p for table in tables if isinstance(table, nn.Module) for p in table.parameters()]
     with gathered(weights, modifier_rank=0):

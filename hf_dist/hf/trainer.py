@@ -23,9 +23,16 @@ from hf_dist.hf.agreed_control import AgreedControlMixin
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.curriculum import cut_batches
-from hf_dist.hf.data import loaders_left
-from hf_dist.hf.evaluation import each_batch_by_itself, gathers_by_itself, on_rows_of_the_set, rows_of_a_rank
-from hf_dist.hf.loss_probe import LossKind, kind_of_loss, loss_kind_matters
+from hf_dist.hf.data import loaders_left, without_repeated_rows
+from hf_dist.hf.evaluation import (
+    compares_rows,
+    each_batch_by_itself,
+    gathers_by_itself,
+    inputs_of_all_ranks,
+    on_rows_of_the_set,
+    rows_of_a_rank,
+)
+from hf_dist.hf.loss_probe import LABELS, LossKind, kind_of_loss, loss_kind_matters, of_all_labels
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import tell_router_loss
@@ -50,6 +57,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
     add_callback: Callable[..., None]
     _loss_is_known = False
     _loss_is_mean = False
+    _loss_is_of_labels = False
     _last_shape: Any = None
     _draws_alike = False
 
@@ -90,7 +98,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         )
         number = torch.tensor(7) if counts else None
         with self._not_counted():
-            return self.compute_loss(model, trees.copied(batch), num_items_in_batch=number)  # type: ignore[attr-defined]
+            return self.compute_loss(model, trees.copied(batch), num_items_in_batch=number)
 
     def _auto_sources(self, num_training_steps: int | None = None) -> AutoSources:
         assert self.dist is not None
@@ -226,6 +234,18 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         if kind == LossKind.MEAN:
             self.model_accepts_loss_kwargs = False
             self._loss_is_mean = True
+        self._loss_is_of_labels = kind == LossKind.LABELLED
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """HF's. In training, a mean over labels is weighted by their number, as one process weights the rows of a batch."""
+        num_items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+        labels = inputs.get(LABELS) if isinstance(inputs, Mapping) else None  # HF's takes them out for some losses
+        result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if not self._loss_is_of_labels or num_items is None or labels is None or not model.training:
+            return result
+        if isinstance(result, tuple):
+            return of_all_labels(result[0], labels, num_items), *result[1:]
+        return of_all_labels(result, labels, num_items)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As HF's, but each sample counts once and the loss equals that of one process, on any number of ranks.
@@ -235,6 +255,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         if self.dist is None:
             return super().evaluation_loop(*args, **kwargs)
         description = kwargs.get("description", args[1] if len(args) > 1 else "")
+        loader = kwargs["dataloader"] if "dataloader" in kwargs else args[0]
         every_rank(self.accelerator.mesh, f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}()")
         self._draw_alike()
         if self.accelerator._models and self.accelerator.engine_of(self.model) is None:
@@ -246,7 +267,12 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         asked.bf16_full_eval = asked.fp16_full_eval = False
         asked.logging_nan_inf_filter |= asked.filters_on_device  # losses are on the host here
         try:
-            with each_batch_by_itself(self.args), rows_of_a_rank(self.args, self.accelerator):
+            with (
+                each_batch_by_itself(self.args),
+                rows_of_a_rank(self.args, self.accelerator),
+                contextlib.nullcontext() if compares_rows(self) else without_repeated_rows(loader),
+                inputs_of_all_ranks(self),
+            ):
                 return super().evaluation_loop(*args, **kwargs)
         finally:
             asked.bf16_full_eval, asked.fp16_full_eval, asked.logging_nan_inf_filter = saved

@@ -366,7 +366,7 @@ class _EnginePrecision:
         with window.announce(True):
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         # Lightning's wrapper was made before the engine, so its `zero_grad` is torch's: nobody hears of it.
-        window.spent = False
+        window.abandon()
         return result
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:

@@ -1,9 +1,9 @@
 """Any torch optimizer on sharded parameters: it steps *fragments*, 1-D views of the fp32 master weights.
 
-There is one fragment per parameter and rank (none if the rank holds no element of it). So weight decay, learning-rate groups,
-freezing and LoRA stay per parameter, and a parameter without a gradient on any rank is skipped exactly as in one process
-(no decay, no momentum). Alternative considered: one flat tensor per group. It needs one kernel instead of many but also steps
-unused parameters, and torch's fused AdamW runs a hundred tensors as fast as one flat tensor.
+There is one fragment per parameter and rank, without elements if the rank holds none (`stand_in.py`). So weight decay,
+learning-rate groups, freezing and LoRA stay per parameter, and a parameter without a gradient on any rank is skipped exactly as
+in one process (no decay, no momentum). Alternative considered: one flat tensor per group. It needs one kernel instead of many
+but also steps unused parameters, and torch's fused AdamW runs a hundred tensors as fast as one flat tensor.
 
 An optimizer that must see whole tensors gets the tensors that this rank owns instead of fragments (`whole_step.py`). Muon's
 matrices are fragments too, stepped separately (`muon_step.py`).
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ from hf_dist.optim.compound import leaves
 from hf_dist.optim.fragment import Fragment, Used, make_fragments
 from hf_dist.optim.fused_kernel import handed_on
 from hf_dist.optim.initial_states import cut_state, recalled, remembered
+from hf_dist.optim.known_by import follow
 from hf_dist.optim.muon_step import MuonStep
-from hf_dist.optim.raw_calls import StepHook
 from hf_dist.optim.rounded import RoundedBatch, Rounding
+from hf_dist.optim.stand_in import OwnCalls, StandIn
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused, restored
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling
-from hf_dist.optim.stepping import Stepping
-from hf_dist.optim.whole_step import WholeStep, carry_rules
+from hf_dist.optim.stepping import Sight, Stepping
+from hf_dist.optim.whole_step import WholeStep
 from hf_dist.sharding.consistency import check_same_params
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import check_still_frozen
@@ -53,12 +54,12 @@ class FragmentedOptimizer:
         optimizer: torch.optim.Optimizer,
         *,
         one_by_one: bool = False,
-        stepping: Stepping = Stepping.FRAGMENTS,
+        sight: Sight,
         rounding: Rounding | None = None,
     ) -> None:
         """Replace the parameters in `optimizer.param_groups` in place; the optimizer object stays the user's own.
 
-        `one_by_one`: allow stepping each group separately (`step_group`). `stepping`: what the optimizer must see. `rounding`:
+        `one_by_one`: allow stepping each group separately (`step_group`). `sight`: what the optimizer must see. `rounding`:
         how to round states that rest in bf16.
 
         State that the optimizer already has (Adagrad makes its sums at construction) is cut like its parameters.
@@ -68,25 +69,29 @@ class FragmentedOptimizer:
         self.optimizer = optimizer
         self.has_own_options = True
         """False if the options of param groups were loaded from a checkpoint."""
+        self.calls = OwnCalls()
+        """Marked while this object calls the optimizer, to distinguish our calls from those of user code."""
+        stepping = sight.stepping
         # Half-precision gradients are lent in fp32, for one group at a time to save memory.
         casts = stepping is Stepping.FRAGMENTS and sharded.precision.reduced.itemsize < MASTER_DTYPE.itemsize
         self._one_by_one = one_by_one or rounding is not None or casts
         self._of_group = functools.partial(RoundedBatch, rounding=rounding) if rounding is not None else None
-        self._whole = WholeStep(self._step_tensors) if stepping is Stepping.WHOLE else None
-        everything = [] if self._whole else make_fragments(sharded.trainable_groups)
+        self._whole = WholeStep(self._step_tensors, self.calls) if stepping is Stepping.WHOLE else None
+        self._all_in_place = sight.keeps_places or sight.skips_missing
+        self._narrowing = functools.partial(Narrowed, optimizer, keeps_places=sight.keeps_places)
+        everything = [] if self._whole else make_fragments(sharded.trainable_groups, self.calls)
         self._by_owner = {(id(f.group), f.index): f for f in everything}
         self._muon = MuonStep(optimizer, self._by_owner) if stepping is Stepping.MUON else None
         self._positions = {id(p): (g, i) for g in sharded.groups for i, p in enumerate(g.params)}
         self.param_names: list[list[str]] = []
         """Full names of each param group's parameters, on all ranks, in the optimizer's original order."""
-        self.hook: StepHook | None = None
-        """Marked while this object steps the optimizer, to distinguish our steps from those of user code."""
+        self.stands: dict[int, StandIn] = {}
+        """id of a parameter of the model -> its stand-in in the param groups."""
         self._find_owners(optimizer.param_groups)
-        before = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             self._cut_group(group)
         check_same_params(self.param_names, sharded.mesh)
-        carry_rules(optimizer, self._tensors_of(p for params in before for p in params))
+        follow(optimizer, self.stands)
         everything = list(self._by_owner.values())
         self._initial = {
             f: {key: remembered(value) for key, value in optimizer.state[f.tensor].items()}
@@ -119,40 +124,40 @@ class FragmentedOptimizer:
             for number, places in enumerate(held):
                 self._muon.add(first + number, places)
 
-    def _tensors_of(self, params: Iterable[Any]) -> dict[int, nn.Parameter]:
-        """id of a model parameter -> the tensor that this rank steps for it."""
-        found = {
-            id(p): self._by_owner.get((id(self._positions[id(p)][0]), self._positions[id(p)][1]))
-            for p in params
-            if id(p) in self._positions
-        }
-        return {key: f.tensor for key, f in found.items() if f is not None}
-
     def _cut_group(self, group: dict[str, Any]) -> list[Fragment]:
-        """Replace the parameters of a param group by this rank's fragments, and return those."""
+        """Replace the parameters of a param group by their stand-ins, and return this rank's fragments among those."""
         own: list[Fragment] = []
         names: list[str] = []
+        stands: list[StandIn] = []
         for p in group["params"]:
             state = self.optimizer.state.pop(p, None)
-            if id(p) not in self._positions:
-                elsewhere = self.sharded.pipeline.name_elsewhere(p) if self.sharded.pipeline else None
-                if elsewhere is not None:  # another pipeline stage steps it
-                    names.append(elsewhere)
-                    continue
-                raise ModelError(
-                    f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
-                    "optimizer from the parameters of the model that you prepare with it."
-                )
-            flat, index = self._positions[id(p)]
-            names.append(flat.layout.slots[index].name)
-            fragment = self._by_owner.get((id(flat), index))
-            if fragment is not None:
+            fragment, name = self._fragment_of(p)
+            names.append(name)
+            if fragment is None:
+                stand = StandIn.of(p, torch.empty(0, device=self.sharded.mesh.device), self.calls, is_stepped=False)
+            else:
+                stand = fragment.tensor
                 own.append(fragment)
                 if state:
-                    self.optimizer.state[fragment.tensor] = {k: cut_state(k, v, fragment) for k, v in state.items()}
-        group["params"] = [f.tensor for f in own]
+                    self.optimizer.state[stand] = {k: cut_state(k, v, fragment) for k, v in state.items()}
+            self.stands[id(p)] = stand
+            stands.append(stand)
+        group["params"] = stands
         self.param_names.append(names)
         return own
+
+    def _fragment_of(self, p: nn.Parameter) -> tuple[Fragment | None, str]:
+        """This rank's fragment of a parameter, if it steps one, and the parameter's name. Raises `ModelError`."""
+        if id(p) in self._positions:
+            flat, index = self._positions[id(p)]
+            return self._by_owner.get((id(flat), index)), flat.layout.slots[index].name
+        elsewhere = self.sharded.pipeline.name_elsewhere(p) if self.sharded.pipeline else None
+        if elsewhere is None:
+            raise ModelError(
+                f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not in the model. Create the "
+                "optimizer from the parameters of the model that you prepare with it."
+            )
+        return None, elsewhere  # another pipeline stage steps it
 
     def add_group(self) -> None:
         """Start to step the parameters of the optimizer's newest param group (gradual unfreezing). Local.
@@ -170,6 +175,7 @@ class FragmentedOptimizer:
         check_still_frozen(flat for flat, _ in found if not flat.trainable)
         self._find_owners([group])
         added = self._cut_group(group)
+        follow(self.optimizer, self.stands)
         self.fragments += added
         if self.on_device and not self._one_by_one:
             self.batches = self._batched(self.fragments)
@@ -184,14 +190,8 @@ class FragmentedOptimizer:
 
     @contextmanager
     def _stepping(self, scaling: StepScaling | None = None) -> Iterator[None]:
-        if self.hook is not None:
-            self.hook.is_own = True
-        try:
-            with (scaling or StepScaling()).given_to(self.optimizer):
-                yield
-        finally:
-            if self.hook is not None:
-                self.hook.is_own = False
+        with self.calls.marked(), (scaling or StepScaling()).given_to(self.optimizer):
+            yield
 
     @property
     def sees_whole(self) -> bool:
@@ -233,21 +233,22 @@ class FragmentedOptimizer:
 
     def _step_tensors(self, tensors: Sequence[Fragment]) -> None:
         if self._narrowed is None:
-            self._narrowed = Narrowed(self.optimizer)
+            self._narrowed = self._narrowing()
         with self._narrowed.to(tensors), self._stepping():
             self.optimizer.step()
 
     def _step_fragments(self, used: Used, scaling: StepScaling | None, first: First | None = None) -> None:
         if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
             if first is not None and takes_scaling(self.optimizer):
-                narrowed = Narrowed(self.optimizer)
+                narrowed = self._narrowing()
                 for part in self.batches[0].parted(first[0].trainable):
                     with narrowed.to(part.fragments), handed_on(part, self.optimizer, used), self._stepping(scaling):
                         self.optimizer.step()
                     if part.groups == first[0].trainable:
                         first[1](first[0])
                 return
-            with handed_on(self.batches[0], self.optimizer, used), self._stepping(scaling):
+            only = nullcontext() if self._all_in_place else self._narrowing().to(self.batches[0].fragments)
+            with only, handed_on(self.batches[0], self.optimizer, used), self._stepping(scaling):
                 self.optimizer.step()
             return
         left = [batch for batch in self.batches if id(batch) not in self._stepped]
@@ -259,9 +260,9 @@ class FragmentedOptimizer:
 
     def switch(self, mode: str) -> None:
         """Call the optimizer's method `mode` (train, eval), which may write weights. Local; then call `weights_changed()`."""
-        narrowed = Narrowed(self.optimizer)
+        narrowed = self._narrowing()
         for batch in self.batches:
-            with self.opened(batch), narrowed.to(batch.fragments):
+            with self.opened(batch), narrowed.to(batch.fragments), self.calls.marked():
                 getattr(self.optimizer, mode)()
 
     def will_step(self, group: FlatGroup) -> None:
@@ -297,7 +298,7 @@ class FragmentedOptimizer:
             self._open.append(batch)
         batch.swap_in(self.optimizer)
         if self._narrowed is None:
-            self._narrowed = Narrowed(self.optimizer)
+            self._narrowed = self._narrowing()
         narrowed = self._narrowed.to(batch.fragments)
         count = torch.get_num_threads() if batch.on_device else storage.num_threads
         with narrowed, threads(count), handed_on(batch, self.optimizer, used), self._stepping(scaling):
@@ -350,7 +351,7 @@ class FragmentedOptimizer:
     def structure(self, fragment: Fragment) -> dict[str, Any]:
         """A state of `fragment` as a first step creates it, to be filled with loaded values. Local."""
         assert self._whole is not None, "states of fragments are tensors and numbers"
-        narrowed = Narrowed(self.optimizer).to([fragment])
+        narrowed = self._narrowing().to([fragment])
         random = torch.random.fork_rng()
         with self._whole.trial(fragment), restored(self.optimizer), self._stepping(), random, narrowed:
             self.optimizer.step()

@@ -21,9 +21,11 @@ from hf_dist.optim.lamb import Lamb
 from hf_dist.optim.lion import Lion
 from hf_dist.optim.muon import Muon, muon_groups
 
-__all__ = ["build_optimizer", "optimizer_for"]
+__all__ = ["build_optimizer", "is_from_config", "optimizer_for"]
 
 T = TypeVar("T")
+
+_FROM_CONFIG = "_hf_dist_from_config"
 
 _ADAM_SWITCHES = {"torch_adam": False, "adam_w_mode": True, "bias_correction": True}
 """DeepSpeed's switches of Adam and their defaults."""
@@ -56,7 +58,7 @@ def build_optimizer(
     unless given (with `torch_adam`: torch's default). Classes with a fused kernel use it unless `foreach` or `fused` is
     given. `params` must not contain "auto".
 
-    Whether the optimizer must see whole tensors is decided by `stepping_of`, not here.
+    Whether the optimizer must see whole tensors is decided by `sight_of`, not here.
 
     Raises:
         ConfigError: an unknown or unavailable type, or params that it does not take; lists all of them.
@@ -77,7 +79,13 @@ def build_optimizer(
     optimizer = construct("optimizer", cls, groups, arguments)
     if name in ("Adam", "AdamW") and not switches["bias_correction"]:
         leave_out_bias_correction(optimizer)
+    setattr(optimizer, _FROM_CONFIG, True)
     return optimizer
+
+
+def is_from_config(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `build_optimizer` made it, rather than user code. Local."""
+    return hasattr(optimizer, _FROM_CONFIG)
 
 
 def _optimizer_class(name: str, *, adam_w_mode: bool) -> type[torch.optim.Optimizer]:

@@ -59,7 +59,8 @@ def summarize_gradients(
 ) -> GradientSummary:
     """Norm of `scale` times the reduced gradients, and which parameters had a gradient on any rank.
 
-    Collective over dp, then tp: an all-reduce of 1 + (number of trainable parameters) floats; then over pp, of one float.
+    Collective over dp, then tp: an all-reduce of 2 + (number of trainable parameters) floats; then over pp, of two. The second
+    one says whether a rank has changed a buffer that the others do not know of (`buffers.py`).
     Every rank counts the interval it owns, so shared and replicated elements count once. If one rank along `tp` has used a
     parameter, all of them step it: copies stay equal, and slices are stepped as the whole would be. Only a rank with a
     parameter without a gradient reads the flags on the host; on other ranks the host does not wait. `stepped`: id of a group
@@ -70,22 +71,23 @@ def summarize_gradients(
     groups = sharded.trainable_groups
     known = {**(early.valid(groups) if early else {}), **(stepped or {})}
     flags = [used for g in groups for used in g.window.used]
-    vector = torch.zeros(1 + len(flags), dtype=torch.float32, device=mesh.device)
+    buffers = sharded.passes.buffers
+    vector = torch.zeros(2 + len(flags), dtype=torch.float32, device=mesh.device)
     norms = [norm.to(mesh.device) for norm in owned_norms(sharded, known)]
     if norms:
         vector[0] = torch.stack(norms).square().sum()
-    if flags:
-        vector[1:] = _on_device(sharded, flags)
+    vector[1:] = _on_device(sharded, [buffers.flag(), *flags])
     for axis in (mesh.dp, mesh.tp):
         collectives.all_reduce(axis, vector, op="sum").wait()
-    squared = vector[:1].clone()
-    collectives.all_reduce(mesh.pp, squared, op="sum").wait()
-    norm = squared[0].sqrt() * scale
+    pair = vector[:2].clone()
+    collectives.all_reduce(mesh.pp, pair, op="sum").wait()
+    norm = pair[0].sqrt() * scale
+    buffers.told(pair[1])
     places = [(id(g), i) for g in groups for i in range(len(g.window.used))]
     missing = [k for k, used in enumerate(flags) if not used]
     if not missing:
         return GradientSummary(norm, {})
-    anywhere = vector[1:].tolist()
+    anywhere = vector[2:].tolist()
     return GradientSummary(norm, {places[k]: anywhere[k] > 0 for k in missing})
 
 
@@ -164,13 +166,15 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64).float()
 
 
-def squared_norm(sharded: ShardedModel, chosen: Container[int]) -> torch.Tensor:
-    """Squared L2 norm of the reduced gradients of some parameters, 0D fp32. Collective over dp and `model`.
+def norm_of_chosen(sharded: ShardedModel, chosen: Container[int], degree: float = 2.0) -> torch.Tensor:
+    """Norm of the reduced gradients of some parameters, 0D fp32. Collective over dp and `model`.
 
-    `chosen`: ids of the parameters. Every rank counts the elements it owns. Call `summarize_gradients` before it.
+    `chosen`: ids of the parameters; `degree`: of the norm, inf for the largest element. Every rank counts the elements it owns.
+    Call `summarize_gradients` before it.
     """
     mesh = sharded.mesh
-    squared = torch.zeros(1, dtype=torch.float32, device=mesh.device)
+    is_max = degree == float("inf")
+    total = torch.zeros(1, dtype=torch.float32, device=mesh.device)
     for group in sharded.trainable_groups:
         if group.grad is None or not group.axes.owns:
             continue
@@ -180,10 +184,14 @@ def squared_norm(sharded: ShardedModel, chosen: Container[int]) -> torch.Tensor:
             if id(param) in chosen:
                 start, stop = group.fragment(slot)
                 part = group.grad[max(start, first) : max(min(stop, last), start, first)]
-                squared += norm_of(part).square().to(mesh.device)
-    collectives.all_reduce(mesh.dp, squared, op="sum").wait()
-    collectives.all_reduce(mesh.model, squared, op="sum").wait()
-    return squared[0]
+                if not part.numel():
+                    continue
+                norm = norm_of(part) if degree == 2 else torch.linalg.vector_norm(part, degree, dtype=torch.float32)
+                norm = norm.to(mesh.device)
+                total = torch.maximum(total, norm) if is_max else total + norm.pow(degree)
+    for axis in (mesh.dp, mesh.model):
+        collectives.all_reduce(axis, total, op="max" if is_max else "sum").wait()
+    return total[0] if is_max else total[0].pow(1.0 / degree)
 
 
 def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float, chosen: Container[int] | None = None) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from hf_dist.offload.resting import Tier
+from hf_dist.optim.stand_in import OwnCalls, StandIn, lend
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.layout import ParamSlot
 
@@ -37,7 +37,7 @@ class Fragment:
 
     name: str
     """Full parameter name."""
-    tensor: nn.Parameter
+    tensor: StandIn
     """1-D fp32 view of `group.source`; empty between steps if `group.source` is on disk."""
     group: FlatGroup
     index: int
@@ -90,7 +90,7 @@ class WholeTensor(Fragment):
         return 0, self.slot.numel
 
 
-def make_fragments(groups: list[FlatGroup]) -> list[Fragment]:
+def make_fragments(groups: list[FlatGroup], calls: OwnCalls) -> list[Fragment]:
     """One fragment for each parameter of `groups` of which this rank holds an element. Local."""
     fragments = []
     for group in groups:
@@ -99,7 +99,7 @@ def make_fragments(groups: list[FlatGroup]) -> list[Fragment]:
             start, stop = group.fragment(slot)
             if stop > start:
                 values = torch.empty(0) if on_disk else group.source[start:stop]
-                tensor = nn.Parameter(values, requires_grad=True)
+                tensor = StandIn.of(group.params[index], values, calls)
                 fragments.append(Fragment(slot.name, tensor, group, index, start, stop))
     return fragments
 
@@ -110,9 +110,9 @@ def lent(fragments: Iterable[Fragment]) -> Iterator[None]:
     borrowers = [f for f in fragments if f.group.grad is not None]
     for f in borrowers:
         assert f.group.grad is not None
-        f.tensor.grad = f.group.grad[f.start : f.stop].to(f.tensor.dtype)
+        lend(f.tensor, f.group.grad[f.start : f.stop].to(f.tensor.dtype))
     try:
         yield
     finally:
         for f in borrowers:
-            f.tensor.grad = None
+            lend(f.tensor, None)

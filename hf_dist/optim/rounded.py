@@ -18,9 +18,11 @@ import torch
 from hf_dist.config import DistConfig, settled
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.optim.fragment import Fragment
+from hf_dist.optim.stand_in import point_at
 from hf_dist.optim.step_batch import StepBatch
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.precision import states_in_bf16
+from hf_dist.sharding.prepared import raw_data
 
 __all__ = ["RoundedBatch", "Rounding", "rounding_of"]
 
@@ -61,7 +63,7 @@ class RoundedBatch(StepBatch):
         """Replace states and masters by fp32 copies."""
         for f in self.fragments:
             if f.tensor.dtype is torch.bfloat16:
-                f.tensor.data = f.tensor.data.float()
+                point_at(f.tensor, raw_data(f.tensor).float())
         for state in (optimizer.state.get(f.tensor, {}) for f in self.fragments):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
@@ -76,8 +78,8 @@ class RoundedBatch(StepBatch):
                     state[key] = self._rounding(value)
             rests = f.group.source[f.start : f.stop]
             if rests.dtype is torch.bfloat16 and f.tensor.dtype is torch.float32:
-                rests.copy_(self._rounding(f.tensor.data))
-                f.tensor.data = rests
+                rests.copy_(self._rounding(raw_data(f.tensor)))
+                point_at(f.tensor, rests)
         super().swap_out(optimizer)
 
 

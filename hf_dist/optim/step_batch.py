@@ -18,6 +18,7 @@ from hf_dist.offload.resting import Resting, Sliceable, Tier
 from hf_dist.optim.compound import leaves
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.runs import Run
+from hf_dist.optim.stand_in import point_at
 from hf_dist.sharding.group import FlatGroup
 
 _HOST_NUMEL = 1 << 24
@@ -101,7 +102,7 @@ class SwappedBatch(StepBatch):
         masters = self.group.master.get()
         values = {key: resting.get() for key, resting in self._states.items()}
         for f in self.fragments:
-            f.tensor.data = masters[f.start : f.stop]
+            point_at(f.tensor, masters[f.start : f.stop])
             for key in self._held[f]:
                 optimizer.state[f.tensor][key] = values[key][f.start : f.stop]
 
@@ -114,7 +115,7 @@ class SwappedBatch(StepBatch):
             for key in held:
                 self._take(f, key, state.pop(key))
             self._held[f] = held
-            f.tensor.data = torch.empty(0)
+            point_at(f.tensor, torch.empty(0))
         self.group.masters_changed()
         self.group.deliver(self.group.master.get())
         for resting in (self.group.master, *self._states.values()):
@@ -185,8 +186,10 @@ def make_batches(
 class Narrowed:
     """Restricts an optimizer to some of its parameters; see [Note: stepping in batches]."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, keeps_places: bool = False) -> None:
+        """`keeps_places`: others stay in the param groups, without a gradient."""
         self.optimizer = optimizer
+        self._keeps_places = keeps_places
         self._groups = optimizer.param_groups
         self._before = [{k: v for k, v in g.items() if k != "params"} for g in self._groups]
         self._all = [g["params"] for g in self._groups]
@@ -201,8 +204,9 @@ class Narrowed:
         here = []
         try:
             for group, options, params in zip(self._groups, self._before, self._all, strict=True):
-                group["params"] = [p for p in params if id(p) in wanted]
-                if group["params"] or not params:
+                own = [p for p in params if id(p) in wanted]
+                group["params"] = params if self._keeps_places else own
+                if own or not any(p.is_stepped for p in params):
                     group.update(options)
                     here.append(group)
             self.optimizer.param_groups = here

@@ -3,7 +3,8 @@
 [Note: element-wise optimizers] The engine gives the optimizer 1-D fragments, cut where the ranks' shards end. An update
 that reads the whole tensor (its shape, its norm, a sum over it) would silently give a different result on every number of
 ranks, so such an optimizer gets whole tensors instead ([Note: owners]). An optimizer whose updates read several parameters is
-refused. The decision is made here, once, before the first step.
+refused. The decision is made here, once, before the first step: torch's own classes and a few others are known, the rest are
+tried on small tensors in two ways, as a new object of the class (below) and as a copy of the user's (`observed.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -20,8 +22,9 @@ import torch
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.optim.muon import is_muon
+from hf_dist.optim.observed import CannotObserve, Parts, as_fragments, as_wholes, one_process, stepped_as
 
-__all__ = ["Stepping", "check_whole", "like", "stepping_of"]
+__all__ = ["Sight", "Stepping", "check_whole", "like", "sight_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,9 @@ _REFUSED: dict[str, str] = {
     **dict.fromkeys(("distributedshampoo", "muonwithauxadam"), _SENDS),
     "lbfgs": "searches along a direction of all parameters at once",
     **dict.fromkeys(("lomo", "adalomo"), "updates parameters during the backward pass"),
+    **dict.fromkeys(
+        ("lorafaoptimizer", "riemannianpreconditionedoptimizer"), "updates lora_A or lora_B from the other one"
+    ),
     "sparseadam": "takes sparse gradients, and those of the engine are dense",
     "grokadamw": "keeps tensors in its param groups, which no checkpoint would hold",
 }
@@ -64,6 +70,17 @@ class Stepping(Enum):
     """Only the momentum of each matrix in one piece, to orthogonalise it."""
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What an optimizer sees in a step."""
+
+    stepping: Stepping = Stepping.FRAGMENTS
+    keeps_places: bool = False
+    """Whether its groups keep parameters that this rank does not step, because their place in the group matters."""
+    skips_missing: bool = False
+    """Whether it is known to skip parameters without a gradient, so that nothing needs to be taken out of its groups."""
+
+
 _SHAPE = (6, 4)
 _NUM_STEPS = 3
 
@@ -72,32 +89,63 @@ class _CannotProbe(Exception):
     """The optimizer cannot be built or stepped outside the training run, so the probe gave no answer."""
 
 
-def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
+def sight_of(optimizer: torch.optim.Optimizer) -> Sight:
     """What `optimizer` must see; see [Note: element-wise optimizers].
 
     Steps a second instance, built from the same options, on a matrix and on its flattened halves, each half alone as
-    on its own rank. Leaves `optimizer` and the random state unchanged. If a second instance cannot be built, assumes
-    element-wise updates, with one warning per class. Local; call it on every rank before the first step.
+    on its own rank, and copies of `optimizer` as two ranks would step it. Leaves `optimizer` and the random state unchanged.
+    If neither can be done, whole tensors are assumed, with one warning per class. Local; call it on every rank before the first
+    step.
 
     Raises:
         ConfigError: an update depends on other parameters, or the class is known to need data that no rank has.
     """
     cls = type(optimizer)
     if cls in _ELEMENTWISE:  # no subclass, which may do anything
-        return Stepping.FRAGMENTS
+        return Sight(skips_missing=True)
     if is_muon(optimizer):
-        return Stepping.MUON
+        return Sight(Stepping.MUON)
     names = [base.__name__.lower().replace("_", "").replace("8bit", "") for base in cls.__mro__]
     for name in names:
         if name in _REFUSED:
             raise _refused(optimizer, _REFUSED[name])
     if any(n in _WHOLE_TENSOR for n in names) or _package(cls) in _WHOLE_MODULES or _keeps_blocks(optimizer):
-        return Stepping.WHOLE
+        return Sight(Stepping.WHOLE)
     try:
-        return _probed(optimizer)
-    except _CannotProbe as error:
-        _warn_once(f"{cls.__module__}.{cls.__qualname__}", str(error))
-        return Stepping.FRAGMENTS
+        built: Stepping | None = _probed(optimizer)
+    except _CannotProbe:
+        built = None
+    try:
+        seen = _observed(optimizer)
+    except CannotObserve as error:
+        if built is None:
+            _warn_once(f"{cls.__module__}.{cls.__qualname__}", str(error))
+        return Sight(built or Stepping.WHOLE)
+    return replace(seen, stepping=Stepping.WHOLE) if built is Stepping.WHOLE else seen
+
+
+def _observed(optimizer: torch.optim.Optimizer) -> Sight:
+    """What a copy of `optimizer` must see to step as in one process. Raises `ConfigError` if two ranks cannot."""
+    wanted = stepped_as(optimizer, one_process)
+    if not all(torch.isfinite(values).all() for values in wanted.values()):
+        raise CannotObserve("its weights do not stay finite")
+    start = stepped_as(optimizer, one_process, steps=0)
+    if all(torch.equal(values, start[n]) for n, values in wanted.items()):
+        raise CannotObserve("it moved no weight")
+    ways: list[tuple[Stepping, Callable[[int], Parts], bool]] = [
+        (stepping, ranks, keeps)
+        for stepping, ranks in ((Stepping.FRAGMENTS, as_fragments), (Stepping.WHOLE, as_wholes))
+        for keeps in (False, True)
+    ]
+    for stepping, ranks, keeps in ways:
+        try:
+            both = [stepped_as(optimizer, ranks(rank), keeps_places=keeps) for rank in range(2)]
+        except CannotObserve:
+            continue
+        joined = {n: torch.cat([own[n] for own in both]) for n in wanted}
+        if all(_alike(values, joined[n], start[n]) for n, values in wanted.items() if joined[n].numel()):  # else frozen
+            return Sight(stepping, keeps)
+    raise _refused(optimizer, "updates a parameter from the values of others")
 
 
 def check_whole(stepping: Stepping, optimizer: torch.optim.Optimizer, config: DistConfig) -> None:
@@ -265,7 +313,7 @@ def _toy() -> tuple[torch.Tensor, torch.Tensor]:
 @functools.cache
 def _warn_once(name: str, cause: str) -> None:
     logger.warning(
-        "cannot tell whether %s is element-wise (%s): if an update depends on a whole tensor, results are wrong",
+        "cannot tell what %s does with a part of a tensor (%s): each tensor is stepped whole by one rank, which costs time",
         name,
         cause,
     )

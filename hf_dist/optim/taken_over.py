@@ -9,14 +9,20 @@ import torch
 
 from hf_dist.errors import CheckpointError
 from hf_dist.log import warn_once
+from hf_dist.optim.optimizers import Joint
 
-__all__ = ["load_schedule", "saved_options", "take_options"]
+__all__ = ["kind_of", "load_schedule", "saved_options", "take_options"]
+
+
+def kind_of(optimizer: Any) -> str:
+    """The class of an optimizer, or the classes of several that are one object (`optimizers.Joint`)."""
+    return optimizer.kind if isinstance(optimizer, Joint) else type(optimizer).__name__
 
 
 def saved_options(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """The input of `take_options`: class name, and options and parameter names of each param group. Local."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return {"type": type(optimizer).__name__, "param_groups": groups, "param_names": [list(own) for own in names]}
+    return {"type": kind_of(optimizer), "param_groups": groups, "param_names": [list(own) for own in names]}
 
 
 def take_options(
@@ -29,7 +35,7 @@ def take_options(
     """
     if saved is None:
         return False
-    now = type(optimizer).__name__
+    now = kind_of(optimizer)
     if saved["type"] != now:
         warn_once(
             f"the checkpoint's optimizer is {saved['type']}, this run's is {now}: its state starts empty, and it keeps its own "

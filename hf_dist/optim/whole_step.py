@@ -9,25 +9,25 @@ code that writes weights would have to deal with a second location.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.optim.fragment import Fragment, Used, WholeTensor
 from hf_dist.optim.owners import Owned, Owners, Wholes, step_whole
+from hf_dist.optim.stand_in import OwnCalls, StandIn, lend, point_at
 from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.prepared import raw_data
 
 
 class WholeStep:
     """Steps all parameters of one optimizer."""
 
-    def __init__(self, run: Callable[[Sequence[Fragment]], None]) -> None:
+    def __init__(self, run: Callable[[Sequence[Fragment]], None], calls: OwnCalls) -> None:
         """`run`: function that steps the optimizer on the given tensors."""
-        self._run = run
+        self._run, self._calls = run, calls
         self._owners = Owners()
         self._tensors: dict[Owned, WholeTensor] = {}
 
@@ -46,7 +46,7 @@ class WholeStep:
         added = []
         for o in self._owners.add(found):
             if o.is_mine:
-                tensor = nn.Parameter(_nothing(o))
+                tensor = StandIn.of(o.group.params[o.index], _nothing(o), self._calls)
                 self._tensors[o] = WholeTensor(o.slot.name, tensor, o.group, o.index, 0, o.numel)
                 added.append(self._tensors[o])
         return added
@@ -63,11 +63,13 @@ class WholeStep:
     def trial(self, tensor: Fragment) -> Iterator[None]:
         """Give `tensor` zeros as values and gradient inside the block. Local."""
         o = next(o for o, own in self._tensors.items() if own is tensor)
-        tensor.tensor.data, tensor.tensor.grad = _nothing(o).clone(), _nothing(o).clone()
+        point_at(tensor.tensor, _nothing(o).clone())
+        lend(tensor.tensor, _nothing(o).clone())
         try:
             yield
         finally:
-            tensor.tensor.grad, tensor.tensor.data = None, _nothing(o)
+            lend(tensor.tensor, None)
+            point_at(tensor.tensor, _nothing(o))
 
     def _leave(self, o: Owned) -> list[torch.Tensor]:
         assert o.group.grad is not None
@@ -77,34 +79,17 @@ class WholeStep:
     def _work(self, wholes: Wholes) -> dict[Owned, torch.Tensor]:
         try:
             for o, (grad, master) in wholes:
-                self._tensors[o].tensor.data = master
-                self._tensors[o].tensor.grad = grad
+                point_at(self._tensors[o].tensor, master)
+                lend(self._tensors[o].tensor, grad)
             self._run([self._tensors[o] for o, _ in wholes])
-            return {o: self._tensors[o].tensor.detach() for o, _ in wholes}
+            return {o: raw_data(self._tensors[o].tensor) for o, _ in wholes}
         finally:
             for o, _ in wholes:
-                self._tensors[o].tensor.grad = None
-                self._tensors[o].tensor.data = _nothing(o)
+                lend(self._tensors[o].tensor, None)
+                point_at(self._tensors[o].tensor, _nothing(o))
 
     def _arrive(self, o: Owned, master: torch.Tensor) -> None:
         o.of(o.group.source).copy_(master)
-
-
-def carry_rules(optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Parameter]) -> None:
-    """Transfer bitsandbytes' rules for single parameters to the tensors stepped in their place. Local.
-
-    `tensors`: id of the parameter -> the tensor. bitsandbytes finds rules by object or position, and HF registers modules
-    (embeddings keep 32 bits). Its manager is global to the process, so the optimizer gets its own.
-    """
-    manager: Any = getattr(optimizer, "mng", None)
-    if not hasattr(manager, "module_weight_config_triple"):
-        return
-    rules = dict(manager.pid2config)
-    rules |= {id(getattr(module, name)): rule for module, name, rule in manager.module_weight_config_triple}
-    own: Any = object.__new__(type(manager))
-    own.initialize()
-    own.pid2config = {id(tensors[key]): dict(rule) for key, rule in rules.items() if key in tensors}
-    optimizer.mng = own  # type: ignore[attr-defined]
 
 
 def _nothing(o: Owned) -> torch.Tensor:

@@ -57,6 +57,7 @@ def plan_at_rest(
     trainable: bool,
     dtype: torch.dtype,
     *,
+    frozen: torch.dtype,
     placements: StatePlacements,
     storage: Storage,
     precision: Precision,
@@ -64,12 +65,14 @@ def plan_at_rest(
 ) -> GroupAtRest:
     """Plan one group on `rank` of its shard axis. Call it for the groups in the order of the units. Local.
 
-    `dtype`: compute dtype of the weights. `spread`: whether other ranks hold other slices of them (experts). Where none has
+    `dtype`: compute dtype of the weights. `frozen`: dtype in which frozen weights rest, wider if they were loaded in a wider
+    one, so that a checkpoint has their bits. `spread`: whether other ranks hold other slices of them (experts). Where none has
     the same ones, there is nothing to gather, and what rests in the dtype of use is read where it rests; not in a job of one
     process, which behaves as one of many. The order matters because `storage` counts what it has handed out (`ratio`,
     `max_in_cpu`).
     """
-    rests = placements.optim if trainable else placements.params
+    rounded = not trainable and frozen != dtype
+    rests = placements.optim if trainable else Placement.SHARD if rounded else placements.params
     interval = layout.shard(rank) if rests is Placement.SHARD else (0, layout.numel)
     numel = interval[1] - interval[0]
     rests_sharded = placements.params is Placement.SHARD
@@ -79,10 +82,10 @@ def plan_at_rest(
     tier = storage.optim_tier(numel) if trainable else Tier.DEVICE
     params_tier = storage.params_tier(numel) if rests_sharded else Tier.DEVICE
     stepped = precision.master_dtype(dtype)
-    wide = stepped if trainable else dtype
+    wide = stepped if trainable else frozen
     here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
     whole = not rests_sharded or (spread and layout.num_shards == 1 and here and dtype == wide)
-    separate = not whole or (trainable and tier is Tier.DEVICE and dtype != stepped)
+    separate = not whole or rounded or (trainable and tier is Tier.DEVICE and dtype != stepped)
     shard = master = None
     if not separate:
         master = None if here else TensorAtRest(tier, numel, wide)

@@ -13,12 +13,26 @@ from hf_dist.sharding.guard import LAZY
 __all__ = ["check_fit"]
 
 
-def check_fit(model: nn.Module) -> None:
-    """Raise `ModelError` for a complex parameter, and for two parameters that share memory. Local; reads no elements.
+def check_fit(model: nn.Module, data_ranks: int = 1) -> None:
+    """Raise `ModelError` for a parameter without memory, a complex one, and two that share memory. Local; reads no elements.
+
+    With several `data_ranks` also for an embedding that forward renormalises: each rank would do so for the rows that it reads.
 
     A flat buffer has real elements. It gives each parameter a place of its own, so two that share memory (one is a view of the
     other: PEFT's tied adapters, `a.data = b.data`) would be trained apart. One parameter under two names stays one.
     """
+    meta = [n for n, p in model.named_parameters() if p.is_meta]
+    if meta:
+        raise ModelError(
+            f"{len(meta)} parameters have no memory (device 'meta'), the first is {meta[0]}. Load the weights first, for "
+            "example with from_pretrained(...) without device_map, or call model.to_empty(device=...) and initialise."
+        )
+    for name, module in model.named_modules() if data_ranks > 1 else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ModelError(
+                f"{name}: max_norm={module.max_norm} writes the rows that a forward looks up. Ranks look up different rows, so "
+                "their weights would drift apart. Leave max_norm out and clamp the norms after optimizer.step()."
+            )
     places: list[tuple[int, int, int, str]] = []
     for name, param in model.named_parameters():
         if param.is_complex():
@@ -26,7 +40,7 @@ def check_fit(model: nn.Module) -> None:
                 f"{name} is complex ({param.dtype}): buffers of weights are real, so its imaginary part would be lost. Make it "
                 "a real parameter with a last dimension of 2, and view it with torch.view_as_complex in forward."
             )
-        here = not hasattr(param, LAZY) and not param.is_meta and param.untyped_storage().data_ptr()
+        here = not hasattr(param, LAZY) and param.untyped_storage().data_ptr()
         if here and param.numel():
             places.append((*_bytes_of(param), name))
     places.sort()

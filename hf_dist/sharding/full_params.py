@@ -46,7 +46,7 @@ def gathered(
                 "modifier_rank: name the rank whose changes all ranks take, or changes are lost or differ between ranks"
             )
 
-    what = what if isinstance(what, (nn.Module, nn.Parameter)) else list(what)
+    what = list(what) if isinstance(what, Iterable) and not isinstance(what, (nn.Module, nn.Parameter)) else what
     for group in _groups_of(what)[:1] if modifier_rank is not None else ():
         world = group.mesh.world.size
         if modifier_rank not in range(world):
@@ -88,7 +88,7 @@ def unsharded(
                 leave_whole(group, None if writer is None else group.mesh.axes.coordinate("tp", writer))
             moved = group.writes.take_back()
             settle(group, moved or before != [p._version for p in group.params])
-            if group.trainable and not group.is_replicated:
+            if group.is_written and not group.is_replicated:
                 group.writes.watch()
             if id(group) not in was_full:
                 group.reshard()
@@ -114,15 +114,17 @@ def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
     if group.adopt_full():
         group.write_back()
         group.storage.link.wait_device()
-    if group.trainable:
+    if group.is_written:
         group.writes.watch()
 
 
 def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[FlatGroup]:
     if isinstance(what, nn.Module):
-        params: list[nn.Parameter] = list(what.parameters())
+        params: list[Any] = list(what.parameters())
     else:
-        params = [what] if isinstance(what, nn.Parameter) else list(what)
+        params = [what] if isinstance(what, nn.Parameter) or not isinstance(what, Iterable) else list(what)
+    for p in params:
+        _check_tensor(p)
     groups: dict[int, FlatGroup] = {}
     for p in params:
         if not hasattr(p, OWNER):
@@ -133,6 +135,11 @@ def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[
         group = getattr(p, OWNER)[0]()
         groups[id(group)] = group
     return list(groups.values())
+
+
+def _check_tensor(found: Any) -> None:
+    if not isinstance(found, torch.Tensor):
+        raise ModelError(f"expected a module, a parameter or parameters, found {type(found).__name__}: {found!r:.80}")
 
 
 def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
@@ -161,6 +168,7 @@ def full_shape(param: nn.Parameter) -> torch.Size:
 
     With `tensor_parallel`, a rank keeps a slice of most matrices and `param.shape` is the slice's shape.
     """
+    _check_tensor(param)
     return torch.Size(held_slice(param).whole)
 
 

@@ -70,10 +70,7 @@ class GroupAccess:
         slot = group.layout.slots[index]
         if value is None:
             self._land()
-            group.window.forget(index)
-            if group.grad is not None:
-                start, stop = group.fragment(slot)
-                group.grad[start:stop].zero_()
+            group.zero_gradient(index)
             return
         if isinstance(value, GradientShard):  # `p.grad *= 0.5` assigns its result, which was computed in place
             return

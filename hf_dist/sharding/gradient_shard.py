@@ -24,6 +24,7 @@ _METADATA = {
         "layout",
         "is_cuda",
         "is_cpu",
+        "is_sparse",
         "_version",
     )
 }
@@ -68,11 +69,7 @@ class GradientShard(torch.Tensor):
                 if (answer := first._shape_answer(func, args[1:])) is not None:
                     return answer
                 if first._axis is None:
-                    raise ModelError(
-                        f"p.grad of {first._name}: each rank has only the gradients of its own part of the model (stages, "
-                        "slices of matrices). Clip with accelerator.clip_grad_norm_ or gradient_clipping. "
-                        "hf_dist.full_gradient(p) gives one whole gradient."
-                    )
+                    first._refuse_reading()
                 if func in _PLAIN:  # detaching it has no effect: a gradient has no autograd history
                     return first
                 if func in _IN_PLACE and all(_is_number(x) for x in (*args[1:], *kwargs.values())):
@@ -80,6 +77,9 @@ class GradientShard(torch.Tensor):
                     return first
                 if func in _NORMS:
                     return first._norm(*args[1:], **kwargs)
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                _unscale(*args)
+                return None
             if func in _FOREACH and _is_number(args[1]):
                 in_place: Any = _FOREACH[func]
                 for tensor in cast(Any, first):
@@ -91,6 +91,13 @@ class GradientShard(torch.Tensor):
             f"{getattr(func, '__name__', func)} of the gradient of {name}: this rank holds a shard of it (ZeRO stage 1 to 3). "
             "p.grad supports norms, products with a number, clamp_ and zero_; torch.nn.utils.clip_grad_norm_ and "
             "clip_grad_value_ work. Call hf_dist.full_gradient(p) on every rank for the whole gradient."
+        )
+
+    def _refuse_reading(self) -> None:
+        raise ModelError(
+            f"p.grad of {self._name}: each rank has only the gradients of its own part of the model (stages, slices of "
+            "matrices). Clip with accelerator.clip_grad_norm_ or gradient_clipping. hf_dist.full_gradient(p) gives one whole "
+            "gradient."
         )
 
     def _shape_answer(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -121,6 +128,18 @@ class GradientShard(torch.Tensor):
         total = (value if is_max else value.pow(degree)).reshape(1)
         collectives.all_reduce(self._axis, total, op="max" if is_max else "sum").wait()
         return total[0] if is_max else total[0].pow(1.0 / degree)
+
+
+def _unscale(grads: list[GradientShard], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """What `torch.amp.GradScaler` asks: each rank divides its part, and all learn if any found a value that is not finite."""
+    for grad in grads:
+        if grad._axis is None:
+            grad._refuse_reading()
+    plain = [grad.as_subclass(torch.Tensor) for grad in grads]
+    torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inverse_scale)
+    for axis in {id(grad._axis): grad._axis for grad in grads}.values():
+        assert axis is not None
+        collectives.all_reduce(axis, found_inf, op="max").wait()
 
 
 def _is_number(value: Any) -> bool:

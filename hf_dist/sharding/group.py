@@ -59,6 +59,8 @@ class FlatGroup:
         self.storage = storage
         self.trainable = self.params[0].requires_grad
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
+        self.is_written = self.dtype.is_floating_point
+        """Whether user code may write the weights: packed ones are read only."""
         self.loaded_dtypes = [p.dtype for p in self.params]
         self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size)
         wire = precision.wire(axes.shard.size)
@@ -80,11 +82,12 @@ class FlatGroup:
         self.access: GradientAccess | None = None
         """Implements `p.grad` of the parameters; None for frozen groups."""
         self.num_changes = 0  # how often `master` was written
+        self._is_outdated = False  # `full` of a frozen group, whose `master` was written
         self._keepable = False  # `full` was gathered since the weights changed, so a second copy can be made of it
         self._build_storage()
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
-            if self.trainable:
+            if self.is_written:
                 unguard(p)  # the guard class must derive from the prepared class
                 prepare(p)
                 if self._guarded:
@@ -116,6 +119,7 @@ class FlatGroup:
             self.axes.shard.rank,
             self.trainable,
             self.dtype,
+            frozen=self.precision.frozen_dtype(self.dtype, self.loaded_dtypes),
             placements=self.placements,
             storage=self.storage,
             precision=self.precision,
@@ -136,6 +140,7 @@ class FlatGroup:
         self.storage.link.wait_device()
         if streamed and self.is_replicated:
             self._gather_streamed()
+        self._is_outdated = False
         self.reshard()
 
     def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
@@ -237,7 +242,7 @@ class FlatGroup:
             self._guarded = False
             for p in (*self.params, *self.writes.aliases):
                 unguard(p)
-            if self.trainable:
+            if self.is_written:
                 self.writes.watch()
 
     def _guard(self) -> None:
@@ -266,13 +271,15 @@ class FlatGroup:
 
         Each rank takes its own elements: as in plain data parallelism, every rank must write the same values.
         """
-        if not self.trainable or not self.fresh or self._guarded or not self.writes.happened:
+        if not self.is_written or not self.fresh or self._guarded or not self.writes.happened:
             return
         self.wait_unshard()
         self.writes.take_back()
+        self.num_changes += 1
         if self.adopt_full():
             self.write_back()
             self.storage.link.wait_device()
+        self._is_outdated = False  # `full` has what was written
         self.writes.watch()
 
     @torch.no_grad()
@@ -297,6 +304,7 @@ class FlatGroup:
     def masters_changed(self) -> None:
         """Note that `master` was written. Call `write_back` or `weights_changed` before the next gather. Local."""
         self.num_changes += 1
+        self._is_outdated = not self.trainable
         self._stale_shard = self.shard is not self.master
         self._forget_second()
 
@@ -326,8 +334,9 @@ class FlatGroup:
 
     def weights_changed(self) -> None:
         """Note that `source` was stepped, so `full` is outdated. From now on, reads wait for the next gather. Local."""
-        if not self.trainable:
+        if not self.trainable and not (self._is_outdated and self.at_rest.separate):
             return
+        self._is_outdated = False
         if self.pins:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if not self.is_replicated:
@@ -413,7 +422,19 @@ class FlatGroup:
         """Free the reduced gradient after the optimizer has read it; `window.used` is kept. Local."""
         self.gradient.drop()
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of the window, whose reductions must be complete. Local."""
-        self.window.drop()
-        self.gradient.drop()
+    def zero_gradient(self, index: int, set_to_none: bool = True) -> None:
+        """Forget the gradient of one parameter, or set it to zero if it exists; its transfers must be complete. Local."""
+        used = self.window.used[index]
+        self.window.forget(index)
+        self.window.used[index] = used and not set_to_none
+        if self.grad is not None:
+            start, stop = self.fragment(self.layout.slots[index])
+            self.grad[start:stop].zero_()
+
+    def drop_gradients(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the window, whose reductions must be complete, or set those that exist to zero. Local."""
+        self.window.drop(set_to_none)
+        if set_to_none:
+            self.gradient.drop()
+        elif self.grad is not None:
+            self.grad.zero_()

@@ -361,9 +361,7 @@ class Passes:
         self._end_backward()
         if not self.orders.agreed:
             # After the first backward, all ranks switch to the observed order.
-            everyone = collectives.all_gather_object(self.mesh.dp, (self.orders.seen(), self.buffers.changed()))
-            self.orders.agree([seen for seen, _ in everyone])
-            self.buffers.agree(changed for _, changed in everyone)
+            self.orders.agree(collectives.all_gather_object(self.mesh.dp, self.orders.seen()))
 
     def _abandon_window(self) -> None:
         window = self.window()

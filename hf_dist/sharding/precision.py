@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class Precision:
     """Target dtype of `torch.autocast` around forward (`torch_autocast`); None without autocast."""
     keep_fp32: frozenset[str] = frozenset()
     """Full names of parameters that the model's author wants in fp32 whatever the compute dtype."""
+    keeps_bits: bool = False
+    """Whether frozen weights keep the bits that `compute` has no room for, because they are saved with those that train."""
     as_loaded: frozenset[str] = frozenset()
     """Full names of frozen parameters that keep their loaded dtype: packed 4-bit weights, a half-precision base."""
 
@@ -46,6 +49,12 @@ class Precision:
         if not loaded.is_floating_point or name in self.as_loaded:
             return loaded
         return torch.float32 if name in self.keep_fp32 else self.compute
+
+    def frozen_dtype(self, compute: torch.dtype, loaded: Iterable[torch.dtype]) -> torch.dtype:
+        """The dtype in which frozen weights rest that compute in `compute`; `loaded`: those in which they were loaded."""
+        if not self.keeps_bits or not compute.is_floating_point:
+            return compute
+        return max([compute, *loaded], key=lambda dtype: dtype.itemsize)
 
     def master_dtype(self, compute: torch.dtype) -> torch.dtype:
         """The dtype of the weights that the optimizer steps, for parameters that compute in `compute`."""
@@ -124,6 +133,8 @@ def precision_for(config: DistConfig, model: nn.Module) -> Precision:
         states=torch.bfloat16 if settled(config.bf16.enabled) and states_in_bf16(config) else torch.float32,
         autocast=DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None,
         keep_fp32=_kept_in_fp32(model, compute),
+        # Below adapters the base is not saved. A model that is only evaluated is not, either.
+        keeps_bits=not hasattr(model, "peft_config") and any(p.requires_grad for p in model.parameters()),
         as_loaded=_kept_as_loaded(model, compute),
     )
 

@@ -49,10 +49,17 @@ class Reducer:
         self._combining: deque[Handle] = deque()
         self._followed: set[int] = set()  # ids of groups whose follow-ups may be in flight, which read their gradient
         self._at_end: list[tuple[FlatGroup, Combination]] = []
+        self._added_up: list[FlatGroup] = []  # combined by a sum, of which this rank is not the first
 
     def begin_backward(self, finishing: Container[int]) -> None:
         """`finishing`: units whose gradients of the window should be complete after the backward that now begins. Local."""
         self.finishing = finishing
+        if self._added_up:  # more backward after a sum, which will run again: each part counts once
+            self.land()
+            for group in self._added_up:
+                if group.grad is not None:
+                    group.grad.zero_()
+            self._added_up.clear()
         for index in self.order.units:
             if index in finishing:
                 self._unfinished.discard(index)
@@ -123,7 +130,12 @@ class Reducer:
             waiting = [(group, later) for later in group.axes.then[index:]]
             self._at_end += [pair for pair in waiting if pair not in self._at_end]  # several schedules may have run
         else:
+            self._note_sum(group, row)
             self._combining.append(Handle([combine(group, row)], functools.partial(self._combine, group, index + 1)))
+
+    def _note_sum(self, group: FlatGroup, row: Combination) -> None:
+        if row.operation == "sum" and row.axis.rank > 0:
+            self._added_up.append(group)
 
     def _final(self, group: FlatGroup) -> None:
         if self.when_final is not None and not self._dropping:
@@ -185,13 +197,14 @@ class Reducer:
             alone = group.layout.slots[0].name if row.between_stages else ""
             key = (id(row.axis), row.operation, group.gradient.dtype, alone)
             together.setdefault(key, (row, []))[1].append(group)
+            self._note_sum(group, row)
         for row, groups in together.values():
             combine_together(groups, row).wait()
         self._at_end.clear()
         self.link.wait_host()
 
-    def drop(self) -> None:
-        """Forget the gradients of the window. Local."""
+    def drop(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the window, or set those that exist to zero. Local."""
         self._dropping = True  # skip the follow-ups of reductions
         try:
             self.land()
@@ -199,6 +212,7 @@ class Reducer:
             self._dropping = False
         self._at_end.clear()  # these collectives have not started and are no longer needed
         self._unfinished.clear()
+        self._added_up.clear()
         for unit in self.units:
             for group in unit.trainable:
-                group.drop_gradients()
+                group.drop_gradients(set_to_none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -181,9 +181,17 @@ class ShardedModel:
         for group in self.groups:
             group.take_writes()
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of the window (`zero_grad`). Local."""
-        self.reducer.drop()
+    def drop_gradients(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the window (`zero_grad`), or set those that exist to zero. Local."""
+        self.reducer.drop(set_to_none)
+
+    def zero_gradients(self, params: Container[int], set_to_none: bool = True) -> None:
+        """Forget the gradients of the parameters with these ids, or set those that exist to zero. Local."""
+        self.reducer.land()
+        for group in self.trainable_groups:
+            for index, p in enumerate(group.params):
+                if id(p) in params:
+                    group.zero_gradient(index, set_to_none)
 
     def finish_gathers(self) -> None:
         """Wait for running gathers of replicated weights before the model is dropped, when no forward will. Local."""
@@ -210,7 +218,7 @@ class ShardedModel:
                 continue
             for group in unit.groups:
                 group.weights_changed()
-            if self.placements.params is Placement.SHARD or not unit.trainable:
+            if self.placements.params is Placement.SHARD or all(group.fresh for group in unit.groups):
                 continue
             while in_flight and sum(u.numel for u in in_flight) + unit.numel > most:
                 in_flight.popleft().wait_unshard()

@@ -160,12 +160,6 @@ def travel_together(
 
 
 def _check_materialized(model: nn.Module) -> None:
-    meta = [n for n, p in model.named_parameters() if p.is_meta]
-    if meta:
-        raise ModelError(
-            f"{len(meta)} parameters have no memory (device 'meta'), the first is {meta[0]}. Load the weights first, for "
-            "example with from_pretrained(...) without device_map, or call model.to_empty(device=...) and initialise."
-        )
     device_map: Any = getattr(model, "hf_device_map", None)
     if device_map and len(set(device_map.values())) > 1:
         raise ModelError(

@@ -173,10 +173,10 @@ class WindowGradient:
         self.values = None
         return values.to(self._wire)
 
-    def drop(self) -> None:
-        """End the window: forget unreduced gradients and `used`."""
+    def drop(self, set_to_none: bool = True) -> None:
+        """End the window: forget unreduced gradients and `used`; without `set_to_none`, `used` parameters stay so."""
         self.values = None
         self._in_place = False
-        for p in self._params:
+        for i, p in enumerate(self._params):
+            self.used[i] = not set_to_none and (self.used[i] or raw_grad(p) is not None)
             set_raw_grad(p, None)
-        self.used = [False] * len(self._params)

@@ -47,6 +47,7 @@ def kept_slices(model: nn.Module, plan: SplitPlan, size: int, rank: int) -> dict
     base, prefix = unwrapped(model)
     modules = dict(base.named_modules())
     found: dict[str, Kept] = {}
+    _refuse_mixtures(model)
     _refuse_adapters(base, plan)
     for name, param in base.named_parameters():
         cut = _cut_of(name, param, plan)
@@ -86,9 +87,25 @@ def refuse_narrow_experts(base: nn.Module, plan: SplitPlan, size: int, itemsize:
             )
 
 
+def _refuse_mixtures(model: nn.Module) -> None:
+    """Refuse X-LoRA: its classifier scales adapters inside of cut layers, so a rank sees a part of its gradient."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "XLoraClassifier":
+            raise ModelError(
+                f"{KEY}: {name} (X-LoRA) mixes adapters of matrices that are cut, and each rank would have a part of its "
+                "gradient. Use ZeRO-3 instead of tensor_parallel."
+            )
+
+
 def _refuse_adapters(base: nn.Module, plan: SplitPlan) -> None:
     """Refuse all adapters except LoRA, because only LoRA's split is known."""
     for name, module in base.named_modules():
+        copies = getattr(module, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict) and pattern_of(stock_name(name)) in plan.modules:
+            raise ModelError(
+                f"{KEY}: PEFT trains a copy of {name} (modules_to_save), which is cut. Leave it out of modules_to_save, or use "
+                "ZeRO-3 instead of tensor_parallel."
+            )
         if not hasattr(module, "base_layer") or pattern_of(stock_name(name)) not in plan.modules:
             continue
         style = plan.modules[pattern_of(stock_name(name))]

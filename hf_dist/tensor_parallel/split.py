@@ -320,7 +320,10 @@ class SplitModel:
         """(columns of a module's whole output, the first local one)."""
         kept = self._kept(name)
         if kept is None:
-            raise ModelError(f"the plan gathers the output of {name}, and cuts no weight of it")
+            raise ModelError(
+                f"tensor_parallel: the outputs of {name} are joined, and its weight is not cut: PEFT trains a copy of it "
+                "(modules_to_save, trainable_token_indices). Leave it out of those, or use ZeRO-3 instead of tensor_parallel."
+            )
         dim = next(d for d, some in enumerate(kept.held.ranges) if some != ((0, kept.held.whole[d]),))
         return kept.held.whole[dim], kept.held.ranges[dim][0][0]
 

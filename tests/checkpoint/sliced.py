@@ -66,6 +66,8 @@ class Holder:
 def shard(model: nn.Module, stage: int, mesh: Any) -> Holder:
     """The model's weights in the engine's layouts, its lazy ones checked against their files as an engine does."""
     from hf_dist.optim.attach import FragmentedOptimizer
+    from hf_dist.optim.optimizers import Optimizers
+    from hf_dist.optim.stepping import Sight
     from hf_dist.sharding.consistency import agree_on_sources, check_load, check_same_model
     from hf_dist.sharding.placement import ZERO_STAGES
     from hf_dist.sharding.precision import Precision
@@ -77,7 +79,7 @@ def shard(model: nn.Module, stage: int, mesh: Any) -> Holder:
     precision = Precision(compute=next(model.parameters()).dtype)
     sharded = ShardedModel(model, placements=ZERO_STAGES[stage], mesh=mesh, precision=precision)
     check_load(model, sharded.groups, sources, mesh)
-    return Holder(sharded, FragmentedOptimizer(sharded, optimizer), model)
+    return Holder(sharded, Optimizers([FragmentedOptimizer(sharded, optimizer, sight=Sight())]), model)
 
 
 def load(family: str, folder: Path, dtype: torch.dtype, cut: Any = None) -> Any:

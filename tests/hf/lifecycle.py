@@ -28,7 +28,7 @@ def local_state(trainer: Any) -> dict[str, Any]:
     return _copied(
         {
             "weights": {g.layout.slots[0].name: g.source for g in engine.sharded.trainable_groups},
-            "optimizer": engine.fragments.state_dict(),
+            "optimizer": engine.fragments.members[0].state_dict(),
             "counters": engine.plain_state()["counters"],
         }
     )
@@ -207,7 +207,7 @@ def precision(folder: Path, stage: int, dtype: str) -> dict[str, Any]:
     trainer.model.model.layers[0].mlp.up_proj.register_forward_hook(watch)
     trainer.train()
     engine = trainer.dist_engine
-    state = engine.fragments.state_dict()["state"]
+    state = engine.fragments.members[0].state_dict()["state"]
     return {
         "seen": seen,
         "masters": {str(g.source.dtype) for g in engine.sharded.groups},

@@ -41,11 +41,12 @@ class Net(nn.Module):
 
 
 def rows(unlabelled: frozenset[int]) -> list[dict[str, torch.Tensor]]:
-    """Rows of tokens, some of them without any label."""
+    """Rows of tokens with different numbers of labels, some of them without any."""
     g = torch.Generator().manual_seed(1)
     found = [{"input_ids": torch.randint(0, CLASSES, (LENGTH,), generator=g)} for _ in range(ROWS)]
     for i, row in enumerate(found):
         row["labels"] = torch.full((LENGTH,), -100) if i in unlabelled else row["input_ids"].roll(1)
+        row["labels"][: i % 3] = -100
     return found
 
 

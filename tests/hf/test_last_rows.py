@@ -26,6 +26,8 @@ SIZES = (3, 5, 6, 7) if FULL_GRID else (5, 6)
 class Number(nn.Module):
     """The loss is the mean of its rows."""
 
+    main_input_name = "x"
+
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(1))
@@ -81,6 +83,36 @@ def streams(folder: Path, layout: dict[str, Any]) -> list[tuple[float, int]]:
     return results
 
 
+def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, filled up with zeros, which count in the mean."""
+    longest = max(len(row["x"]) for row in rows)
+    filled = [torch.cat([row["x"], torch.zeros(longest - len(row["x"]))]) for row in rows]
+    return {"x": torch.stack(filled), "labels": torch.stack([row["labels"] for row in rows])}
+
+
+def ragged(folder: Path) -> list[tuple[float, float]]:
+    """Loss of rows of which the first is the longest, and how far the inputs in metrics by batch are from the predictions."""
+    args = arguments(folder, {}, batch_eval_metrics=True, include_for_metrics=["inputs"])
+    results = []
+    for size in SIZES:
+        rows = [{"x": torch.arange(1.0, 9.0 - i), "labels": torch.tensor([0.0])} for i in range(size)]
+        off: list[float] = []
+
+        def by_batch(p: Any, compute_result: bool, off: list[float] = off) -> dict[str, float]:
+            inputs, logits = p.inputs["x"], torch.as_tensor(p.predictions)
+            if inputs.shape[0] != logits.shape[0]:
+                off.append(1.0)
+            else:
+                width = min(inputs.shape[1], logits.shape[1])
+                off.append(float((inputs - logits)[:, :width].clamp(min=-50).abs().max()))
+            return {"off": max(off)} if compute_result else {}
+
+        trainer = DistTrainer(Number(), args, eval_dataset=rows, data_collator=padded, compute_metrics=by_batch)
+        found = trainer.evaluate()
+        results.append((found["eval_loss"], found["eval_off"]))
+    return results
+
+
 class Sized(Stream):
     """Rows in order that have a length."""
 
@@ -102,6 +134,7 @@ def job(name: str, **arguments: Any) -> Job:
     return f"{__name__}:{name}", arguments
 
 
+RAGGED = job("ragged")
 SPLIT = {dispatch: job("split", dispatch=dispatch) for dispatch in (False, True)}
 STREAMS = {
     ("data", 2): job("streams", layout={}),
@@ -109,7 +142,8 @@ STREAMS = {
     ("pp and data", 4): job("streams", layout=stages(2)),
 }
 JOBS = {
-    world: [job for (_, size), job in STREAMS.items() if size == world] + ([*SPLIT.values()] if world == 2 else [])
+    world: [job for (_, size), job in STREAMS.items() if size == world]
+    + ([*SPLIT.values(), RAGGED] if world == 2 else [])
     for world in (2, 4)
 }
 
@@ -123,6 +157,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_batches_that_all_ranks_share(dispatch: bool, outcomes: Any) -> None:
     for rank in found(outcomes, 2, SPLIT[dispatch]):
         assert rank == [(pytest.approx(sum(range(size)) / size), size) for size in SIZES]
+
+
+def test_new_rows_are_not_padded_to_repeated_ones_and_metrics_by_batch_have_the_inputs_of_all(
+    outcomes: Any, tmp_path: Path
+) -> None:
+    wanted = ragged(tmp_path)
+    assert [off for _, off in wanted] == [0.0] * len(SIZES)
+    for rank in found(outcomes, 2, RAGGED):
+        assert rank == [(pytest.approx(loss), 0.0) for loss, _ in wanted]
 
 
 @pytest.mark.parametrize("layout", STREAMS, ids=lambda layout: layout[0])

@@ -26,7 +26,11 @@ STEP = 4
 UNLABELLED = [frozenset(rows) for rows in ((0, 1), (2, 3), (0,), (0, 2), (1, 3), (0, 1, 2, 3))]
 JOBS: list[tuple[str, frozenset[int], int, int]] = [
     ("auxiliary" if i % 3 == 0 else "counted", rows, 1 + i % 2, 2 - i % 2) for i, rows in enumerate(UNLABELLED)
-] + [(kind, frozenset(), batch, STEP // 2 // batch) for kind in KINDS[2:] for batch in (1, 2)]
+] + [
+    (kind, rows, batch, STEP // 2 // batch)
+    for kind, rows in (("sum", frozenset()), ("mean", UNLABELLED[0]))
+    for batch in (1, 2)
+]
 
 
 def ours(job: tuple[str, frozenset[int], int, int]) -> Job:
@@ -66,9 +70,8 @@ def test_the_loss_of_a_run_is_that_of_all_ranks_also_after_the_last_log(outcomes
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(kind=st.sampled_from(KINDS), rows=st.frozensets(st.integers(0, 7), max_size=7), batch=st.sampled_from([1, 2]))
+@given(kind=st.sampled_from(KINDS), rows=st.frozensets(st.integers(0, 7), max_size=3), batch=st.sampled_from([1, 2]))
 def test_accumulation_equals_the_joined_batch(kind: str, rows: frozenset[int], batch: int, tmp_path: Path) -> None:
-    rows = rows if kind in KINDS[:2] else frozenset()  # a mean over no token is not a number
     equal(
         outcome(tmp_path, kind, rows, batch, STEP // batch, ours=True),
         outcome(tmp_path, kind, rows, STEP, 1, ours=False),

@@ -138,6 +138,6 @@ def test_replicas_that_meet_have_the_statistics_of_one(outcomes: Outcomes) -> No
     first, second = found(outcomes, 2, STATISTICS)
     for step, (one, other) in enumerate(zip(first, second, strict=True)):
         differing = {name for name in one if not torch.equal(one[name], other[name])}
-        assert {name.rpartition(".")[2] for name in differing} == (
-            set() if step % 2 else {"running_mean", "running_var", "rows"}
-        ), step
+        names = {name.rpartition(".")[2] for name in differing} - {"lookup"}  # a table for each rank's rows
+        own = {"running_mean", "running_var", "running", "running_sum", "rows", "replaced"}
+        assert names >= own if step % 2 == 0 else not names, (step, names)

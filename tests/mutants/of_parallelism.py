@@ -84,7 +84,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a stage cuts and joins the sequence at the ends of its own blocks",
         "tensor_split.py",
-        "for name in find_unit_modules(whole or model)}",
+        "for name in find_unit_modules(model if whole is None else whole)}",
         "for name in find_unit_modules(model)}",
         ("test_mixed_traffic.py", "parity/test_pipeline.py"),
     ),

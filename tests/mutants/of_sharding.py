@@ -22,10 +22,31 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a gradient set to None stays in the norm",
-        "sharding/gradient_access.py",
-        "                group.grad[start:stop].zero_()\n",
-        "                group.grad[start:start].zero_()\n",
+        "sharding/group.py",
+        "            self.grad[start:stop].zero_()\n",
+        "            self.grad[start:start].zero_()\n",
         ("window/test_raw_loops.py",),
+    ),
+    Mutant(
+        "a buffer that forward replaces is not exchanged",
+        "sharding/buffers.py",
+        "is_new = bool(self._seen) and name in self._held",
+        "is_new = False",
+        ("sharding/test_statistics.py",),
+    ),
+    Mutant(
+        "a buffer that changes late is not exchanged",
+        "sharding/buffers.py",
+        "                is_new = seen.version != buffer._version\n",
+        "                is_new = self._is_first and seen.version != buffer._version\n",
+        ("sharding/test_statistics.py",),
+    ),
+    Mutant(
+        "a sum over ranks counts its parts again after more backward",
+        "sharding/reducer.py",
+        "                    group.grad.zero_()\n",
+        "                    pass\n",
+        ("window/test_kept.py",),
     ),
     Mutant(
         "the largest element of a sharded gradient is added up over the ranks",
@@ -141,8 +162,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "statistics of every pipeline stage are taken from the first one",
         "sharding/buffers.py",
-        "next((s for s, c in enumerate(ran) if n in c), 0)",
-        "0",
+        "self._known[name] = (self._known.get(name, (stage,))[0], shapes.pop())",
+        "self._known[name] = (0, shapes.pop())",
         ("sharding/test_statistics.py::test_statistics_of_every_stage_are_saved_from_the_first_data_rank",),
     ),
     Mutant(

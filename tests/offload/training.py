@@ -123,7 +123,7 @@ def states(engine: Any) -> dict[str, torch.Tensor]:
         for slot in group.layout.slots:
             start, stop = group.fragment(slot)
             found[f"master.{slot.name}"] = group.source[start:stop].detach().clone()
-    for name, state in engine.fragments.state_dict()["state"].items():
+    for name, state in engine.fragments.members[0].state_dict()["state"].items():
         for key, value in state.items():
             found[f"{key}.{name}"] = torch.as_tensor(value).clone()
     with hf_dist.gathered(engine.model):

@@ -26,7 +26,7 @@ _OPTIONS = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps
 
 def matrices(engine: Any) -> list[Any]:
     """What Muon steps, in the order of the model."""
-    found = engine.fragments._muon._owners.items
+    found = engine.fragments.members[0]._muon._owners.items
     return sorted(found, key=lambda o: o.slot.name)
 
 
@@ -100,7 +100,7 @@ def main() -> None:
     engine.sharded.reduce_rest()
     engine.sharded.finish_gradients()
     momenta = [{o: torch.zeros_like(part) for o, part in fragments(engine).items()} for _ in range(2)]
-    muon = engine.fragments._muon
+    muon = engine.fragments.members[0]._muon
     ways = {
         "owners": lambda: muon.step(lambda o: True),
         "every rank gathers all": lambda: gather_all(engine, momenta[0]),

@@ -134,7 +134,7 @@ def through_stages(rank: int, world: int) -> tuple[bool, list[str]]:
         engine = hf_dist.initialize(make_model("llama"), config=config, device="cpu")
         ids = torch.arange(64).reshape(8, 8) % 30
         losses = [float(engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 3))) for _ in range(2)]
-        state = engine.fragments.state_dict()["state"]
+        state = engine.fragments.members[0].state_dict()["state"]
         results.append((losses, {f"{k}.{n}": torch.as_tensor(v) for n, s in state.items() for k, v in s.items()}))
     return results[0][0] == results[1][0], differences(results[0][1], results[1][1])
 

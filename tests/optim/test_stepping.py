@@ -1,4 +1,4 @@
-"""`stepping_of` tells optimizers that can step fragments from those that need whole tensors, and those that need more."""
+"""`sight_of` tells optimizers that can step fragments from those that need whole tensors, and those that need more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_dist.optim.adafactor import Adafactor
 from hf_dist.optim.build import build_optimizer
 from hf_dist.optim.lamb import Lamb
 from hf_dist.optim.lion import Lion
-from hf_dist.optim.stepping import Stepping, check_whole, stepping_of
+from hf_dist.optim.stepping import Stepping, check_whole, sight_of
 
 ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {}),
@@ -102,10 +102,18 @@ class NeedsTheModel(torch.optim.SGD):
         super().__init__(params, lr=0.1)
         self.model = model
 
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.model.training
+        super().step()
+
 
 class NeverMoves(_Stepped):
     def update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         return torch.zeros_like(p)
+
+
+def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping:
+    return sight_of(optimizer).stepping
 
 
 def _parameter() -> torch.nn.Parameter:
@@ -199,14 +207,14 @@ def test_what_brings_parts_of_tensors_is_refused_by_key(
 
 
 @pytest.mark.parametrize("cls", [NeedsTheModel, NeverMoves])
-def test_an_optimizer_that_cannot_be_probed_passes_with_one_warning(
+def test_an_optimizer_that_cannot_be_probed_gets_whole_tensors_with_one_warning(
     cls: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
     stepping._warn_once.cache_clear()
     first = [torch.nn.Linear(1, 1)] if cls is NeedsTheModel else []
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            stepping_of(cls(*first, [_parameter()]))
+            assert stepping_of(cls(*first, [_parameter()])) is Stepping.WHOLE
     assert [cls.__name__ in record.getMessage() for record in caplog.records] == [True]
 
 

@@ -63,8 +63,8 @@ def bits(rank: int, world: int, stages: tuple[int, ...]) -> list[tuple[dict[str,
         engine = made(None, stage, torch_muon)
         with comm_log.record() as log:
             same_rows(engine, engine.model)
-        items = engine.fragments._muon._owners.items
-        rounds = len(engine.fragments._muon._owners.buckets(lambda o: True))
+        items = engine.fragments.members[0]._muon._owners.items
+        rounds = len(engine.fragments.members[0]._muon._owners.buckets(lambda o: True))
         expected = 0
         for o in items:
             if stage == 0:

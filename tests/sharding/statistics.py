@@ -10,24 +10,57 @@ import torch
 from torch import nn
 
 
+class Block(nn.Sequential):
+    """Counts what it sees, in place and by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        for name in ("running", "running_sum"):
+            self.register_buffer(name, torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.running += x.abs().sum()
+                self.running_sum = self.running_sum + x.abs().sum()
+        return super().forward(x)
+
+
 class Normed(nn.Module):
-    """BatchNorm, and a count of rows that it keeps itself."""
+    """BatchNorm, in a branch of which from the third forward on only, and buffers of its own: changed in place, replaced by
+    another tensor, changed late, constant, and a table for this rank's rows."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(8, 1)
-        self.register_buffer("rows", torch.zeros(2))
+        self.late_norm = nn.BatchNorm1d(8)
+        for name in ("rows", "replaced", "late"):
+            self.register_buffer(name, torch.zeros(2))
         self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("lookup", torch.zeros(1), persistent=False)
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One number per row."""
         if self.training:
-            self.rows += x.abs().sum()
+            self.note(x)
         for block in self.blocks:
             x = block(x)
+        if self.calls > 2:
+            x = x + self.late_norm(x)
         return self.head(x)
+
+    @torch.no_grad()
+    def note(self, x: torch.Tensor) -> None:
+        """Change the buffers, as codebooks and counters do."""
+        self.calls += 1
+        self.rows += x.abs().sum()
+        self.replaced = self.replaced + x.square().sum()
+        if self.calls > 2:
+            self.late.add_(x.abs().sum())
+        self.lookup = torch.arange(2.0 + int(x[0, 0] > 0))
 
 
 def rows(step: int, rank: int) -> torch.Tensor:
@@ -36,15 +69,17 @@ def rows(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=g) * (1 + 3 * rank) + rank
 
 
-def ddp(rank: int, world: int) -> Any:
-    """Buffers after three steps of two microbatches, and evaluation of one batch."""
+def ddp(rank: int, world: int, late: bool = True) -> Any:
+    """Buffers after three steps of two microbatches, and evaluation of one batch. `late`: whether it changes later."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     dist.init_process_group("gloo")
     normed = Normed()
     normed.table += rank
-    model = DDP(normed)
+    normed.calls = 0 if late else -100
+    normed._ddp_params_and_buffers_to_ignore = ["lookup"]
+    model = DDP(normed, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(3):
         with model.no_sync():
@@ -54,7 +89,7 @@ def ddp(rank: int, world: int) -> Any:
         optimizer.zero_grad()
     model.eval()
     loss = float(model(rows(99, 0)).square().mean().detach())
-    return {n: b.clone() for n, b in model.module.named_buffers()}, loss
+    return {n: b.clone() for n, b in model.module.named_buffers() if n != "lookup"}, loss
 
 
 def ours(rank: int, world: int, root: str) -> dict[str, Any]:
@@ -122,7 +157,7 @@ def stages(rank: int, world: int, root: str) -> dict[str, torch.Tensor]:
     saved: dict[str, torch.Tensor] = {}
     for file in sorted((Path(root) / "stages").glob("*.safetensors")):
         saved |= load_file(file)
-    return {n: t for n, t in saved.items() if "running" in n}
+    return {n: t for n, t in saved.items() if "running" in n and "late" not in n}
 
 
 def small_groups(rank: int, world: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import hf_dist
 from hf_dist.errors import ModelError
+from hf_dist.sharding.fit import check_fit
 from tests.window.nets import Blocks, config
 
 
@@ -74,3 +75,17 @@ def test_others_keep_their_elements(change: Callable[[Blocks], None]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name].detach(), value, rtol=0, atol=0)
+
+
+def test_an_embedding_that_forward_renormalises_is_refused_on_several_data_ranks() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 2))
+    check_fit(model)
+    with pytest.raises(ModelError, match=r"0: max_norm=1.0 writes the rows"):
+        check_fit(model, data_ranks=2)
+
+
+def test_a_parameter_without_memory_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"2 parameters have no memory \(device 'meta'\), the first is weight"):
+        check_fit(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from hf_dist import collectives
 from hf_dist.sharding import precision
 from tests.attempts import attempts_by_name
 from tests.harness import run_ranks
+from tests.sharding import frozen
 from tests.sharding.loop import adamw, difference, timeout
 from tests.sharding.models import Net, batch
+from tests.window.nets import Blocks
 
 STEPS = 20
 STAGES = (0, 1, 2, 3)
@@ -197,3 +200,17 @@ def test_the_report_says_where_bf16_is_slow(native: bool, monkeypatch: pytest.Mo
     reports = [text for text in said if text.startswith("hf_dist start-up report")]
     assert ["no bf16 instructions" in text for text in reports] == [not native, False]
     assert not precision.is_emulated(torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_weights_are_saved_with_the_bits_that_they_were_loaded_with(world: int, tmp_path: Path) -> None:
+    loaded = dict(Blocks().named_parameters())
+    for rank in run_ranks(frozen.on_ranks, world, (str(tmp_path),)):
+        for stage, (saved, live, again, (held, planned)) in rank.items():
+            assert held == planned, stage
+            assert len(live) == 3
+            for name, value in live.items():
+                assert torch.equal(saved[name], loaded[name]), (stage, name)
+                assert torch.equal(value, loaded[name].bfloat16()), (stage, name)
+                assert torch.equal(again[name], loaded[name]), (stage, name)
+            assert not torch.equal(saved["head.weight"], loaded["head.weight"])

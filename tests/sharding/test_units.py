@@ -152,13 +152,6 @@ def test_a_model_without_parameters_has_an_empty_root() -> None:
     assert list(units) == [""] and units[""].groups == []
 
 
-def test_a_model_on_meta_is_refused_by_name() -> None:
-    with torch.device("meta"):
-        model = Net()
-    with pytest.raises(ModelError, match=r"first\.weight"):
-        units_of(model)
-
-
 def test_a_model_is_sharded_once() -> None:
     model = Net()
     units = units_of(model)

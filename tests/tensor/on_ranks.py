@@ -225,6 +225,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
         return get_peft_model(llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
 
+    def copied() -> Any:
+        return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+
     def four_bits() -> Any:
         model = llama()
         row = model.model.layers[0].mlp.down_proj
@@ -249,6 +252,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         "heads": (lambda: llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48, head_dim=16), {}),
         "dora": (dora, {}),
         "ia3": (ia3, {}),
+        "copy": (copied, {}),
         "compile": (llama, {"compile": {"enabled": True}}),
         "custom": (lambda: torch.nn.Linear(4, 4), {}),
         "narrow": (mixture, {"bf16": {"enabled": True}}),

@@ -131,6 +131,7 @@ def test_user_code_sees_slices_and_inside_gathered_the_whole(stage: int) -> None
         ("heads", r"cannot share the 3 heads of .*q_proj"),
         ("dora", "DoRA, whose norms run along cut rows, is not available for model.layers.0.mlp.down_proj"),
         ("ia3", "ia3 adapters .* are not available on matrices that are cut; LoRA is"),
+        ("copy", r"PEFT trains a copy of model\.embed_tokens \(modules_to_save\), which is cut"),
         ("compile", "compile.enabled: true is not available together with tensor_parallel.autotp_size above 1"),
         ("four_bits", r"not available for a base in 4 bits \(model\.layers\.0\.mlp\.down_proj\.weight\)"),
         ("stacked", r"adapters on model\.layers\.0\.mlp\.experts, whose weights are stacked, are not available"),

@@ -114,6 +114,69 @@ def gradients_of_the_head_dropped(kit: Kit) -> None:
         kit.optimizer.zero_grad()
 
 
+def gradients_stay_after_the_step(kit: Kit) -> None:
+    for i in range(3):
+        kit.loss(i).backward()
+        torch.nn.utils.clip_grad_norm_(kit.model.parameters(), 0.5)
+        kit.optimizer.step()
+        kit.note(sum(float(p.grad.norm()) ** 2 for p in kit.model.parameters()))
+        kit.optimizer.zero_grad()
+
+
+def no_zero_grad(kit: Kit) -> None:
+    for i in range(4):
+        kit.loss(i).backward()
+        kit.note(torch.nn.utils.clip_grad_norm_(kit.model.parameters(), 1e9))
+        kit.optimizer.step()
+        if i == 2:
+            kit.optimizer.zero_grad()
+
+
+def gradients_halved_instead_of_zeroed(kit: Kit) -> None:
+    for i in range(3):
+        kit.loss(i).backward()
+        torch.nn.utils.clip_grad_norm_(kit.model.parameters(), 0.5)
+        kit.optimizer.step()
+        for p in kit.model.parameters():
+            p.grad.mul_(0.5)
+
+
+def stepped_twice(kit: Kit) -> None:
+    for i in range(3):
+        kit.loss(i).backward()
+        kit.optimizer.step()
+        kit.optimizer.step()
+        kit.optimizer.zero_grad()
+
+
+def zeroed_in_place_where_a_part_is_unused(kit: Kit) -> None:
+    for i in range(4):
+        kit.optimizer.zero_grad(set_to_none=False)
+        (kit.loss(i) if i % 2 == 0 else kit.model(kit.rows(i), to_head=False).square().mean()).backward()
+        kit.optimizer.step()
+
+
+def model_zeroed_in_place(kit: Kit) -> None:
+    for i in range(3):
+        kit.loss(i).backward()
+        kit.optimizer.step()
+        kit.model.zero_grad(set_to_none=False)
+        kit.optimizer.step()
+
+
+def scaled_by_torch(kit: Kit) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for i in range(3):
+        loss = kit.loss(i) * (float("inf") if i == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(kit.optimizer)
+        kit.note(torch.nn.utils.clip_grad_norm_(kit.model.parameters(), 0.5) if i != 1 else 0.0)
+        scaler.step(kit.optimizer)
+        scaler.update()
+        kit.optimizer.zero_grad()
+    kit.note(scaler.get_scale())
+
+
 def gradients_set_by_hand(kit: Kit) -> None:
     for i in range(2):
         for k, p in enumerate(kit.model.parameters()):
@@ -346,6 +409,13 @@ ANY_STAGE = [
     head_by_itself_then_the_rest,
     gradients_scaled_by_hand,
     gradients_of_the_head_dropped,
+    gradients_stay_after_the_step,
+    no_zero_grad,
+    gradients_halved_instead_of_zeroed,
+    stepped_twice,
+    zeroed_in_place_where_a_part_is_unused,
+    model_zeroed_in_place,
+    scaled_by_torch,
     gradients_set_by_hand,
     accumulated_in_one_loop,
     model_zero_grad_skips_a_batch,

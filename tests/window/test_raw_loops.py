@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,61 @@ def test_a_unit_inside_of_another_units_forward(stage: int) -> None:
     close(on_hf_dist(scripts.plain_steps, config(stage), Shares), on_torch(scripts.plain_steps, Shares))
 
 
+WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda p: p.add_(1),
+    "through data": lambda p: p.data.add_(1),
+    "assigned": lambda p: setattr(p, "data", p.data + 1),
+    "copied": lambda p: p.copy_(p + 1),
+}
+
+
+class Counting(torch.nn.Module):
+    """Blocks with a frozen weight that forward writes: a counter, the momentum encoder of another one."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.write = write
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.seen = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(8), requires_grad=False) for _ in range(3))
+        self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, seen in zip(self.blocks, self.seen, strict=True):
+            with torch.no_grad():
+                self.write(seen)
+            x = x + torch.tanh(block(x)) * (1 + 0.1 * seen)
+        return self.head(x)
+
+
+def trained_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+
+def frozen_writes(rank: int, world: int, stages: Any) -> dict[tuple[str, int], torch.Tensor]:
+    """Weights after three steps."""
+    found = {}
+    for way, stage in itertools.product(WAYS, stages):
+        model = Counting(WAYS[way])
+        optimizer = trained_sgd(model)
+        engine = hf_dist.initialize(model, config=config(stage), optimizer=optimizer)
+        scripts.plain_steps(Kit(model, optimizer, lambda i: batch(i, 4 * world)[4 * rank : 4 * rank + 4], []))
+        assert engine.global_steps == 4
+        found[way, stage] = weights(model)
+    return found
+
+
+def test_frozen_weights_that_forward_writes_stay_written() -> None:
+    for world in (1, 2):
+        model = Counting(WAYS["in place"])
+        scripts.plain_steps(Kit(model, trained_sgd(model), lambda i, n=4 * world: batch(i, n), []))
+        wanted = weights(model)
+        ranks = run_ranks(frozen_writes, 2, ((1, 3),)) if world == 2 else [frozen_writes(0, 1, range(4))]
+        for found in ranks:
+            for value in found.values():
+                close((value, []), (wanted, []))
+
+
 def on_ranks(rank: int, world: int) -> dict[str, Any]:
     """Every script at every stage, each rank with its own rows of a batch."""
 
@@ -106,7 +162,7 @@ COPIES = {
 """Two copies of the shards of two ranks each (HSDP)."""
 BACKWARDS = [
     scripts.plain_steps, scripts.more_backward_after_clipping, scripts.more_backwards_than_announced,
-    scripts.head_by_itself_then_the_rest, scripts.accumulated_in_one_loop,
+    scripts.head_by_itself_then_the_rest, scripts.accumulated_in_one_loop, scripts.no_zero_grad, scripts.stepped_twice,
 ]  # fmt: skip
 """Any number of backwards before a step."""
 
@@ -239,16 +295,16 @@ def stepped_twice(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("loop", [no_zero_grad, stepped_twice])
 @pytest.mark.parametrize("by", ["initialize", "accelerate"])
-def test_gradients_that_torch_would_still_have_are_missed_by_name(loop: Any, by: str, stage: int) -> None:
+def test_gradients_that_ended_in_backward_are_missed_by_name(loop: Any, by: str) -> None:
     model = Blocks()
     optimizer: Any = sgd(model)
+    settings = config(2, hf_dist={"optimizer_in_backward": True})
     if by == "initialize":
-        kept: Any = hf_dist.initialize(model, config=config(stage), optimizer=optimizer)
+        kept: Any = hf_dist.initialize(model, config=settings, optimizer=optimizer)
     else:
-        kept = hf_dist.DistAccelerator(dist_config=config(stage))
+        kept = hf_dist.DistAccelerator(dist_config=settings)
         model, optimizer = kept.prepare(model, optimizer)
     with pytest.raises(ModelError, match=r"optimizer.zero_grad\(\) is missing after optimizer.step\(\)"):
         loop(model, optimizer)

@@ -107,7 +107,7 @@ class Script:
 
     def read_groups(self, pick: int) -> None:
         for group in self.kit.optimizer.param_groups:
-            sum(p.detach().float().sum() for p in group["params"])
+            sum(float(p.sum()) for p in group["params"])
 
     def hold(self, pick: int) -> None:
         with self.kit.for_writes():
