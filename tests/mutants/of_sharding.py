@@ -49,6 +49,20 @@ MUTANTS: list[Mutant] = [
         ("window/test_kept.py",),
     ),
     Mutant(
+        "a frozen weight that forward writes is forgotten",
+        "sharding/group.py",
+        "self.is_written = self.dtype.is_floating_point",
+        "self.is_written = self.trainable",
+        ("window/test_raw_loops.py::test_frozen_weights_that_forward_writes_stay_written",),
+    ),
+    Mutant(
+        "frozen weights rest rounded",
+        "sharding/precision.py",
+        "        return max([compute, *loaded], key=lambda dtype: dtype.itemsize)\n",
+        "        return compute\n",
+        ("sharding/test_precision.py",),
+    ),
+    Mutant(
         "the largest element of a sharded gradient is added up over the ranks",
         "sharding/gradient_shard.py",
         'op="max" if is_max else "sum").wait()',
