@@ -243,9 +243,12 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             prepared = super().prepare(*rest)
             for obj, done in zip(rest, prepared if len(rest) > 1 else (prepared,), strict=True):
                 ready[id(obj)] = done
-        for obj in ready.values():  # as accelerate marks what it has prepared
-            with suppress(AttributeError):
-                obj._is_accelerate_prepared = True
+        # As accelerate marks what it has prepared. Not the model, which stays the user's object: another accelerator would take
+        # it for its own.
+        for obj in ready.values():
+            if not isinstance(obj, nn.Module):
+                with suppress(AttributeError):
+                    obj._is_accelerate_prepared = True
         result = tuple(ready[id(obj)] for obj in args)
         return result if len(result) != 1 else result[0]
 

@@ -52,8 +52,8 @@ def test_an_accelerator_can_be_pickled_without_its_models() -> None:
     accelerator = hf_dist.DistAccelerator(dist_config=config(1))
     model = Blocks()
     loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4)
-    model, _, loader = accelerator.prepare(model, sgd(model), loader)
-    assert model._is_accelerate_prepared
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
+    assert optimizer._is_accelerate_prepared and loader._is_accelerate_prepared
     again = pickle.loads(pickle.dumps(accelerator))
     assert again.num_processes == 1 and not again.engines and again.gradient_accumulation_steps == 1
     assert len(list(pickle.loads(pickle.dumps(loader)))) == 2
