@@ -20,6 +20,7 @@ from hf_dist.errors import ModelError
 __all__ = ["let_losses_count_once"]
 
 _LOSSES = "transformers.loss."
+_SUM = functools.partial(operations.reduce, reduction="sum")
 _IMAGE_LOSS = "ImageLoss"
 """The class of transformers that counts boxes; modules of other losses that derive from it import it."""
 
@@ -29,7 +30,7 @@ def let_losses_count_once(model: nn.Module, pipeline_stages: int) -> None:
 
     Raises `ModelError` under a pipeline, where only the last stage computes a loss: the other stages would never take part.
     """
-    counting = [module for module in _modules_of(model) if getattr(module, "reduce", None) is operations.reduce]
+    counting = [module for module in _modules_of(model) if getattr(module, "reduce", None) in (operations.reduce, _SUM)]
     loss: Any = getattr(model, "loss_function", None)
     its_module = sys.modules.get(getattr(loss, "__module__", None) or "")
     counts = hasattr(its_module, _IMAGE_LOSS) or any(not module.__name__.startswith(_LOSSES) for module in counting)
@@ -39,7 +40,7 @@ def let_losses_count_once(model: nn.Module, pipeline_stages: int) -> None:
             "only those of the last stage compute it. Use ZeRO stages or tensor_parallel instead of a pipeline."
         )
     for module in counting:
-        module.reduce = functools.partial(operations.reduce, reduction="sum")
+        module.reduce = _SUM
 
 
 def _modules_of(model: nn.Module) -> Iterator[Any]:

@@ -67,8 +67,6 @@ class FragmentedOptimizer:
         """
         self.sharded = sharded
         self.optimizer = optimizer
-        self.has_own_options = True
-        """False if the options of param groups were loaded from a checkpoint."""
         self.calls = OwnCalls()
         """Marked while this object calls the optimizer, to distinguish our calls from those of user code."""
         stepping = sight.stepping

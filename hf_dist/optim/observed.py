@@ -117,7 +117,6 @@ class _Copier:
 
     def __init__(self, stands: dict[int, StandIn]) -> None:
         self._stands: dict[int, Any] = dict(stands)
-        self._of: dict[int, torch.Tensor] = {}
         self._made: dict[int, Any] = {}
 
     def optimizer(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Any:

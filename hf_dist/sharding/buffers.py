@@ -29,7 +29,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class _Seen:
-    """A buffer when it was last looked at."""
+    """A buffer before training."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -60,7 +60,9 @@ class ChangingBuffers:
         }
         self._known: dict[str, tuple[int, Shape]] = {}  # name -> (stage that changes it, shape and dtype)
         self._silent: dict[str, torch.Tensor] = {}  # kernels write statistics without increasing `_version`
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[
+            str, _Seen
+        ] = {}  # before the first training forward: a flag that is read late still finds the change
         self._is_first = True
         self._late: Callable[[], Any] | None = None  # waits for the flag of the last step and returns it
         self._now: dict[str, torch.Tensor] = {}  # those of the step under way
@@ -141,7 +143,6 @@ class ChangingBuffers:
         self._broadcast(self.mesh.dp, buffers, names, 0)
         for stage in range(self.mesh.pp.size) if self.mesh.pp.size > 1 else ():
             self._broadcast(self.mesh.pp, buffers, [n for n in names if self._known[n][0] == stage], stage)
-        self._seen = {name: _Seen.of(buffer) for name, buffer in buffers.items()}
 
     @torch.no_grad()
     def share(self, axis: MeshAxis) -> None:

@@ -165,7 +165,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "counts of boxes are divided twice",
         "hf/counting_losses.py",
-        '        module.reduce = functools.partial(operations.reduce, reduction="sum")\n',
+        "        module.reduce = _SUM\n",
         "        pass\n",
         ("hf/test_detection.py",),
     ),
