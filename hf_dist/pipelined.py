@@ -40,6 +40,7 @@ from hf_dist.pipeline.meta import meta_twin
 from hf_dist.pipeline.same_batches import compare_batches
 from hf_dist.pipeline.visit import Visits
 from hf_dist.runner import Step
+from hf_dist.sharding.absent import AbsentWeights
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import raw_data, set_raw_data
@@ -102,7 +103,10 @@ def cut_model(
     whole = meta_twin(model)
     references = {name: weakref.ref(p) for name, p in model.named_parameters()}
     visits = Visits(model, split.plan, mesh.pp, precision.compute_dtype)
-    staged = StagedModel(model, split.plan, stages, precision.compute_dtype, visits)
+    absent = AbsentWeights({name: stages[0] for name, stages in split.plan.owners.items()})
+    staged = StagedModel(model, split.plan, stages, precision.compute_dtype, visits, absent.mark)
+    running = weakref.ref(staged)
+    absent.passes_over = lambda: (found := running()) is not None and found.passes_over
     names = [frozenset(split.plan.names_of(stage)) for stage in stages]
     kept = frozenset[str]().union(*names)
     elsewhere = {name: ref for name, ref in references.items() if name not in kept}

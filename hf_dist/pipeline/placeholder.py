@@ -17,16 +17,22 @@ class Placeholders:
     """All placeholders of one model, on the device of its remaining parameters."""
 
     def __init__(
-        self, model: nn.Module, kept: Set[int], compute_dtype: Callable[[str, torch.dtype], torch.dtype]
+        self,
+        model: nn.Module,
+        kept: Set[int],
+        compute_dtype: Callable[[str, torch.dtype], torch.dtype],
+        mark: Callable[[torch.Tensor, str], None] = lambda placeholder, name: None,
     ) -> None:
         """Replace every parameter of `model` whose id is not in `kept` by zeros in `compute_dtype(name, dtype)`. Local.
 
+        `mark` is called with each placeholder and the name of its parameter.
         Modules without remaining parameters get fixed properties `dtype` and `device`, which HF reads from the first parameter.
         """
         self.tensors: list[torch.Tensor] = []
         self._anchor = _first_kept(model, kept)
         self.device = self._device_now()
-        self._attributes: list[tuple[nn.Module, str, torch.dtype, torch.Size]] = []
+        self._attributes: list[tuple[nn.Module, str, str, torch.dtype, torch.Size]] = []
+        self._mark = mark
         names = {id(p): name for name, p in model.named_parameters()}
         emptied = [
             (module, compute_dtype(names[id(params[0])], params[0].dtype))
@@ -40,7 +46,7 @@ class Placeholders:
                 if param is not None and id(param) not in kept:
                     del module._parameters[attribute]
                     dtype = compute_dtype(names[id(param)], param.dtype)
-                    self._attributes.append((module, attribute, dtype, param.shape))
+                    self._attributes.append((module, attribute, names[id(param)], dtype, param.shape))
         for module, dtype in emptied:
             fix_property(module, "dtype", partial(_same, dtype))
             fix_property(module, "device", lambda: self.device)
@@ -61,8 +67,9 @@ class Placeholders:
 
     def _place(self) -> None:
         self.tensors = []
-        for module, attribute, dtype, shape in self._attributes:
+        for module, attribute, name, dtype, shape in self._attributes:
             self.tensors.append(torch.zeros((), dtype=dtype, device=self.device).expand(shape))
+            self._mark(self.tensors[-1], name)
             setattr(module, attribute, self.tensors[-1])
 
 

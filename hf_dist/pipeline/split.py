@@ -83,11 +83,13 @@ class StagedModel:
         stages: Iterable[int],
         compute_dtype: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
         visit: Callable[[str], AbstractContextManager[None]] | None = None,
+        mark: Callable[[torch.Tensor, str], None] = lambda placeholder, name: None,
     ) -> None:
         """Keep only `stages` (several if interleaved) of `model`, which may be on meta. Local.
 
         `compute_dtype(name, dtype)`: compute dtype of a parameter, used for stand-ins. `visit(path)`: context manager that
         fetches the parameters of a module for a call outside a pass. The model keeps calling it even after this object is gone.
+        `mark(placeholder, name)` is called with what stands in the place of each parameter that is not kept.
 
         Kept parameters keep their object, name and aliases. The others are no longer parameters of the model, so
         `named_parameters`, `state_dict` and an engine that shards the model see only those of the stages.
@@ -110,7 +112,7 @@ class StagedModel:
             for name, param in twin.named_parameters():
                 param.data = param.data.to(compute_dtype(f"{path}.{name}", param.dtype))
             self.stand_ins[path] = StandIn(twin)
-        self.placeholders = Placeholders(model, self._kept(model), compute_dtype)
+        self.placeholders = Placeholders(model, self._kept(model), compute_dtype, mark)
         for path in plan.blocks:
             intercept(model.get_submodule(path), self._handler(path, is_block=True))
         for path in plan.outside:
@@ -127,6 +129,11 @@ class StagedModel:
         self.placeholders.follow()
         self.pass_ = StagePass(self, stage, received)
         return self._run(run, stage)
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether code of an earlier stage is running, whose results nobody uses: it may compute with placeholders."""
+        return self.pass_ is not None and self.pass_.before_start and not self.pass_.inside
 
     @property
     def recomputes(self) -> bool:

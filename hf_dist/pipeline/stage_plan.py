@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_dist.pipeline.probe import BlockCall, Probe, TensorSpec
@@ -72,16 +72,29 @@ def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
         position = call if is_call else max(call - 1, 0)
         return next(s for s in range(num_stages) if position < bounds[s + 1])
 
-    owners, shared = {}, []
+    owners: dict[str, tuple[int, ...]] = {}
+    shared: list[SharedParameter] = []
+    unreached: list[tuple[str, ...]] = []
     for names in probe.params:
         first = names[0]
         stages = {stage_of(source) for source in probe.positions.get(first, ())}
         # Code around the modules runs on every stage up to its exit, so these stages need the parameters it reads.
         for position in probe.loose_reads.get(first, ()):
             stages |= set(range(stage_of(2 * position), num_stages))
-        owners[first] = tuple(sorted(stages or {0}))
+        if not stages:
+            unreached.append(names)
+            continue
+        owners[first] = tuple(sorted(stages))
         if len(stages) > 1:
             shared.append(SharedParameter(names, owners[first]))
+    called: dict[str, set[int]] = {}
+    for index, call in enumerate(probe.calls):
+        called.setdefault(call.module, set()).add(stage_of(2 * index + 1))
+    near = {names: _stages_around(names[0], called, owners) for names in unreached}
+    for names, around in near.items():
+        owners[names[0]] = around
+        if len(around) > 1:
+            shared.append(SharedParameter(names, around))
     return StagePlan(
         calls=probe.calls,
         bounds=bounds,
@@ -92,6 +105,24 @@ def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
         shared=tuple(shared),
         loose=frozenset(name for name, positions in probe.loose_reads.items() if positions),
     )
+
+
+def _stages_around(
+    name: str, called: Mapping[str, Iterable[int]], owners: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Stages of a parameter that the example's rows did not reach (an expert, say): those of the module around it. Pure.
+
+    Other rows may reach it, on the stage that runs its module. `called`: stages that call each block.
+    """
+    path = name
+    while "." in path:
+        path = path.rpartition(".")[0]
+        if path in called:
+            return tuple(sorted(called[path]))
+        around = {stages for other, stages in owners.items() if other.startswith(path + ".")}
+        if len(around) == 1:
+            return around.pop()
+    return (0,)
 
 
 def _boundary(calls: tuple[BlockCall, ...], cut: int) -> Boundary:

@@ -72,6 +72,7 @@ def unsharded(
     """
     groups = _groups_of(what)
     was_full = {id(group) for group in groups if group.fresh}  # inside another block, or in a forward: not ours to free
+    was_hidden = {id(group) for group in groups if group.is_cut and group.is_hidden}
     for group in groups:
         group.pins += 1
         group.unshard()
@@ -90,7 +91,7 @@ def unsharded(
             settle(group, moved or before != [p._version for p in group.params])
             if group.is_written and not group.is_replicated:
                 group.writes.watch()
-            if id(group) not in was_full:
+            if id(group) not in was_full or (group.is_replicated and id(group) in was_hidden):
                 group.reshard()
 
 

@@ -254,6 +254,8 @@ class FlatGroup:
     def reshard(self) -> None:
         """Free the full weights if they rest sharded and are not pinned. Local."""
         if self.is_replicated or self.pins:
+            if self.is_cut and not self.pins and self._gather is None:
+                self._guard()
             return
         if self._gather is not None:  # never free what a collective still writes into
             self._gather.wait()
@@ -353,6 +355,16 @@ class FlatGroup:
             self.unshard()
 
     @property
+    def is_hidden(self) -> bool:
+        """Whether the guard answers for the parameters."""
+        return self._guarded
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether parameters are slices now, which user code would take for whole ones."""
+        return self.share is not None and id(self) in self.share.groups and id(self) not in self.share.whole
+
+    @property
     def is_replicated(self) -> bool:
         """Whether the full weights rest on this rank between uses."""
         return self.at_rest.whole or self._kept
@@ -366,6 +378,12 @@ class FlatGroup:
         """
         if self.reach():
             return
+        if self.is_cut:
+            raise FreedParameterError(
+                f"parameter {name} is cut by tensor_parallel: this rank has a slice of it. Outside of the model's forward and "
+                "backward, read it whole inside `with hf_dist.gathered(model):`, on every rank, and change it with "
+                "modifier_rank=0; hf_dist.full_gradient(parameter) is its whole gradient, hf_dist.full_shape its shape."
+            )
         awaited = self.fresh and (self._gather is None or self.is_replicated)
         if not awaited and gathers_alone(self):
             self._kept = True

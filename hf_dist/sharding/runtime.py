@@ -76,6 +76,7 @@ class ShardedModel:
                 if group.axes.parts is mesh.tp:
                     group.share = sliced
                     sliced.groups.add(id(group))
+                    group.reshard()
         self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.limits.reduce)
         self.passes = Passes(
             self._remains,
