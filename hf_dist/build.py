@@ -60,6 +60,7 @@ from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.quantised import prepare_quantised
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.tied_views import TiedView, TiedViews, separated
 from hf_dist.stock_ddp import give_ddp_whole_weights
 from hf_dist.tensor_split import TensorSplit, plan_tensors, split_tensors
 
@@ -181,6 +182,7 @@ def build_engine(
     check_experts(model, mesh)
     prepare_quantised(model)
     check_fit(model, mesh.dp.size)
+    views = _tied_views(model, config)
     check_same_model(model, mesh)  # first: ranks that disagree would hang, or mix each other's weights
     sources = agree_on_sources(model, mesh)
     synchronize_weights(model, mesh)
@@ -203,6 +205,7 @@ def build_engine(
         pipeline=pipeline,
         scaler=DynamicLossScaler.from_config(config.fp16) if settled(config.fp16.enabled) and trainable else None,
     )
+    engine.tied_views = TiedViews(views, sharded.groups, mesh)
     _set_up_loss(engine, tensors, trainable=trainable)
     _split_rows(engine, mesh)
     # Last: a schedule reads and writes the param groups that the optimizer will step.
@@ -214,6 +217,21 @@ def build_engine(
         keep_by_budget(engine)
         say(start_up_report(engine, tensors))
     return engine
+
+
+def _tied_views(model: nn.Module, config: DistConfig) -> list[TiedView]:
+    """Parameters that are the same elements, now apart. Local. Raises `ConfigError` where a step does not wait for both."""
+    views = separated(model)
+    if views and config.hf_dist.optimizer_in_backward:
+        raise ConfigError(
+            Problem(
+                "hf_dist.optimizer_in_backward",
+                "true",
+                f"{' and '.join(views[0].names)} are parameters in the same memory: a step has to change all",
+                "Remove it, or make them one parameter (a.weight = b.weight).",
+            )
+        )
+    return views
 
 
 _changes: list[Callable[[Engine], None]] = []

@@ -41,6 +41,7 @@ from hf_dist.runner import Runner, Step, Whole
 from hf_dist.sequence import SplitSequence
 from hf_dist.sharding.keeper import check_owner
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.tied_views import TiedViews
 from hf_dist.window import Window
 
 _NUMBERS = itertools.count()
@@ -80,6 +81,8 @@ class Engine(EngineCheckpoints):
         if sharded.mesh.replicas is not None and sharded.trainable_groups:
             self.outer = OuterOptimizer(sharded, config.local_sgd)
             self.window.on_backward = self.outer.before_backward
+        self.tied_views = TiedViews((), (), sharded.mesh)
+        """Parameters that are views of each other in the model as it was given."""
         self.fragments: Optimizers | None = None
         """Steps this rank's fragments of the parameters; None without an optimizer."""
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
@@ -357,10 +360,13 @@ class Engine(EngineCheckpoints):
             self.window.unscale()
             used = summary.used
             self._unused.look(used)
-            unit = self.sharded.read_first() if self.outer is None else None  # a meeting may change the weights
+            tied = self.tied_views.before_step()
+            # A meeting, or what else is done to the weights after the step, may change them.
+            unit = self.sharded.read_first() if self.outer is None and not self.tied_views.views else None
             first = None if unit is None else (unit, self.sharded.gather_ahead)
             scaling = StepScaling(self.window.factor, skip)
             self.fragments.step(lambda f: _is_used(f, used), scaling, first, only=by_hand)
+            self.tied_views.after_step(tied)
         moved = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
         if moved or not overflow:
             self.sharded.weights_changed()

@@ -322,7 +322,10 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         return BatchSizes(micro * steps * self.num_processes, micro, steps, self.num_processes)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Like accelerate's, but the result can seek to any batch on resume."""
+        """Like accelerate's, but the result can seek to any batch on resume.
+
+        With `use_stateful_dataloader`, `save_state` keeps its position.
+        """
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
         if self._shares_rows or self.dist_config.local_sgd.enabled:
             read_everywhere(self, given)

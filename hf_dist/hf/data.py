@@ -40,6 +40,7 @@ class SeekableBatches(BatchSampler):
         self.drop_last = getattr(inner, "drop_last", False)
         self.split_batches = getattr(inner, "split_batches", False)
         self._skip = 0
+        self._shows_skipped = True
         self._resume: Mapping[str, torch.Tensor] | None = None
         self._then: Callable[[], None] = _nothing
         self._at_epoch: dict[str, Any] | None = None
@@ -86,14 +87,21 @@ class SeekableBatches(BatchSampler):
             layer = getattr(layer, "batch_sampler", None) or getattr(layer, "sampler", None)
 
     def seek(
-        self, num_batches: int, state: Mapping[str, torch.Tensor] | None, then: Callable[[], None] = _nothing
+        self,
+        num_batches: int,
+        state: Mapping[str, torch.Tensor] | None,
+        then: Callable[[], None] = _nothing,
+        *,
+        shows_skipped: bool = True,
     ) -> None:
         """Start the next pass after `num_batches` batches of this rank, with the random states that `states()` returned.
 
         `then` is called once the states are restored, after the first batch was collated.
-        The first `num_batches` items of that pass are empty placeholders, which accelerate's `SkipBatchSampler` drops.
+        `shows_skipped`: the first `num_batches` items of that pass are empty placeholders, which accelerate's
+        `SkipBatchSampler` drops.
         """
         self._skip = num_batches
+        self._shows_skipped = shows_skipped
         self._resume = state
         self._then = then
 
@@ -111,7 +119,7 @@ class SeekableBatches(BatchSampler):
         if resume is not None:
             _restore(resume, _EPOCH)
         self._at_epoch = random_state.raw()
-        for _ in range(skip):
+        for _ in range(skip if self._shows_skipped else 0):
             yield []
         for count, batch in enumerate(_batches_from(self.inner, skip)):
             if resume is not None and count == 0:
@@ -139,6 +147,59 @@ class SeekableBatches(BatchSampler):
         own = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
         rest = len(shard.batch_sampler.sampler) % (own * shard.num_processes) or own * shard.num_processes
         return min(max(rest - own * shard.process_index, 0), own)
+
+
+class SeekableShard(DataLoaderShard):
+    """accelerate's loader over `SeekableBatches`, with a position that can be saved and loaded on any number of ranks.
+
+    accelerate's own (`use_stateful_dataloader`) forgets the number of the epoch, and with worker processes the order of rows.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given = 0
+        self._position: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+    @property
+    def _rows(self) -> int:
+        """Of one batch of all ranks."""
+        return int(self.total_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that the loop was given last. Local."""
+        done = self._given >= len(self)  # the loop has not asked for more yet
+        position = {"epoch": self.iteration + done, "rows": 0 if done else self._given * self._rows}
+        return {**position, **as_tensors(self.batch_sampler.states())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Begin the next pass where `state_dict()` was taken. Local. Raises `ConfigError` for rows that are no whole batch."""
+        batches, rest = divmod(state_dict["rows"], self._rows)
+        if rest:
+            raise ConfigError(
+                Problem(
+                    "batch_size",
+                    str(self._rows),
+                    f"rows over all ranks do not divide the {state_dict['rows']} rows that the saved epoch had had",
+                    "Take a batch size and a number of ranks whose product does.",
+                )
+            )
+        self.iteration, self._given = state_dict["epoch"], batches
+        self._position = batches, {k: v for k, v in state_dict.items() if isinstance(v, torch.Tensor)}
+
+    def __iter__(self) -> Iterator[Any]:
+        position, self._position = self._position, None
+        self._given = 0
+        if position is not None and position[0]:
+            self._given = position[0]
+            now = as_tensors({"": random_state.raw()})
+            self.batch_sampler.seek(position[0], {**position[1], **now}, shows_skipped=False)
+        for batch in super().__iter__():
+            self._given += 1
+            yield batch
+        self._given = 0
+
+    def __reduce__(self) -> Any:
+        return (SeekableShard, *super().__reduce__()[1:])
 
 
 def as_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -184,7 +245,7 @@ def make_seekable(loader: Any) -> Any:
         return loader
     kept = "num_workers collate_fn pin_memory timeout multiprocessing_context generator prefetch_factor"
     kept += " persistent_workers pin_memory_device in_order"
-    seekable = DataLoaderShard(
+    seekable = SeekableShard(
         loader.dataset,
         device=loader.device,
         rng_types=loader.rng_types,
@@ -195,6 +256,7 @@ def make_seekable(loader: Any) -> Any:
         worker_init_fn=partial(_stay_a_while, loader.worker_init_fn),
         **{name: getattr(loader, name) for name in kept.split() if hasattr(loader, name)},
     )
+    seekable.use_stateful_dataloader = loader.use_stateful_dataloader
     seekable.iteration = loader.iteration  # not a constructor argument before accelerate 1.12
     return seekable
 

@@ -1,7 +1,7 @@
 """`save_state`, `load_state` and `save_model` of a custom accelerate loop: the same folders as the Trainer's.
 
 A state folder is an HF model folder that contains the training state, plus accelerate's own small files under
-accelerate's names: `scheduler.bin`, `scheduler_1.bin`, ... and `custom_checkpoint_0.pkl`, ...
+accelerate's names: `scheduler.bin`, `scheduler_1.bin`, ..., `custom_checkpoint_0.pkl`, ... and `dl_state_dict.bin`, ...
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from hf_dist.checkpoint.model_files import model_files
 from hf_dist.checkpoint.save import SaveRequest
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError, ModelError
+from hf_dist.hf.plain_files import plain_file
+from hf_dist.hf.stateful_loaders import load_states_of_loaders, states_of_loaders, write_states_of_loaders
 from hf_dist.log import say, warn_once
 from hf_dist.mesh import ParallelMesh
 from hf_dist.on_one_rank import every_rank
@@ -79,12 +81,18 @@ class LoopCheckpointsMixin:
                 folder.rotate(final.parent, project.total_limit, keep=[final])
 
         self.engine.meet()
+        positions = states_of_loaders(self)
+
+        def write(working: Path) -> None:
+            self._write_small_states(working)
+            write_states_of_loaders(positions, working)
+
         self.engine.writer.save(
             self.engine,
             SaveRequest(
                 final=final,
                 files=self.engine.model_files(),
-                write_more_files=self._write_small_states,
+                write_more_files=write,
                 on_every_rank=hooks,
                 facts={"step": self.step, "layout": self.engine.layout_facts()},
                 own_values=random_state.capture(),
@@ -110,6 +118,7 @@ class LoopCheckpointsMixin:
         problem = None
         try:
             self._read_small_states(directory)
+            load_states_of_loaders(self, directory)
         except CheckpointError as error:
             problem = str(error)
         agree(self.mesh.world, problem, CheckpointError)
@@ -185,7 +194,7 @@ class LoopCheckpointsMixin:
         self.step = manifest.get("step", self.step)
         for index, scheduler in enumerate(self._schedulers):
             load_schedule(
-                scheduler, _plain(directory / _scheduler_name(index)), own_options=self.engine.has_own_options
+                scheduler, plain_file(directory / _scheduler_name(index)), own_options=self.engine.has_own_options
             )
         saved, registered = sum(bool(_CUSTOM.match(p.name)) for p in directory.iterdir()), len(self._custom_objects)
         if saved != registered:
@@ -194,20 +203,8 @@ class LoopCheckpointsMixin:
                 "register_for_checkpointing with the same objects, in the same order, before load_state"
             )
         for index, obj in enumerate(self._custom_objects):
-            obj.load_state_dict(_plain(directory / f"custom_checkpoint_{index}.pkl"))
+            obj.load_state_dict(plain_file(directory / f"custom_checkpoint_{index}.pkl"))
 
 
 def _scheduler_name(index: int) -> str:
     return f"scheduler_{index}.bin" if index else "scheduler.bin"
-
-
-def _plain(path: Path) -> Any:
-    """Load a file, unpickling only tensors, numbers and strings."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle each raise their own types
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {reason}). State dicts of schedulers and registered objects may "
-            "hold tensors, numbers, strings, lists and dicts."
-        ) from error

@@ -11,10 +11,12 @@ import sys
 
 import accelerate
 import transformers
+from transformers.integrations import deepspeed as deepspeed_names
 
 from hf_dist.config import LauncherSettings
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.args import DistTrainingArguments, config_from_environment
+from hf_dist.hf.deepspeed_config import HfDeepSpeedConfig
 from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
 from hf_dist.hf.trainer import DistTrainer
 
@@ -41,6 +43,8 @@ def substitute() -> None:
     for stock, ours in _STOCK.items():
         for module in (package, sys.modules[stock.__module__]):
             setattr(module, stock.__name__, ours)
+    for module in (sys.modules["transformers.integrations"], deepspeed_names):
+        module.HfDeepSpeedConfig = HfDeepSpeedConfig  # type: ignore[attr-defined]
     if config_from_environment(LauncherSettings.from_environment(os.environ)) is not None:
         for module in (sys.modules["accelerate"], sys.modules[_STOCK_ACCELERATOR.__module__]):
             setattr(module, _STOCK_ACCELERATOR.__name__, DistAccelerator)

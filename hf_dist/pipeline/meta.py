@@ -42,8 +42,7 @@ def meta_twin(module: nn.Module, *, real: bool = False) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for owner in module.modules():
-        own = [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]
-        for tensor in own:
+        for tensor in trees.leaves([owner._parameters, owner._buffers, list(vars(owner).values())]):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                 # Made from shape and dtype, so that a lazy parameter is not read.
                 twin = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.sharding.guard import LAZY
+from hf_dist.sharding.tied_views import bytes_of, same_elements
 
 __all__ = ["check_fit"]
 
@@ -18,8 +18,8 @@ def check_fit(model: nn.Module, data_ranks: int = 1) -> None:
 
     With several `data_ranks` also for an embedding that forward renormalises: each rank would do so for the rows that it reads.
 
-    A flat buffer has real elements. It gives each parameter a place of its own, so two that share memory (one is a view of the
-    other: PEFT's tied adapters, `a.data = b.data`) would be trained apart. One parameter under two names stays one.
+    A flat buffer has real elements. It gives each parameter a place of its own, so two that share a part of their memory would
+    be trained apart. One parameter under two names stays one; two with all elements in common are kept equal (`tied_views.py`).
     """
     meta = [n for n, p in model.named_parameters() if p.is_meta]
     if meta:
@@ -34,6 +34,7 @@ def check_fit(model: nn.Module, data_ranks: int = 1) -> None:
                 "their weights would drift apart. Leave max_norm out and clamp the norms after optimizer.step()."
             )
     places: list[tuple[int, int, int, str]] = []
+    params = dict(model.named_parameters())
     for name, param in model.named_parameters():
         if param.is_complex():
             raise ModelError(
@@ -42,21 +43,12 @@ def check_fit(model: nn.Module, data_ranks: int = 1) -> None:
             )
         here = not hasattr(param, LAZY) and param.untyped_storage().data_ptr()
         if here and param.numel():
-            places.append((*_bytes_of(param), name))
+            places.append((*bytes_of(param), name))
     places.sort()
     for (storage, _, end, name), (other_storage, start, _, other) in itertools.pairwise(places):
-        if storage == other_storage and start < end:
+        if storage == other_storage and start < end and same_elements(params[name], params[other]) is None:
             raise ModelError(
-                f"{name} and {other} are two parameters in the same memory: one is a view of the other, and a change of one "
+                f"{name} and {other} are two parameters in the same memory: one is a part of the other, and a change of one "
                 "changes both. Each gets a place of its own when the model is prepared, so they would be trained apart. Make "
-                "them one parameter (a.weight = b.weight), or give one a copy (.clone()); with PEFT, leave out "
-                "ensure_weight_tying."
+                "them one parameter (a.weight = b.weight), or give one a copy (.clone())."
             )
-
-
-def _bytes_of(param: torch.Tensor) -> tuple[int, int, int]:
-    """(storage, first byte in it, byte after the last)."""
-    size = int(param.element_size())
-    first = int(param.storage_offset()) * size
-    last = sum(int((length - 1) * stride) for length, stride in zip(param.shape, param.stride(), strict=True))
-    return param.untyped_storage().data_ptr(), first, first + (last + 1) * size

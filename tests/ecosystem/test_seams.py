@@ -87,10 +87,12 @@ from hf_dist.hf.substitute import substitute
 substitute()
 from accelerate import Accelerator as by_name
 from accelerate.accelerator import Accelerator
-print(by_name.__name__, Accelerator.__name__)
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig as declared
+print(by_name.__name__, Accelerator.__name__, HfDeepSpeedConfig({}).is_zero3(), declared is HfDeepSpeedConfig)
 """
     done = processes.run([sys.executable, "-c", code], timeout=300)
-    assert done.stdout.split() == ["DistAccelerator"] * 2, done.stderr
+    assert done.stdout.split() == ["DistAccelerator", "DistAccelerator", "False", "True"], done.stderr
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

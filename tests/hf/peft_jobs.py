@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "dora": lambda: adapted(lora(use_dora=True)),
     "embedding": lambda: adapted(lora(target_modules=[*LINEAR, "embed_tokens", "lm_head"])),
     "tied": lambda: adapted(lora(target_modules=[*LINEAR, "embed_tokens"]), base_model(tied=True)),
+    "tied_views": lambda: adapted(
+        lora(target_modules=["embed_tokens", "lm_head", "q_proj"], ensure_weight_tying=True), base_model(tied=True)
+    ),
     "score": lambda: adapted(lora(task_type="SEQ_CLS"), base_model(classifier=True)),
     "modules_to_save": saving_modules,
     "several": several,
@@ -123,6 +127,13 @@ def accelerator_of(stage: int | None, config: Any = None) -> Any:
     if stage is None:
         from accelerate import Accelerator
 
+        for name in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+        ):  # a DDP of one process parts views of one memory
+            os.environ.pop(name, None)
         return Accelerator(cpu=True)
     from hf_dist import DistAccelerator
 
@@ -137,7 +148,8 @@ def train(folder: Path, kind: str, stage: int | None, checkpointing: bool = Fals
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     # All of the model: what is frozen has no gradient, and is passed over until its adapter is switched on.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=1e-3, weight_decay=0.1)
+    decay = 0.0 if kind == "tied_views" else 0.1  # torch decays a view after the other has been stepped (tied_views.py)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=1e-3, weight_decay=decay)
     model, optimizer = accelerator.prepare(model, optimizer)
     model = accelerator.unwrap_model(model)
     batch = rows(accelerator.process_index, accelerator.num_processes, kind == "score")

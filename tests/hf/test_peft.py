@@ -25,7 +25,7 @@ FOUR_BITS = importlib.util.find_spec("bitsandbytes") is not None
 CASES = [
     *((kind, stage, False) for kind in ("lora", "dora", "modules_to_save", "several") for stage in (1, 2, 3)),
     *((kind, stage, False) for kind in ("half_base", "tied") for stage in (1, 3)),
-    *((kind, 3, False) for kind in ("embedding", "score", "ia3", "loha")),
+    *((kind, 3, False) for kind in ("tied_views", "embedding", "score", "ia3", "loha")),
     *((kind, 3, True) for kind in ("lora", "dora", "modules_to_save", "several", "half_base")),
     *(("quantised", stage, stage == 2) for stage in (1, 2, 3) if FOUR_BITS),
 ]

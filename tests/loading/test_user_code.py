@@ -22,6 +22,7 @@ from hf_dist import DistTrainingArguments
 from hf_dist.checkpoint.safetensors_source import bytes_read
 from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.hf import loading
+from hf_dist.hf.deepspeed_config import HfDeepSpeedConfig
 from hf_dist.sharding.lazy import lazy_source, lazy_sources
 from tests.loading.checkpoints import CASES, inputs_for, write
 from tests.loading.on_ranks import compare, logits, prepare
@@ -285,6 +286,11 @@ def test_stock_call_streams_while_training_arguments_live(paths: dict[str, Path]
     off = DistTrainingArguments(str(tmp_path), dist_config={"hf_dist": {"lazy_load": False}}, report_to=[])
     assert not streams()
     del off
+    for stage in (2, 3):
+        declared = HfDeepSpeedConfig({"zero_optimization": {"stage": stage}})
+        assert streams() is (stage == 3)
+        del declared
+        assert not streams()
     plain = DistTrainingArguments(str(tmp_path), report_to=[])
     assert not streams()
     del plain

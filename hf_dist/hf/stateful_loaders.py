@@ -1,0 +1,75 @@
+"""Positions of data loaders in the states of a custom loop, for accelerate's `use_stateful_dataloader`.
+
+Map-style data have one position for all ranks, in rows. Of a stream, torchdata keeps a state on each data rank; accelerate
+writes the state of whichever rank comes last.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dist import collectives
+from hf_dist.errors import CheckpointError, ConfigError
+from hf_dist.hf.data import SeekableShard
+from hf_dist.hf.plain_files import plain_file
+from hf_dist.log import warn_once
+
+__all__ = ["load_states_of_loaders", "states_of_loaders", "write_states_of_loaders"]
+
+_EPOCH = "_hf_dist_epoch"
+_States = list[dict[int, dict[str, Any]]]
+
+
+def _stateful(accelerator: Any) -> list[Any]:
+    return [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]
+
+
+def states_of_loaders(accelerator: Any) -> _States:
+    """Per stateful loader: data rank -> its state after the last batch that the loop was given. Collective over world."""
+    loaders = _stateful(accelerator)
+    if not loaders:
+        return []
+    own = [{**loader.state_dict(), _EPOCH: loader.iteration} for loader in loaders]
+    everyone = collectives.all_gather_object(accelerator.mesh.world, (accelerator.process_index, own))
+    return [{rank: states[index] for rank, states in everyone} for index in range(len(loaders))]
+
+
+def write_states_of_loaders(states: _States, folder: Path) -> None:
+    """Write `dl_state_dict.bin`, `dl_state_dict_1.bin`, ... Local."""
+    for index, of_ranks in enumerate(states):
+        torch.save(of_ranks, folder / _name(index))
+
+
+def load_states_of_loaders(accelerator: Any, folder: Path) -> None:
+    """Have each stateful loader go on where the saved one stood. Local.
+
+    Raises `CheckpointError` for a stream on another number of data ranks, whose states belong to one rank each, and for rows
+    that are no whole batches now.
+    """
+    for index, loader in enumerate(_stateful(accelerator)):
+        path, rank = folder / _name(index), accelerator.process_index
+        if not path.exists():
+            warn_once(f"{folder} has no position of data loader {index}: it begins with the first batch")
+            continue
+        of_ranks = plain_file(path)
+        if isinstance(loader, SeekableShard):
+            try:
+                loader.load_state_dict(of_ranks.get(rank, of_ranks[0]))
+            except ConfigError as error:
+                raise CheckpointError(f"{path}: {error}") from error
+            continue
+        if len(of_ranks) != accelerator.num_processes:
+            raise CheckpointError(
+                f"{path} has the positions of a stream on {len(of_ranks)} data ranks, there are {accelerator.num_processes} "
+                "now. Load it on as many."
+            )
+        state = dict(of_ranks[rank])
+        loader.iteration = state.pop(_EPOCH)
+        loader.load_state_dict(state)
+
+
+def _name(index: int) -> str:
+    return f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
