@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -189,8 +190,23 @@ class Engine(EngineCheckpoints):
         self.fragments = Optimizers([*kept, new])
         route(optimizer, self, new.calls)
         self.window.early = StepInBackward(new) if early else None
+        self.sharded.passes.before_forward = _weakly(self, Engine.take_group_writes)
         self.window.puts_off = lambda: not beside and takes_scaling(optimizer)
         self.sharded.reducer.when_final = self.window.early.gradient_final if self.window.early else None
+
+    def take_group_writes(self) -> None:
+        """Show the model what user code has written through the optimizer's param groups. Collective if there is any.
+
+        Raises `ModelError` if it has written the model's parameters, too, since the last step: which was first is not known.
+        """
+        if self.fragments is not None and self.fragments.take_writes():
+            for group in self.sharded.trainable_groups:
+                if group.fresh and group.writes.counted:
+                    raise ModelError(
+                        f"weights ({group.layout.slots[0].name} or a neighbour) were written through optimizer.param_groups "
+                        "and through model.parameters() between two steps: write them in one of the two ways"
+                    )
+            self.sharded.weights_changed()
 
     def add_param_group(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by `optimizer.add_param_group`: train the new group's parameters. Local; every rank adds the same group."""
@@ -367,6 +383,7 @@ class Engine(EngineCheckpoints):
             scaling = StepScaling(self.window.factor, skip)
             self.fragments.step(lambda f: _is_used(f, used), scaling, first, only=by_hand)
             self.tied_views.after_step(tied)
+            self.fragments.note_written()
         moved = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
         if moved or not overflow:
             self.sharded.weights_changed()
@@ -434,6 +451,18 @@ class Engine(EngineCheckpoints):
         if self.outer is not None:
             parts.append(self.outer.resident_nbytes())
         return {tier.value: sum(part[tier] for part in parts) for tier in Tier}
+
+
+def _weakly(engine: Engine, method: Callable[[Engine], None]) -> Callable[[], None]:
+    """A call of `method` that does not keep the engine; nothing once it is gone."""
+    reference = weakref.ref(engine)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            method(found)
+
+    return call
 
 
 def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:

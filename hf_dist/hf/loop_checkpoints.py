@@ -58,6 +58,7 @@ class LoopCheckpointsMixin:
 
         Without `output_dir`, `ProjectConfiguration(automatic_checkpoint_naming=True)` names the folder
         `checkpoints/checkpoint_N` and keeps the last `total_limit` of them. Models prepared for evaluation are left out.
+        Without a trained model it is accelerate's own call.
         Returns the folder; with `checkpoint.async_save` it gets its name only when `engine.writer.wait()` returns. Raises
         `CheckpointError` on every rank, `ValueError` where accelerate does.
         """
@@ -68,6 +69,8 @@ class LoopCheckpointsMixin:
                 f"save_state holds one trained model, and {len(self.engines)} were prepared. Save each with "
                 "save_model, or give each its own DistAccelerator."
             )
+        if not self.engines:  # loaders, schedulers and registered objects alone
+            return str(super().save_state(output_dir, safe_serialization, **kwargs))  # type: ignore[misc]
         every_rank(self.mesh, "accelerator.save_state()")
         project = self.project_configuration
         final = self._state_folder(output_dir)
@@ -110,6 +113,9 @@ class LoopCheckpointsMixin:
         Without `input_dir`, automatic naming finds the newest complete folder, and the next save gets the next number.
         Raises `CheckpointError` on every rank, `ValueError` if there is no such folder.
         """
+        if not self.engines:
+            super().load_state(input_dir, load_kwargs, **kwargs)  # type: ignore[misc]
+            return
         every_rank(self.mesh, "accelerator.load_state()")
         directory = self._found_folder(input_dir)
         for hook in self._load_model_state_pre_hook.values():  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from transformers import Trainer, trainer_pt_utils
 from hf_dist import trees
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
 from hf_dist.config.curriculum import length_at
+from hf_dist.errors import ModelError
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.agreed_control import AgreedControlMixin
@@ -131,6 +132,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         current = getattr(self, "optimizer", None)
         if self.dist is not None and current is None and self.dist_engine is None:
             unprepare(self.model)  # parts that an earlier Trainer cut into stages lack parameters
+            _refuse_frozen([self.model, *_modules_beside(weakref.ref(self))])
         if self.dist is None or self.dist.optimizer is None or current is not None:
             return super().create_optimizer() if model is None else super().create_optimizer(model)  # type: ignore[misc]
         section = self.dist.optimizer
@@ -300,6 +302,15 @@ def _modules_beside(reference: weakref.ref[Any]) -> list[nn.Module]:
         if name not in ("model", "model_wrapped"):
             found += [v for v in values if isinstance(v, nn.Module)]
     return found
+
+
+def _refuse_frozen(modules: list[nn.Module]) -> None:
+    """Raise `ModelError` before the first step if there is nothing to train. Local."""
+    if not any(p.requires_grad for module in modules for p in module.parameters()):
+        raise ModelError(
+            f"no parameter of {type(modules[0]).__name__} requires grad: nothing would be trained. Unfreeze some "
+            "(requires_grad_(True)), add an adapter, or call trainer.evaluate() instead."
+        )
 
 
 def _like_stock(cls: Any) -> Any:

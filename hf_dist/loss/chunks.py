@@ -60,12 +60,21 @@ class Computed:
         if torch.is_autocast_enabled(self.logits.device.type):  # autocast runs torch's cross_entropy in fp32
             after = (*after, Cast(torch.promote_types(self.logits.dtype, torch.float32)))
         chosen = target.masked_fill(ignored, 0).unsqueeze(1)
+        _check_range(chosen, self.logits.shape[1] if self.split is None else self.split.whole)
         if self.split is None:
             picked = _LogProbability.apply(self.logits, chosen, after)
         else:
             picked = split_log_probability(self.logits, chosen, after, self.split, _chunks)
         zero = torch.zeros_like(target).masked_fill_(ignored, -100)
         return functional.nll_loss(picked, zero, ignore_index=-100, reduction="mean" if mean else "sum")
+
+
+def _check_range(target: torch.Tensor, size: int) -> None:
+    """Raise `IndexError` in torch's words for a label of no column. On a GPU the kernel stops, and nothing is read here."""
+    if target.device.type == "cpu" and target.numel():
+        wrong = target[(target < 0) | (target >= size)]
+        if wrong.numel():
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
 
 
 def loss_nbytes(num_logits: int, itemsize: int, device: str) -> int:

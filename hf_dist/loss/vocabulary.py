@@ -86,7 +86,8 @@ class _SplitLogProbability(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         own = target - split.first
         inside = (own >= 0) & (own < logits.shape[1])
-        index = torch.where(inside, own, 0)
+        # A label of nobody's column stays out of range and raises as in one process.
+        index = torch.where(~inside & (target >= 0) & (target < split.whole), 0, own)
         top = torch.empty(len(logits), 1, dtype=wide, device=logits.device)
         for rows in chunks(logits):
             top[rows] = applied(after, logits[rows]).amax(1, keepdim=True)

@@ -99,6 +99,7 @@ class FragmentedOptimizer:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.fragments = [f for f in everything if id(f.tensor) in stepped]
         self.batches = self._batched(self.fragments)
+        self._written = (-1, -1)  # writes of elements, as torch counts them; changes of their groups
         self._stepped: set[int] = set()  # ids of batches that `step_group` has stepped in this window
         self._narrowed: Narrowed | None = None  # of this window; has the options of param groups before its first step
         self._open: deque[StepBatch] = deque()  # fetched, perhaps still being written to disk
@@ -200,6 +201,28 @@ class FragmentedOptimizer:
     def on_device(self) -> bool:
         """Whether all stepped tensors and states are on the device."""
         return all(batch.on_device for batch in self.batches)
+
+    def take_writes(self) -> bool:
+        """Whether user code has written elements of the param groups since the last step (SAM does); they are taken. Local.
+
+        Every rank makes the same writes. Call `weights_changed()` if True. Not of tensors that are whole for the step only.
+        """
+        before = self._written
+        self.note_written()
+        # What writes masters by itself counts its changes.
+        if self._whole is not None or self._written[0] == before[0] or self._written[1] != before[1]:
+            return False
+        for group in self.sharded.trainable_groups:
+            group.masters_changed()
+            group.write_back()
+        self.note_written()
+        return True
+
+    def note_written(self) -> None:
+        """Take the elements as they are for those of the last step. Local."""
+        # Of all stand-ins, also those without elements here: ranks have to agree.
+        versions = sum(stand._version for stand in self.stands.values())
+        self._written = versions, sum(group.num_changes for group in self.sharded.trainable_groups)
 
     def step(self, used: Used, scaling: StepScaling | None = None, first: First | None = None) -> None:
         """Lend every used fragment its gradient, step as `scaling` says, take the gradients back.

@@ -105,6 +105,15 @@ class Optimizers:
         for member in self.members if only is None else [self.of(only)]:
             member.step(used, scaling, first if len(self.members) == 1 else None)
 
+    def take_writes(self) -> bool:
+        """Whether user code has written elements of the param groups, which are taken."""
+        return any([member.take_writes() for member in self.members])
+
+    def note_written(self) -> None:
+        """Take the elements as they are for those of the last step."""
+        for member in self.members:
+            member.note_written()
+
     def start_anew(self) -> None:
         """Forget all states."""
         for member in self.members:

@@ -172,6 +172,8 @@ class ScheduleRun:
         if output.sent is None:
             self.results[microbatch] = output.result.detach() if self._train else output.result
             if self._train:
+                if not output.result.requires_grad:  # torch's words, as without a pipeline
+                    raise RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn")
                 self._graphs[at] = StageGraph(received, [output.result])
             return
         self._specs[at] = [TensorSpec.of(t) for t in output.sent]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_dist.pipeline.probe import BlockCall, Probe, TensorSpec
@@ -87,10 +87,7 @@ def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
         owners[first] = tuple(sorted(stages))
         if len(stages) > 1:
             shared.append(SharedParameter(names, owners[first]))
-    called: dict[str, set[int]] = {}
-    for index, call in enumerate(probe.calls):
-        called.setdefault(call.module, set()).add(stage_of(2 * index + 1))
-    near = {names: _stages_around(names[0], called, owners) for names in unreached}
+    near = {names: _stages_around(names[0], owners) for names in unreached}
     for names, around in near.items():
         owners[names[0]] = around
         if len(around) > 1:
@@ -107,18 +104,14 @@ def make_plan(probe: Probe, bounds: Sequence[int]) -> StagePlan:
     )
 
 
-def _stages_around(
-    name: str, called: Mapping[str, Iterable[int]], owners: Mapping[str, tuple[int, ...]]
-) -> tuple[int, ...]:
+def _stages_around(name: str, owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Stages of a parameter that the example's rows did not reach (an expert, say): those of the module around it. Pure.
 
-    Other rows may reach it, on the stage that runs its module. `called`: stages that call each block.
+    Other rows may reach it, on the stage that runs its module.
     """
     path = name
     while "." in path:
         path = path.rpartition(".")[0]
-        if path in called:
-            return tuple(sorted(called[path]))
         around = {stages for other, stages in owners.items() if other.startswith(path + ".")}
         if len(around) == 1:
             return around.pop()

@@ -61,6 +61,8 @@ class Passes:
         self.select(0)
         self.before_training: Callable[[Any, Any], None] | None = None
         """Called with the arguments of each forward that has a backward; may set `stay` of the units and replace itself."""
+        self.before_forward: Callable[[], None] = lambda: None
+        """Called before each forward of the whole model, collective where weights changed meanwhile."""
         self.window: Callable[[], Window | None] = lambda: None
         """Weak reference to the engine's window; returns None without an engine."""
         self.paused = False
@@ -133,6 +135,7 @@ class Passes:
             return None
         if self._in_backward:  # the last backward raised; its gradients belong to no step
             self._abandon_window()
+        self.before_forward()
         if torch.is_grad_enabled():
             self.buffers.watch()
             self.begin_training(args, kwargs)

@@ -63,8 +63,8 @@ def separated(model: nn.Module) -> list[TiedView]:
     found: dict[str, list[tuple[str, bool]]] = {}
     own = dict(model.named_parameters())
     for name, param in own.items():  # in the order of the model, which all ranks share, as addresses are not
-        if hasattr(param, LAZY) or not param.numel() or not param.requires_grad:
-            continue
+        if hasattr(param, LAZY) or not param.numel() or not param.requires_grad or not bytes_of(param)[0]:
+            continue  # tensors without memory are views of nothing
         known, first = at.setdefault(bytes_of(param), (name, param))
         transposed = None if first is param else same_elements(first, param)
         if transposed is not None:

@@ -69,7 +69,12 @@ class UserWrites:
         """Whether user code may have written since `watch`."""
         if self._version is None:
             return False
-        return self._data_was_used or bool(self._aliases) or self._count() != self._version
+        return self._data_was_used or bool(self._aliases) or self.counted
+
+    @property
+    def counted(self) -> bool:
+        """Whether an operator has written into a parameter since `watch`."""
+        return self._version is not None and self._count() != self._version
 
     def _count(self) -> int:
         """A number that grows whenever an operator writes into a parameter. Each view of `full` has its own counter."""

@@ -71,8 +71,9 @@ def sum_then_bias(module: nn.Module, peers: Peers, off: Off, *, add: bool = True
 
 
 def look_up(module: nn.Module, peers: Peers, off: Off, kept: Kept) -> None:
-    """Rows of other ranks count as zero, so the sum contains every row once."""
+    """Rows of other ranks count as zero, so the sum contains every row once. An id of nobody's row raises as in one process."""
     ((first, last),) = kept.held.ranges[0]
+    rows = kept.held.whole[0]
     elsewhere: list[torch.Tensor] = []
 
     def mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -80,7 +81,8 @@ def look_up(module: nn.Module, peers: Peers, off: Off, kept: Kept) -> None:
             return None
         outside = (args[0] < first) | (args[0] >= last)
         elsewhere[:] = [outside]
-        return torch.where(outside, 0, args[0] - first), *args[1:]
+        of_another = outside & (args[0] >= 0) & (args[0] < rows)
+        return torch.where(of_another, 0, args[0] - first), *args[1:]
 
     def gather(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         if off() or not elsewhere:

@@ -261,4 +261,11 @@ MUTANTS: list[Mutant] = [
         "for among in (mesh.dp,):",
         ("experts/test_life.py",),
     ),
+    Mutant(
+        "an expert that the example did not reach is on the first stage",
+        "pipeline/stage_plan.py",
+        "        owners[names[0]] = around\n",
+        "        owners[names[0]] = (0,)\n",
+        ("pipeline/test_split.py",),
+    ),
 ]

@@ -301,4 +301,47 @@ MUTANTS: list[Mutant] = [
         "            for name in _GIVEN[:1]:\n                vars(optimizer)",
         ("optim/test_step_scaling.py",),
     ),
+    # ---- what a rank has not, or has twice
+    Mutant(
+        "a slice of a matrix is taken for the weight",
+        "sharding/group.py",
+        "            if self.is_cut and not self.pins and self._gather is None:\n                self._guard()\n",
+        "",
+        ("hf/test_disturbed.py",),
+    ),
+    Mutant(
+        "after gathered, a slice is taken for the weight",
+        "sharding/full_params.py",
+        "if id(group) not in was_full or (group.is_replicated and id(group) in was_hidden):",
+        "if id(group) not in was_full:",
+        ("hf/test_disturbed.py",),
+    ),
+    Mutant(
+        "zeros are taken for the weight of another stage",
+        "sharding/absent.py",
+        "        if not self.passes_over():\n",
+        "        if False:\n",
+        ("hf/test_disturbed.py",),
+    ),
+    Mutant(
+        "a view gets the change of itself alone",
+        "sharding/tied_views.py",
+        "                total += more.t() if transposed else more\n",
+        "",
+        ("sharding/test_fit.py", "hf/test_peft.py"),
+    ),
+    Mutant(
+        "a view that is transposed gets changes as they are",
+        "sharding/tied_views.py",
+        "self._set(name, before, total.t() if transposed else total)",
+        "self._set(name, before, total.reshape(total.shape[::-1]) if transposed else total)",
+        ("sharding/test_fit.py", "hf/test_peft.py"),
+    ),
+    Mutant(
+        "what is written through the param groups waits for the next step",
+        "engine.py",
+        "        if self.fragments is not None and self.fragments.take_writes():\n",
+        "        if False:\n",
+        ("window/test_written_weights.py",),
+    ),
 ]

@@ -328,4 +328,26 @@ MUTANTS: list[Mutant] = [
         "min(uses, 1)",
         ("sharding/test_second_copy.py",),
     ),
+    # ---- positions in data
+    Mutant(
+        "a loaded position begins the first epoch again",
+        "hf/data.py",
+        'self.iteration, self._given = state_dict["epoch"], batches',
+        "self._given = batches",
+        ("ecosystem/test_stateful_loaders.py",),
+    ),
+    Mutant(
+        "a state after the last batch of an epoch is one of that epoch",
+        "hf/data.py",
+        "done = self._given >= len(self)",
+        "done = False",
+        ("ecosystem/test_stateful_loaders.py",),
+    ),
+    Mutant(
+        "every rank of a stream goes on where the first one was",
+        "hf/stateful_loaders.py",
+        "state = dict(of_ranks[rank])",
+        "state = dict(of_ranks[0])",
+        ("ecosystem/test_stateful_loaders.py",),
+    ),
 ]

@@ -225,6 +225,16 @@ def test_a_forward_that_needs_elements_is_refused_with_its_error() -> None:
         probe(Numpy(), make_batches()[0])
 
 
+def test_what_the_example_did_not_reach_belongs_to_the_stage_of_its_module() -> None:
+    net = make_net("plain")
+    for block in net.blocks:
+        block.expert = nn.Linear(WIDTH, WIDTH)  # other rows may be sent to it
+    plan = make_plan(probe(net, make_batches()[0]), (0, 2, 4))
+    owners = [plan.owners[f"blocks.{i}.expert.weight"] for i in range(4)]
+    assert owners == [(0,), (0,), (1,), (1,)]
+    assert plan.owners["spare.weight"] == (0,)
+
+
 def test_another_path_than_the_example_is_an_error_not_a_wrong_result() -> None:
     net, batch = make_net("plain"), make_batches()[0]
     staged = StagedModel(net, make_plan(probe(net, batch), (0, 2, 4)), (0,))

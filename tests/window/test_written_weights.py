@@ -55,6 +55,15 @@ class Torch:
                 p.copy_(master)
         self.optimizer.zero_grad()
 
+    @torch.no_grad()
+    def write_groups(self, pick: int) -> None:
+        """Scale what the optimizer steps."""
+        self.masters[pick].mul_(0.75)
+        if self.half:
+            self.params[pick].copy_(self.masters[pick])
+        else:
+            self.params[pick].mul_(0.75)
+
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().float().flatten() for p in self.params])
 
@@ -77,6 +86,11 @@ class Prepared(Torch):
 
     def step(self) -> None:
         self.engine.step()
+
+    @torch.no_grad()
+    def write_groups(self, pick: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["params"][pick].mul_(0.75)
 
     def weights(self) -> torch.Tensor:
         with hf_dist.gathered(self.model):
@@ -108,6 +122,12 @@ class Script:
     def read_groups(self, pick: int) -> None:
         for group in self.kit.optimizer.param_groups:
             sum(float(p.sum()) for p in group["params"])
+
+    def write_groups(self, pick: int) -> None:
+        """As SAM climbs and returns, after a backward; the model sees it from its next forward on."""
+        self.train(pick)
+        self.kit.write_groups(pick)
+        self.evaluate(pick)
 
     def hold(self, pick: int) -> None:
         with self.kit.for_writes():
