@@ -262,7 +262,7 @@ def _split_rows(engine: Engine, mesh: ParallelMesh) -> None:
 
         if engine.router_loss is not None:
             engine.router_loss.split_over = split.axis_under_way
-        verify(split, engine.model, engine.evaluate)
+        verify(split, engine.model, engine.evaluate, tries=engine.pipeline is None)
 
 
 def _cut(

@@ -103,10 +103,30 @@ def _mask(
         whole = (torch.arange(keys.length, device=device) < keys.real_length).expand(batch_size, -1)
     seen = rule if whole is None else hf_masks.and_masks(rule, hf_masks.padding_mask_function(whole))
     made = partial(
-        make, batch_size=batch_size, kv_length=keys.length, mask_function=rule, attention_mask=whole, **kwargs
+        _without_added,
+        make,
+        keys.real_length,
+        batch_size=batch_size,
+        kv_length=keys.length,
+        mask_function=rule,
+        attention_mask=whole,
+        **kwargs,
     )
     is_causal = seen is hf_masks.causal_mask_function
     return SequenceMask(forward, seen, made, is_causal=is_causal, is_cross=is_cross)
+
+
+def _without_added(make: Callable[..., Any], real_length: int, **kwargs: Any) -> Any:
+    """A mask in which no query sees the keys added to make the length divide.
+
+    A mask that is added to the scores hides with a large number: a query without keys (the last padding before a row that is
+    padded on the left, which predicts the first token) attends to all keys of one process alike, so it must not know of more.
+    """
+    mask = make(**kwargs)
+    if isinstance(mask, torch.Tensor) and mask.is_floating_point() and mask.shape[-1] > real_length:
+        mask = mask.clone()
+        mask[..., real_length:] = -torch.inf
+    return mask
 
 
 def _reaches_padding(rule: Callable[..., Any], forward: SplitForward, device: torch.device) -> bool:

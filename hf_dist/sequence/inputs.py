@@ -20,7 +20,8 @@ _KEY = "sequence_parallel_size"
 _HANDLED = frozenset(
     {"labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch", "logits_to_keep"}
 )
-_OTHER_KINDS = ("pixel_values", "input_features", "input_values", "decoder_input_ids", "encoder_outputs")
+OTHER_KINDS = ("pixel_values", "input_features", "input_values", "decoder_input_ids", "encoder_outputs")
+"""Arguments that are no text, refused by their names."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Arguments:
     """Whether its loss compares a token with the next token's label, and accepts labels that are already shifted."""
     positions: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Whole ids -> whole positions, for a model that counts from its padding."""
+    first_of_embeds: int = 0
+    """Position of the first token of a row that is given as `inputs_embeds`, for such a model."""
     counts_mask: bool = False
     """Whether it derives positions from the attention mask."""
     caches: bool = False
@@ -48,11 +51,12 @@ class Arguments:
         parameters = inspect.signature(called.forward).parameters
         if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()):
             parameters = inspect.signature(model.forward).parameters
-        positions = None
+        positions, first = None, 0
         for module in model.modules():
             make = getattr(module, "create_position_ids_from_input_ids", None)
             if make is not None and isinstance(getattr(module, "padding_idx", None), int):
                 positions = _counted_from_padding(make, module.padding_idx)  # type: ignore[arg-type]
+                first = int(module.padding_idx) + 1  # type: ignore[arg-type]
         from_mask = any(
             isinstance(m, nn.Embedding) and "attention_mask" in inspect.signature(m.forward).parameters
             for m in model.modules()
@@ -65,6 +69,7 @@ class Arguments:
             any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
             getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss",
             positions,
+            first,
             from_mask,
             hasattr(text, "use_cache"),
             "chunked_attention" in (getattr(text, "layer_types", None) or ()),
@@ -135,9 +140,14 @@ def cut_inputs(
 
 
 def _check(given: Mapping[str, Any], ids: Any) -> None:
-    for name in _OTHER_KINDS:
+    for name in OTHER_KINDS:
         if given.get(name) is not None:
             raise ModelError(f"{_KEY}: {name} was given, and only text is split over ranks. Remove the key.")
+    if isinstance(given.get("input_ids"), torch.Tensor) and ids.dim() != 2:
+        raise ModelError(
+            f"{_KEY}: input_ids is {tuple(ids.shape)}, not (rows, tokens): several sequences in a row (multiple choice) are "
+            "not split over ranks. Remove the key."
+        )
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
         raise ModelError(f"{_KEY}: the model was called without input_ids or inputs_embeds of whole rows.")
     mask = given.get("attention_mask")
@@ -175,7 +185,8 @@ def _positions(
     if positions is None and arguments.positions is not None and ids is not None:
         positions = arguments.positions(ids)
     if positions is None:
-        positions = torch.arange(length, device=device)[None]
+        first = arguments.first_of_embeds if ids is None else 0
+        positions = torch.arange(first, first + length, device=device)[None]
     if is_given and mask is None and documents_of is not None:
         documents = documents_of(positions.expand(rows, -1))
     if padded > length:

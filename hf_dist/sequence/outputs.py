@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hf_dist import trees
+from hf_dist.errors import ModelError
 from hf_dist.sequence.exchange import total_loss, whole
 from hf_dist.sequence.inputs import Cut
 from hf_dist.unread import UnreadTensor, unread
@@ -37,6 +40,26 @@ class WholeTensor(UnreadTensor):
         return self._full
 
 
+class PartTensor(UnreadTensor):
+    """An output that is another one on parts of a sequence: reading it raises, with what differs."""
+
+    _problem: str
+
+    @staticmethod
+    def of(part: torch.Tensor, name: str, problem: str) -> PartTensor:
+        """In place of the output `name`."""
+        made: Any = unread(tuple(part.shape), part.dtype, _REFUSAL, part).as_subclass(PartTensor)
+        made._problem = (
+            f"sequence_parallel_size: {name} of a split model is not that of the model ({problem}). Do not use it, or remove "
+            "the key."
+        )
+        return made
+
+    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
+        """Raises `ModelError`."""
+        raise ModelError(self._problem)
+
+
 _LOSSES = ("loss", "aux_loss")
 """Outputs of which each rank has a part."""
 _REFUSAL = (
@@ -45,15 +68,19 @@ _REFUSAL = (
 )
 
 
-def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool) -> Any:
+def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool, parts: Mapping[str, str]) -> Any:
     """`output` of a split forward, as one process would return it. A ModelOutput is changed in place.
 
-    `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are certainly read.
+    `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are certainly read; `parts`:
+    outputs that must not be read, and why.
     """
     if isinstance(output, dict):
         source = cut if cut.forward.source is None else replace(cut, forward=cut.forward.source)
         for key, value in list(output.items()):
             own = source if key.startswith("encoder_") else cut
+            if key in parts:
+                output[key] = trees.mapped(functools.partial(_refused, key, parts[key]), value)
+                continue
             output[key] = _whole_value(
                 value, own, key in _LOSSES, is_mean and key == "loss", at_once, logits=key == "logits"
             )
@@ -67,6 +94,10 @@ def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool) -> Any
     return _whole_value(output, cut, False, is_mean, at_once, logits=False)
 
 
+def _refused(name: str, problem: str, value: Any) -> Any:
+    return PartTensor.of(value, name, problem) if isinstance(value, torch.Tensor) else value
+
+
 def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bool, *, logits: bool) -> Any:
     if isinstance(value, tuple):
         return tuple(_whole_value(v, cut, False, is_mean, at_once, logits=False) for v in value)
@@ -75,6 +106,15 @@ def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bo
     if is_loss:
         return _whole_loss(value, cut, is_mean)
     forward = cut.forward
+    rows = next((x.shape[0] for x in cut.kwargs.values() if isinstance(x, torch.Tensor) and x.dim() > 1), 0)
+    if value.dim() == 2 and value.shape[0] == rows * len(forward.own):  # a row per token: what routers give
+
+        def gather_tokens() -> torch.Tensor:
+            order = forward.axes.layout.undo_on(value.device, forward.length)
+            full = whole(forward.axes.cp, value.view(rows, -1, value.shape[1]), order, forward.real_length)
+            return full.reshape(-1, value.shape[1])
+
+        return WholeTensor.of(value, (rows * forward.real_length, value.shape[1]), gather_tokens)
     if value.dim() < 2 or value.shape[1] != len(forward.own):
         return value
     axes, length, kept = forward.axes, forward.real_length, cut.kept if logits else None

@@ -23,7 +23,7 @@ from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.random_streams import Streams, drops
 from hf_dist.sequence.forward import SequenceAxes, current, enter
-from hf_dist.sequence.inputs import Arguments, Cut, bound, cut_inputs
+from hf_dist.sequence.inputs import OTHER_KINDS, Arguments, Cut, bound, cut_inputs
 from hf_dist.sequence.layout import layout_for
 from hf_dist.sequence.outputs import whole_outputs
 from hf_dist.sequence.pairs import cut_pair, hold_pair, is_pair
@@ -50,7 +50,13 @@ class SplitSequence:
         self.num_calls = 0
         """Number of attention calls on parts of a sequence."""
         region = _region(model, self.model)
-        self.at_once = region is not model
+        self.at_once = region is not model or _pools(region)
+        self.verified: frozenset[str] | None = None
+        """Tensor arguments that the model was tried with on parts; None before that. Others are refused when they come."""
+        self.parts: dict[str, str] = {}
+        """Outputs that are not those of the whole -> what differs. They are refused when they are read."""
+        self.refused: dict[str, str] = {}
+        """Arguments that it was tried with and is another model with -> what differs."""
         self.arguments = Arguments.of(region, region if self.at_once else self.model)
         self.num_mixers = hold_whole_rows(self.model, axes, self._count_call)
         """Number of layers that mix positions by heads or channels instead of attention."""
@@ -69,7 +75,7 @@ class SplitSequence:
             if _counts_positions(module):
                 module.register_forward_pre_hook(_weakly(self._with_own_positions), with_kwargs=True)
         region.register_forward_pre_hook(_weakly(self._before), with_kwargs=True)
-        _last_of(region, model).register_forward_hook(_weakly(self._make_whole))
+        _last_of(region).register_forward_hook(_weakly(self._make_whole))
         region.register_forward_hook(_weakly(self._leave), always_call=True)
 
     def describe(self) -> str:
@@ -97,6 +103,7 @@ class SplitSequence:
         given = bound(self.arguments, args, kwargs)
         if not self.enabled or current() is not None or _has_cache(given):
             return None
+        self._refuse_unverified(given)
         config = self.model.config
         caches = given.get("use_cache")
         caches = bool(getattr(config, "use_cache", False) if caches is None else caches)
@@ -113,6 +120,22 @@ class SplitSequence:
             self._streams.own()  # the tokens differ from other ranks'
         return (), cut.kwargs
 
+    def _refuse_unverified(self, given: Mapping[str, Any]) -> None:
+        name = type(self.model).__name__
+        for key, value in given.items():
+            is_given = value is not None and value is not False
+            if key in self.refused and is_given:
+                raise ModelError(
+                    f"{_KEY}: {name} is another model on parts of a sequence when it is called with {key} "
+                    f"({self.refused[key]}). Leave {key} out, or remove the key."
+                )
+            is_rows = isinstance(value, torch.Tensor) and value.dim() > 0
+            if self.verified is not None and is_rows and key not in self.verified and key not in OTHER_KINDS:
+                raise ModelError(
+                    f"{_KEY}: {name} was called with {key}, and whether parts of it belong to parts of the rows is not known. "
+                    f"Leave {key} out, or remove the key."
+                )
+
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Runs also if the forward has raised."""
         if self._cut is not None:
@@ -127,7 +150,7 @@ class SplitSequence:
             return None
         self._leave(module, args, output)
         self.num_calls += cut.forward.num_calls
-        return whole_outputs(output, cut, is_mean=self.is_mean, at_once=self.at_once)
+        return whole_outputs(output, cut, is_mean=self.is_mean, at_once=self.at_once, parts=self.parts)
 
     def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute frequencies that depend on the batch's longest position from the whole rows."""
@@ -265,11 +288,15 @@ def refuse_by_config(model: nn.Module) -> None:
         )
 
 
-def _last_of(region: nn.Module, model: nn.Module) -> nn.Module:
+def _last_of(region: nn.Module) -> nn.Module:
     """The module whose outputs become whole: only the layers of `region` if it pools their tokens afterwards."""
     layers = getattr(region, "encoder", None)
-    pools = region is not model and getattr(region, "pooler", None) is not None
-    return layers if pools and isinstance(layers, nn.Module) else region
+    return layers if _pools(region) and isinstance(layers, nn.Module) else region
+
+
+def _pools(region: nn.Module) -> bool:
+    """Whether a module makes one vector of a row's tokens (BERT's, of the first one)."""
+    return getattr(region, "pooler", None) is not None
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -288,8 +315,12 @@ def _backbone(model: nn.Module) -> nn.Module:
 
 
 def _region(model: nn.Module, inner: nn.Module) -> nn.Module:
-    """The whole model if its loss is per token; otherwise the backbone, whose hidden states a head reads whole."""
-    return model if _has_vocabulary_head(inner) else _backbone(inner)
+    """The whole model if its loss is per token; otherwise the backbone, whose hidden states a head reads whole.
+
+    A head of pretraining reads pooled tokens beside those of each position.
+    """
+    backbone = _backbone(inner)
+    return model if _has_vocabulary_head(inner) and not _pools(backbone) else backbone
 
 
 def _looks_at_longest(module: nn.Module) -> bool:
