@@ -339,6 +339,18 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
     Elsewhere("inputs other than text", _SEQUENCE, "sequence/inputs.py", "and only text is split over ranks"),
     Elsewhere("custom masks", _SEQUENCE, "sequence/inputs.py", "masks cannot be split over ranks"),
     Elsewhere("`output_attentions`", _SEQUENCE, "sequence/inputs.py", "asks for attention over whole rows"),
+    Elsewhere(
+        "`output_attentions`",
+        "`tensor_parallel.autotp_size` above 1",
+        "tensor_parallel/split.py",
+        "a rank has the weights of its heads only",
+    ),
+    Elsewhere(
+        "arguments that nobody has tried on parts, such as `encoder_hidden_states`",
+        _SEQUENCE,
+        "sequence/split.py",
+        "whether parts of it belong to parts of the rows is not known",
+    ),
     Elsewhere("dropout of attention", _RING, "sequence/attention.py", "a ring has no dropout of attention"),
     Elsewhere("a bias, a soft cap or sinks of attention", _RING, "sequence/attention.py", "which a ring cannot"),
     Elsewhere(

@@ -35,13 +35,15 @@ from hf_dist.pipeline.meta import meta_twin
 from hf_dist.pipeline.placeholder import Placeholders
 from hf_dist.pipeline.probe import BlockCall, SameAs, is_leaf
 from hf_dist.pipeline.stage_plan import StagePlan
-from hf_dist.pipeline.standin import StandIn
+from hf_dist.pipeline.standin import AbsentOutput, StandIn
 
 __all__ = ["StageExit", "StageOutput", "StagedModel"]
 
 Leaves = list[Any]
 _FIRST = "[0][0]"
 """The path of the first positional argument."""
+_LISTS = ("hidden_states", "attentions")
+"""Outputs with a tensor per block. Of earlier blocks there are some only where transformers collects them by its hooks."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class StagedModel:
         """Called with the path and the arguments of a later stage's first block, before received tensors replace stand-ins.
         Stand-ins have whole sequences; ranks that split a model may send parts of them."""
         model.register_forward_pre_hook(self._see_inputs(), with_kwargs=True)
+        model.register_forward_hook(self._see_output())
         self._check(model)
         self.stand_ins = {}
         for path in self._with_twin():
@@ -157,7 +160,7 @@ class StagedModel:
                 f"{min(stage_pass.stop + 1, len(self.plan.calls))}; with this batch, the model runs differently "
                 f"than with the example that it was split with"
             )
-        return StageOutput(None, stage_pass.finish(result))
+        return StageOutput(None, result)
 
     def _see_inputs(self) -> Callable[..., None]:
         me = weakref.ref(self)
@@ -166,6 +169,15 @@ class StagedModel:
             staged = me()
             if staged is not None and staged.pass_ is not None:
                 staged.pass_.inputs = [x for x in trees.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+
+        return hook
+
+    def _see_output(self) -> Callable[..., Any]:
+        me = weakref.ref(self)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            staged = me()
+            return None if staged is None or staged.pass_ is None else staged.pass_.finish(output)
 
         return hook
 
@@ -234,6 +246,9 @@ class StagePass:
         self._collected = list(received[len(self.held) :])
         self._layout = boundary.collected if boundary else ()
         self._replaced: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._stood_in: dict[
+            int, Any
+        ] = {}  # values of earlier stages that nothing has replaced; kept, and so their ids
 
     @property
     def before_start(self) -> bool:
@@ -276,18 +291,30 @@ class StagePass:
 
     def stand_in(self, value: Any) -> Any:
         """Called with every stand-in for a value of an earlier stage. `verify` overrides it to mark them."""
-        if not self.plan.in_place:
-            return value
-        return tree_map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, value, is_leaf=is_leaf)
+        if self.plan.in_place:
+            value = tree_map(
+                lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, value, is_leaf=is_leaf
+            )
+        self._stood_in.update((id(x), x) for x in trees.leaves(value) if isinstance(x, torch.Tensor))
+        return value
 
-    def finish(self, result: Any) -> Any:
-        """The model's output, with stand-ins replaced by the received tensors."""
-        if not isinstance(result, dict):
-            return result
-        for key, value in result.items():
-            if id(value) in self._replaced:
-                result[key] = self._replaced[id(value)][1]
-        return result
+    def finish(self, output: Any) -> Any:
+        """The model's output: stand-ins in it become the received tensors, or raise when they are read. A dict is changed."""
+        if not isinstance(output, (dict, tuple, list)):
+            return self._true(output)
+        if not isinstance(output, dict):
+            return trees.mapped(self._true, output)
+        for key, value in output.items():
+            if self.start and isinstance(value, (tuple, list)) and key.endswith(_LISTS) and not self._layout:
+                output[key] = AbsentOutput.of(next(iter(value), torch.zeros(())), self.model_name)
+            elif any(self._true(x) is not x for x in trees.leaves(value)):
+                output[key] = trees.mapped(self._true, value)
+        return output
+
+    def _true(self, value: Any) -> Any:
+        if id(value) in self._replaced:
+            return self._replaced[id(value)][1]
+        return AbsentOutput.of(value, self.model_name) if id(value) in self._stood_in else value
 
     def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inside = True

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from hf_dist.errors import ModelError
 from hf_dist.pipeline.meta import MetaTrace, on_meta
 from hf_dist.pipeline.probe import is_leaf
+from hf_dist.unread import UnreadTensor, unread
 
-__all__ = ["StandIn"]
+__all__ = ["AbsentOutput", "StandIn"]
 
 
 class StandIn:
@@ -43,3 +46,23 @@ class StandIn:
         trace = MetaTrace([], read=lambda p: nothing, decide=lambda s: None, drawn=lambda: nothing)
         with torch.no_grad(), on_meta(trace):
             return self.twin(*args, **kwargs)
+
+
+class AbsentOutput(UnreadTensor):
+    """An output of the model that an earlier stage has computed and did not send: reading it raises."""
+
+    _model: str
+
+    @staticmethod
+    def of(stand_in: torch.Tensor, model: str) -> AbsentOutput:
+        """In place of `stand_in`."""
+        made: Any = unread(tuple(stand_in.shape), stand_in.dtype, "", stand_in.detach()).as_subclass(AbsentOutput)
+        made._model = model
+        return cast(AbsentOutput, made)
+
+    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
+        """Raises `ModelError`."""
+        raise ModelError(
+            f"pipeline.stages: an output of {self._model} was computed by an earlier stage, which does not send it: only what "
+            "later blocks read, and what transformers collects, is sent. Do not read it, or lower pipeline.stages."
+        )

@@ -114,6 +114,7 @@ class SplitModel:
             if style is not None:
                 self._cross(name, module, style, base, is_head=module is head)
         self._install_stacks(modules)
+        model.register_forward_pre_hook(self._refuse_attentions, with_kwargs=True)
         if self.plan.sequence:
             model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
         for module in dict.fromkeys([*blocks.values(), model]):  # nothing reads their inner activations after them
@@ -134,6 +135,16 @@ class SplitModel:
 
     def _off(self) -> bool:
         return self.is_whole
+
+    def _refuse_attentions(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse attention weights, which a loss would take for those of all heads."""
+        asked = kwargs.get("output_attentions")
+        config: Any = getattr(model, "config", None)
+        if not self._off() and (getattr(config, "output_attentions", False) if asked is None else asked):
+            raise ModelError(
+                f"tensor_parallel.autotp_size: output_attentions asks {type(model).__name__} for the attention of all heads, and "
+                "a rank has the weights of its heads only. Remove it, or the key."
+            )
 
     def continues(self, block: str, args: Any, kwargs: Any) -> None:
         """A pipeline stage begins at `block`, called with whole hidden states that parts of a sequence replace. Local."""

@@ -55,3 +55,11 @@ def at_the_edge(folder: Path, config: dict[str, Any]) -> list[str]:
         {k: torch.full_like(v, VOCAB - 1) for k, v in row.items()} for row in trainer.train_dataset
     ]
     return [said_by(trainer.train)]
+
+
+def attentions(folder: Path, config: dict[str, Any]) -> list[str]:
+    """A call that asks for the attention of all heads."""
+    trainer = dist_trainer("even", 1, folder, config, max_steps=1)
+    trainer.train()
+    batch = pad(trainer.train_dataset[:2])
+    return [said_by(lambda: trainer.model(**batch, output_attentions=True))]

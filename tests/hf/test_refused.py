@@ -22,12 +22,13 @@ OUT: list[Job] = [
     if layout is TP or value == -1
 ]
 FROZEN: list[Job] = [(JOBS + "frozen", {"config": layout}) for layout in (PP, TP)]
+ATTENTIONS: Job = (JOBS + "attentions", {"config": TP})
 EDGE: Job = (JOBS + "at_the_edge", {"config": TP})
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return outcomes_by_world({2: [*OUT, *FROZEN, EDGE]}, tmp_path_factory)
+    return outcomes_by_world({2: [*OUT, *FROZEN, EDGE, ATTENTIONS]}, tmp_path_factory)
 
 
 @pytest.mark.parametrize("job", OUT, ids=lambda job: f"{job[1]['key']}-{job[1]['value']}-{len(job[1]['config'])}")
@@ -39,6 +40,11 @@ def test_an_id_or_a_label_of_no_row_raises_on_every_rank(job: Job, outcomes: Any
             else f"Target {job[1]['value']} is out of bounds"
         )
         assert wanted in error
+
+
+def test_the_attention_of_all_heads_is_refused_where_a_rank_has_some(outcomes: Any) -> None:
+    for (error,) in found(outcomes, 2, ATTENTIONS):
+        assert "output_attentions asks LlamaForCausalLM for the attention of all heads" in error
 
 
 def test_the_last_row_is_one(outcomes: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dist.errors import ModelError
 from hf_dist.pipeline import forward_only, make_plan, make_schedule, partition, plan_stages, probe, verify
 from tests.covering import cells, chosen
 from tests.pipeline.local import run_local, stage_models, summed_gradients
@@ -111,6 +112,36 @@ def test_evaluation_gives_the_logits_and_what_transformers_collects(family: str)
         torch.testing.assert_close(dict(output), dict(expected), rtol=TOLERANCE, atol=1e-7)
         if "encoder_last_hidden_state" in expected:
             assert torch.equal(output.encoder_last_hidden_state, expected.encoder_last_hidden_state)
+
+
+@pytest.mark.parametrize("family", OWN_LISTS)
+def test_every_output_that_can_be_read_is_the_models(family: str) -> None:
+    model = make_model(family).eval()
+    batches = [{k: v for k, v in b.items() if k != "labels"} for b in make_microbatches(family, 2)]
+    if family in SEQ2SEQ:
+        batches = [b | {"decoder_input_ids": b["input_ids"][:, :5]} for b in batches]
+    plan = make_plan(found := probe(model, batches[0]), partition(found.costs(), 2).bounds)
+    schedule = forward_only(2, len(batches))
+
+    def outputs(m: Any, b: dict[str, Any]) -> list[Any]:  # as the Trainer takes them, no dict of the model's
+        return list(m(**b, output_hidden_states=True).items())
+
+    results = run_local(stage_models(model, plan, schedule), schedule, batches, outputs)
+    for read, batch in zip(results, batches, strict=True):
+        with torch.no_grad():
+            expected = dict(outputs(model, batch))
+        assert [name for name, _ in read] == list(expected)
+        refused = []
+        for name, value in read:
+            try:
+                values = [value[i] + 0 for i in range(len(expected[name]))]
+            except ModelError as error:
+                assert "was computed by an earlier stage" in str(error)
+                refused.append(name)
+                continue
+            for a, b in zip(values, expected[name], strict=True):
+                torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=1e-7)
+        assert refused and len(refused) < len(expected)
 
 
 def test_autocast_rounds_as_in_the_plain_model() -> None:
