@@ -326,7 +326,9 @@ class StagePass:
     def _pass_over(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.plan.calls[index]
         if call.result == SameAs(0) and call.leaves[0] == _FIRST and args and isinstance(args[0], torch.Tensor):
-            return self.stand_in(args[0])  # fast path for the common block, without flattening its arguments
+            # The common block, without flattening its arguments. A view, for the input of a block is another value: where the
+            # model returns one of them, it must not be taken for the one that was received.
+            return self.stand_in(args[0].view_as(args[0]))
         if any(x == SameAs(None) for x in tree_leaves(call.result)):
             return self.stand_in(self.stand_ins[call.module].answer(args, kwargs, self.device))
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
@@ -338,7 +340,8 @@ class StagePass:
             place = order[leaf.index or 0]
             if place is None:
                 raise self._other_path(f"{call.module} without {call.leaves[leaf.index or 0]}", call)
-            return leaves[place]
+            same = leaves[place]
+            return same.view_as(same) if isinstance(same, torch.Tensor) else same
 
         return self.stand_in(tree_map(argument, call.result))
 

@@ -142,8 +142,8 @@ class SplitModel:
         config: Any = getattr(model, "config", None)
         if not self._off() and (getattr(config, "output_attentions", False) if asked is None else asked):
             raise ModelError(
-                f"tensor_parallel.autotp_size: output_attentions asks {type(model).__name__} for the attention of all heads, and "
-                "a rank has the weights of its heads only. Remove it, or the key."
+                f"tensor_parallel.autotp_size: output_attentions asks {type(model).__name__} for the attention of all heads, "
+                "and a rank has the weights of its heads only. Remove it, or the key."
             )
 
     def continues(self, block: str, args: Any, kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,17 @@ STOPS = {"within the first epoch": 3, "within the second": 14, "between them": 1
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Numbers in order, with a state of its own."""
+    """Numbers in order, others on each rank, with a state of its own."""
 
     def __init__(self) -> None:
-        self.next = 0
+        self.first = 100 * int(os.environ.get("RANK", "0"))
+        self.next = self.first
 
     def __iter__(self) -> Any:
-        while self.next < ROWS:
+        while self.next < self.first + ROWS:
             self.next += 1
             yield torch.tensor([float(self.next - 1)])
-        self.next = 0
+        self.next = self.first
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self.next}

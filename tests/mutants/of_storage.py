@@ -343,11 +343,4 @@ MUTANTS: list[Mutant] = [
         "done = False",
         ("ecosystem/test_stateful_loaders.py",),
     ),
-    Mutant(
-        "every rank of a stream goes on where the first one was",
-        "hf/stateful_loaders.py",
-        "state = dict(of_ranks[rank])",
-        "state = dict(of_ranks[0])",
-        ("ecosystem/test_stateful_loaders.py",),
-    ),
 ]

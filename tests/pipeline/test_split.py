@@ -10,7 +10,17 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
-from hf_dist.pipeline import Hooks, StagedModel, make_plan, make_schedule, plan_stages, probe, simulate, verify
+from hf_dist.pipeline import (
+    Hooks,
+    StagedModel,
+    forward_only,
+    make_plan,
+    make_schedule,
+    plan_stages,
+    probe,
+    simulate,
+    verify,
+)
 from tests.pipeline.local import run_local, stage_models, summed_gradients
 from tests.pipeline.zoo import make_microbatches
 from tests.pipeline.zoo import make_model as make_hf_model
@@ -69,7 +79,8 @@ class Net(nn.Module):
         if self.kind == "decision" and bool(side.sum() > 0):  # type: ignore[union-attr]
             x = x * 2
         logits = self.head(x)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        more = {"embedded": first} if self.kind == "telling" else {}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits, **more}
 
 
 def make_batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -223,6 +234,19 @@ def test_a_forward_that_needs_elements_is_refused_with_its_error() -> None:
 
     with pytest.raises(ModelError, match=r"Numpy cannot be split: its forward does not run without memory .*numpy"):
         probe(Numpy(), make_batches()[0])
+
+
+def test_an_output_that_an_earlier_stage_did_not_send_raises_when_it_is_read() -> None:
+    net, batches = make_net("telling").eval(), make_batches(2)
+    plan, schedule = make_plan(probe(net, batches[0]), (0, 2, 4)), forward_only(2, 2)
+    for output, batch in zip(
+        run_local(stage_models(net, plan, schedule), schedule, batches, lambda m, b: m(**b)), batches, strict=True
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(output["logits"], net(**batch)["logits"])
+        assert output["embedded"].shape == (*batch["ids"].shape, WIDTH)
+        with pytest.raises(ModelError, match="an output of Net was computed by an earlier stage"):
+            output["embedded"].sum()
 
 
 def test_what_the_example_did_not_reach_belongs_to_the_stage_of_its_module() -> None:
