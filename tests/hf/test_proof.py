@@ -20,10 +20,12 @@ from hf_dist.hf.model_class import keep_layers
 from hf_dist.hf.proof import Asked, prepare, prove
 from hf_dist.hf.proof.compare import compare
 from hf_dist.hf.proof.data import microbatches
+from hf_dist.hf.proof.itself import TOGETHER, TWICE, itself
 from hf_dist.hf.proof.job import Job
 from hf_dist.hf.proof.limits import FP32, limits
 from hf_dist.hf.proof.runs import _clip
 from tests.covering import FULL_GRID
+from tests.hf import own_losses
 from tests.hf.proofs import asked_for, start_fork_server
 from tests.parity.families import make_model
 
@@ -95,6 +97,54 @@ def test_a_loss_that_is_wrong_by_less_than_one_in_a_thousand_is_found_in_bf16(tm
     asked = asked_for(tmp_path, "llama", config, steps=5, class_name="tests.workers.skewed:Skewed")
     proof = prove(prepare(asked, tmp_path), 2)
     assert [row.what for row in proof.rows if not row.equal] == ["loss, 5 steps", "next step, loss"]
+
+
+def itself_of(model: Any) -> dict[str, tuple[float, float]]:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return itself(model.train(), microbatches(model, rows=2, count=2, seq=12))
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [(own_losses.Own, ""), (own_losses.Random, TWICE), (own_losses.Centred, TOGETHER), (own_losses.Summed, TOGETHER),
+     (own_losses.Negatives, TOGETHER)],
+)  # fmt: skip
+def test_a_loss_that_no_layout_can_equal_is_told(cls: Any, what: str) -> None:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    assert list(itself_of(cls(transformers.LlamaConfig(**sizes)))) == [what] * bool(what)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "bert", "t5", "vit", "qwen3_moe", "gpt2", "deepseek_v3"])
+def test_a_stock_loss_is_a_mean_that_draws_nothing(family: str) -> None:
+    assert not itself_of(make_model(family))
+
+
+def test_a_sum_is_not_equal_and_the_note_says_why(tmp_path: Path) -> None:
+    start_fork_server()
+    asked = asked_for(
+        tmp_path, "llama", {"zero_optimization": {"stage": 3}}, class_name="tests.hf.own_losses:Summed"
+    )  # fmt: skip
+    proof = prove(prepare(asked, tmp_path), asked.world)
+    assert not proof.equal and [row.what for row in proof.rows if not row.equal] == [TOGETHER]
+    assert any("the loss depends on which rows are in one batch" in note for note in proof.notes)
+
+
+def test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor(tmp_path: Path) -> None:
+    """Weights as of a checkpoint: key biases are zero, their gradients zero in theory."""
+    start_fork_server()
+    asked = asked_for(tmp_path, "vit", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, steps=5)
+    model: Any = make_model("vit")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                param.zero_()
+    model.save_pretrained(tmp_path / "tiny")
+    proof = prove(prepare(asked, tmp_path), asked.world)
+    assert proof.equal, proof
+    assert all(row.allowed < 0.05 for row in proof.rows)
 
 
 def test_a_layout_that_differs_is_found_and_the_command_fails(tmp_path: Path) -> None:

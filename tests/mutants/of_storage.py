@@ -343,4 +343,19 @@ MUTANTS: list[Mutant] = [
         "done = False",
         ("ecosystem/test_stateful_loaders.py",),
     ),
+    # ---- the proof
+    Mutant(
+        "a loss that depends on which rows are together passes for a mean",
+        "hf/proof/itself.py",
+        "    if any(_near(together, mean) for mean in means):\n",
+        "    if True:\n",
+        ("hf/test_proof.py::test_a_loss_that_no_layout_can_equal_is_told",),
+    ),
+    Mutant(
+        "a key bias that is rounding sets the limit of all tensors",
+        "hf/proof/runs.py",
+        "norm = max(float(theirs.norm()), floor * theirs.numel() ** 0.5)",
+        "norm = float(theirs.norm())",
+        ("hf/test_proof.py::test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor",),
+    ),
 ]

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_dist.hf.proof.blame import Blamed, to_blame
+from hf_dist.hf.proof.itself import TOGETHER, TWICE
 from hf_dist.hf.proof.job import Job
 from hf_dist.hf.proof.limits import FP32, limits, relative
 from hf_dist.hf.proof.parts import Part, alone_parts, one_rank, parts_without_one
@@ -126,12 +127,23 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     going, resumed = first["next"]["going on"], first["next"]["resumed"]
     rows.append(_numbers("next step, loss", [expected["losses"][-1]], [going[0]], allowed.losses))
     rows.append(_numbers("resumed, loss and norm", going, resumed, FP32))
+    for what, (a, b) in alone.get("itself", {}).items():
+        rows.append(_numbers(what, [a], [b], FP32))
     notes = [
         f"{job.optimizer}, learning rate {job.optimizer_params.get('lr', 'its own')}; dropout is 0; data of {job.window} "
         "microbatches a step"
     ]
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")
+    if TWICE in alone.get("itself", {}):
+        notes.append(
+            "the model draws random numbers by itself: two forwards of one process differ, and no layout can be proved"
+        )
+    if TOGETHER in alone.get("itself", {}):
+        notes.append(
+            "the loss depends on which rows are in one batch (a sum over them, in-batch negatives, statistics of the batch): "
+            "any number of data ranks or microbatches trains another model than one batch"
+        )
     if first["skipped"]:
         notes.append(f"{first['skipped']} of {job.steps} steps were skipped by the loss scale")
     return Proof(rows, job.precision, notes, differs, differs_at)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import BatchEncoding
 from hf_dist.build import initialize
 from hf_dist.experts.spread import find_experts
 from hf_dist.hf.model_class import model_class
+from hf_dist.hf.proof.itself import itself
 from hf_dist.hf.proof.job import Job
 from hf_dist.sharding.full_params import gathered
 from hf_dist.sharding.held import held_slice
@@ -27,6 +29,9 @@ __all__ = ["in_one_process", "on_ranks", "quiet", "routed_parameters"]
 
 Differences = dict[str, float]
 """Parameter, in the model's order -> norm of its difference to one process, relative to the norm in one process."""
+_FLOOR = 0.01
+"""A tensor's norm counts as at least that of as many elements of this share of the model's rms weight. A key bias, whose
+gradient is zero in theory, is rounding and nothing else: relative to itself, it differs by its own size."""
 
 
 @contextmanager
@@ -55,9 +60,10 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
 
     `plain`: torch without an engine, in fp32. `same`: the precision of the config in one process, with its distance from
-    `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is fp16.
+    `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is fp16. `itself`: what
+    differs without a layout.
     """
-    result: dict[str, Any] = {"plain": _plain(job)}
+    result: dict[str, Any] = {"plain": _plain(job), "itself": itself(job.make_model(), job.batches())}
     if job.precision != "fp32":
         result["same"] = _engine_steps(job, job.alone, 0, reference="plain", keep="same")
     if job.precision == "fp16":
@@ -171,6 +177,7 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _differences(weights: list[tuple[str, torch.Tensor]], file: str) -> Differences:
     found: Differences = {}
     with safe_open(file, framework="pt") as expected:
+        floor = _FLOOR * _rms([expected.get_tensor(name) for name in expected.keys()])  # noqa: SIM118
         for name, weight in weights:
             theirs = expected.get_tensor(name).double()
             own, held = weight.detach().cpu().double(), held_slice(weight)
@@ -179,9 +186,14 @@ def _differences(weights: list[tuple[str, torch.Tensor]], file: str) -> Differen
             if own.shape != theirs.shape:
                 found[name] = float("inf")
                 continue
-            norm = float(theirs.norm())
+            norm = max(float(theirs.norm()), floor * theirs.numel() ** 0.5)
             found[name] = float((own - theirs).norm()) / (norm or 1.0)
     return found
+
+
+def _rms(tensors: Sequence[torch.Tensor]) -> float:
+    """Of all their elements."""
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors) / max(sum(t.numel() for t in tensors), 1))
 
 
 def _weights_file(job: Job, run: str, step: int) -> str:
