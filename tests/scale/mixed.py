@@ -218,7 +218,7 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
         (consistency, "checksum", lambda tensor: 0),
     ]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("hf_dist.sequence.verify.verify", lambda *args: None))
+        stack.enter_context(mock.patch("hf_dist.sequence.verify.verify", lambda *args, **kwargs: None))
         for owner, name, value in changes:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
