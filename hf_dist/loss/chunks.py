@@ -71,9 +71,8 @@ class Computed:
 
 def _check_range(target: torch.Tensor, size: int) -> None:
     """Raise `IndexError` in torch's words for a label of no column. On a GPU the kernel stops, and nothing is read here."""
-    if (
-        type(target) is torch.Tensor and target.device.type == "cpu"
-    ):  # not one without elements, of which a plan is made
+    # A subclass may have no elements: a plan is made of such tensors.
+    if type(target) is torch.Tensor and target.device.type == "cpu":
         wrong = target[(target < 0) | (target >= size)]
         if wrong.numel():
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")

@@ -246,9 +246,8 @@ class StagePass:
         self._collected = list(received[len(self.held) :])
         self._layout = boundary.collected if boundary else ()
         self._replaced: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._stood_in: dict[
-            int, Any
-        ] = {}  # values of earlier stages that nothing has replaced; kept, and so their ids
+        self._stood_in: dict[int, Any] = {}
+        """Values of earlier stages that nothing has replaced, by id; held, so that no other tensor gets the id."""
 
     @property
     def before_start(self) -> bool:

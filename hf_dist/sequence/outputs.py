@@ -86,9 +86,16 @@ def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool, parts:
             )
         return output
     if isinstance(output, tuple):
+        if named := [key for key in parts if not key.isdigit()]:
+            raise ModelError(
+                f"sequence_parallel_size: without names (return_dict=False) an output that must not be read ({named[0]}: "
+                f"{parts[named[0]]}) cannot be told from others. Leave return_dict out, or remove the key."
+            )
         has_loss = cut.share is not None
         return tuple(
-            _whole_value(v, cut, has_loss and i == 0, is_mean, at_once, logits=i == int(has_loss))
+            trees.mapped(functools.partial(_refused, str(i), parts[str(i)]), v)
+            if str(i) in parts
+            else _whole_value(v, cut, has_loss and i == 0, is_mean, at_once, logits=i == int(has_loss))
             for i, v in enumerate(output)
         )
     return _whole_value(output, cut, False, is_mean, at_once, logits=False)

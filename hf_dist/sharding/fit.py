@@ -46,9 +46,13 @@ def check_fit(model: nn.Module, data_ranks: int = 1) -> None:
             places.append((*bytes_of(param), name))
     places.sort()
     for (storage, _, end, name), (other_storage, start, _, other) in itertools.pairwise(places):
-        if storage == other_storage and start < end and same_elements(params[name], params[other]) is None:
+        if storage != other_storage or start >= end:
+            continue
+        kept_equal = same_elements(params[name], params[other]) is not None
+        # A frozen one would not follow the steps of the other.
+        if not kept_equal or params[name].requires_grad != params[other].requires_grad:
             raise ModelError(
-                f"{name} and {other} are two parameters in the same memory: one is a part of the other, and a change of one "
-                "changes both. Each gets a place of its own when the model is prepared, so they would be trained apart. Make "
-                "them one parameter (a.weight = b.weight), or give one a copy (.clone())."
+                f"{name} and {other} are two parameters in the same memory: one is a part or a frozen view of the other, and a "
+                "change of one changes both. Each gets a place of its own when the model is prepared, so they would be trained "
+                "apart. Make them one parameter (a.weight = b.weight), or give one a copy (.clone())."
             )

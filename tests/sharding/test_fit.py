@@ -46,9 +46,16 @@ def prepared(change: Callable[[Blocks], None]) -> nn.Module:
     return engine.model
 
 
-def test_parameters_that_share_a_part_of_their_memory_are_refused_by_both_names() -> None:
+def frozen_view(model: Blocks) -> None:
+    """It would follow the steps of the other."""
+    model.second, model.third = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.empty(4, 6), requires_grad=False)
+    model.third.data = model.second.data
+
+
+@pytest.mark.parametrize("change", [overlapping, frozen_view])
+def test_parameters_that_cannot_be_kept_equal_are_refused_by_both_names(change: Callable[[Blocks], None]) -> None:
     with pytest.raises(ModelError, match=r"second and third are two parameters in the same memory"):
-        prepared(overlapping)
+        prepared(change)
 
 
 class Viewed(Blocks):
