@@ -14,8 +14,7 @@ from hf_dist.errors import ConfigError, ModelError
 from hf_dist.experts.spread import find_experts
 from hf_dist.mesh import ParallelMesh
 from hf_dist.sharding.group_axes import Combination, Operation
-from hf_dist.sharding.guard import replace_method
-from hf_dist.sharding.held import held_slice, keep_slice
+from hf_dist.sharding.held import keep_slice
 from hf_dist.sharding.quantised import is_packed
 from hf_dist.sharding.slices import SlicedShare
 from hf_dist.sharding.units import find_unit_modules
@@ -102,9 +101,6 @@ def split_tensors(
         name: (Combination(neighbours[among] if among else mesh.tp, operation, at_end=True),)
         for name, (operation, among) in kinds_of_copies(split, names).items()
     }
-    for module in model.modules():
-        if hasattr(type(module), "num_parameters"):
-            replace_method(module, "num_parameters", _num_parameters)
     return TensorSplit(split, SlicedShare(copies, split.compute_with_whole))
 
 
@@ -131,10 +127,3 @@ def _refuse_packed(model: nn.Module) -> None:
 def keep_along_tp(param: nn.Parameter, held: TensorSlice) -> None:
     """Cut one parameter along `tp`, in place. Local."""
     keep_slice(param, held, "tp")
-
-
-def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """transformers' `num_parameters`, counted for the whole model."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
-    counted = (p for p in model.parameters() if id(p) not in tables and (p.requires_grad or not only_trainable))
-    return sum(held_slice(p).whole_numel for p in counted)

@@ -20,6 +20,7 @@ from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
+from hf_dist.hf.counts import whole_counts
 from hf_dist.hf.data_position import DataPositionMixin
 from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
 from hf_dist.hf.resumed_files import check_trainer_state, named_if_refused, read_schedule
@@ -78,7 +79,8 @@ class CheckpointingMixin(DataPositionMixin):
             self._stop.listen()
         self._saved_step = -1
         try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            with whole_counts():
+                result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
             if self._stop is not None:
                 self._stop.close()
             if self.dist_engine is not None:

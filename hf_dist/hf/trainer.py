@@ -23,6 +23,7 @@ from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.agreed_control import AgreedControlMixin
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
+from hf_dist.hf.counts import parameter_count
 from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.data import loaders_left, without_repeated_rows
 from hf_dist.hf.evaluation import (
@@ -198,11 +199,19 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         average = so_far / (1 + self.state.global_step - self._globalstep_last_logged)  # type: ignore[attr-defined]
         return torch.where(loss.isfinite(), loss, average.to(loss.device, loss.dtype))
 
+    def get_num_trainable_parameters(self) -> int:
+        """HF's, of the whole model."""
+        return parameter_count(self.model, trainable_only=True)
+
     def floating_point_ops(self, inputs: Any) -> Any:
         """HF's, divided over the ranks that compute these rows together, because `store_flos` sums over all ranks."""
         engine = self.dist_engine
         operations = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return operations if engine is None else operations / (engine.mesh.tp.size * engine.mesh.cp.size)
+        return (
+            operations
+            if engine is None
+            else operations / (engine.mesh.tp.size * engine.mesh.cp.size * engine.mesh.pp.size)
+        )
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any

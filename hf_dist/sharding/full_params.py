@@ -87,7 +87,7 @@ def unsharded(
             group.pins -= 1
             if id(group) in whole:
                 leave_whole(group, None if writer is None else group.mesh.axes.coordinate("tp", writer))
-            moved = group.writes.take_back()
+            moved = group.take_moved()
             settle(group, moved or before != [p._version for p in group.params])
             if group.is_written and not group.is_replicated:
                 group.writes.watch()
@@ -112,6 +112,7 @@ def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
         stages = collectives.all_gather_object(holders, bool(wrote))
         if True in stages:
             collectives.broadcast(holders, group.full, stages.index(True))
+    group.num_changes += 1
     if group.adopt_full():
         group.write_back()
         group.storage.link.wait_device()

@@ -284,6 +284,12 @@ class FlatGroup:
         self._is_outdated = False  # `full` has what was written
         self.writes.watch()
 
+    def take_moved(self) -> bool:
+        """`UserWrites.take_back`, counted: the masters may be part of `full`. Local."""
+        moved = self.writes.take_back()
+        self.num_changes += moved
+        return moved
+
     @torch.no_grad()
     def adopt_full(self) -> bool:
         """Copy elements of `full` that differ into the masters; False if the masters are part of `full`. Local."""

@@ -13,6 +13,7 @@ from torch import nn
 from hf_dist.mesh import ParallelMesh
 from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import Storage
+from hf_dist.sharding.counts import count_whole
 from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination, axes_by_name, held_between_stages
@@ -87,6 +88,8 @@ class ShardedModel:
         )
         self._ahead: ShardUnit | None = None  # its gather was started before `weights_changed`
         refuse_moves(model)
+        if cuts or pipeline:
+            count_whole(model, self.whole)
         passes = weakref.ref(self.passes)
 
         def land() -> None:

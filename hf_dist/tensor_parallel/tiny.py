@@ -1,4 +1,4 @@
-"""A tiny random copy of a Hugging Face model, from the names of its config's fields, and batches for it.
+"""A tiny random copy of a Hugging Face model, from the names of its config's fields.
 
 Choices of the config stay: biases, norms of queries and keys, kinds of layers, tied embeddings. Sizes shrink, and divide
 over the ranks like the model's: as many heads of keys and values, or fewer than ranks.
@@ -55,6 +55,7 @@ FIXED: list[tuple[str, Any]] = [
     (r"output_router_logits", True),
     (r"index_topk", 4),
     (r"(router|input)_jitter_noise", 0.0),
+    (r"mask_(time|feature)_prob", 0.0),
     (r"rotary_dim", 4),
     (r"index_n_heads", 2),
     (r"index_head_dim", 16),
@@ -87,7 +88,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"depths": ..., "hidden_sizes": ..., "embed_dims": ..., "num_attention_heads": ..., "num_heads": ...},
 ]  # fmt: skip
 """Changes to try in turn: `...` leaves a field at its default, `+` sets one that has no rule."""
-SCALED = r"hidden_sizes|embed_dims?|embedding_dims|out_channels|dims|hidden_channels|encoder_hidden_sizes"
+SCALED = r"conv_dim|hidden_sizes|embed_dims?|embedding_dims|out_channels|dims|hidden_channels|encoder_hidden_sizes"
 MAX_NUMEL = 30_000_000
 
 
@@ -217,17 +218,3 @@ def _layers(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     first = sorted({row: i for i, row in reversed(list(enumerate(rows)))}.values())
     chosen = sorted(first + [i for i in range(count) if i not in first][: max(0, LAYERS - len(first))])
     return {"num_hidden_layers": len(chosen), **{name: [value[i] for i in chosen] for name, value in lists.items()}}
-
-
-def tiny_inputs(model: Any) -> list[dict[str, torch.Tensor]]:
-    """Two ragged microbatches of different shapes, for a model that reads tokens."""
-    g = torch.Generator().manual_seed(3)
-    vocabulary = min(VOCAB, getattr(model.config.get_text_config(), "vocab_size", VOCAB) or VOCAB)
-    batches = []
-    for rows, length in ((2, 12), (2, 11)):  # no number of ranks divides the second
-        ids = torch.randint(4, vocabulary - 8, (rows, length), generator=g)
-        mask = torch.ones(rows, length, dtype=torch.long)
-        mask[0, length - 3 :] = 0
-        pad = getattr(model.config, "pad_token_id", None) or 0
-        batches.append({"input_ids": torch.where(mask == 0, pad, ids), "attention_mask": mask})
-    return batches

@@ -21,14 +21,14 @@ from hf_dist.errors import ModelError
 from hf_dist.tensor_parallel.peers import ThreadPeers, run_threads
 from hf_dist.tensor_parallel.plan import SplitPlan, pattern_of
 from hf_dist.tensor_parallel.split import SplitModel
-from hf_dist.tensor_parallel.tiny import tiny_copies, tiny_inputs
+from hf_dist.tensor_parallel.tiny import tiny_copies
+from hf_dist.tensor_parallel.trial import Batch, trial_batches
 
 __all__ = ["Difference", "Unsplit", "unsplit", "verified"]
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 """Relative to the largest element of each gradient, or to a thousandth of the largest of all if that is more."""
-Batch = dict[str, torch.Tensor]
 Blocks = Callable[[nn.Module], Mapping[str, nn.Module]]
 
 
@@ -48,14 +48,14 @@ class Unsplit:
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     """The model's own next-token loss, or else a number to which every output contributes."""
-    if _is_language_model(model):
+    if _is_language_model(model) and "input_ids" in batch:
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         loss: Any = model(**batch, labels=labels).loss
         if loss is not None:
             return loss
     output = model(**batch)
     tensors = [t for t in trees.leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return torch.stack([t.float().square().mean() for t in tensors[:1]]).sum()
+    return torch.stack([t.float().square().mean() for t in tensors]).sum()
 
 
 def _is_language_model(model: nn.Module) -> bool:
@@ -68,21 +68,52 @@ def unsplit(model: nn.Module, size: int) -> Unsplit:
 
     Raises `ModelError` if there is none.
     """
-    problem = "its config is not one of transformers"
+    problem, tried = "its config is not one of transformers", ""
     for build in tiny_copies(model, size):
         try:
             return compute(build())
+        except NoTrial as error:
+            problem, tried = str(error), f"; tried: {error.tried}"
         except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            problem = _short(error)
     raise ModelError(
-        f"tensor_parallel: no tiny copy of {type(model).__name__} can be made, and without one no plan can be verified "
-        f"({problem[:300]})"
+        f"tensor_parallel: no tiny copy of {type(model).__name__} can be made and run, and without one no plan can be verified "
+        f"({problem[:300]}{tried})"
     )
 
 
+class NoTrial(ValueError):
+    """No batch of ours runs through a model. `tried`: the inputs of each."""
+
+    tried = ""
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
 def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
-    """Loss and gradients of a tiny model. Raises `ValueError` if its loss differs between calls or is not finite."""
-    batches = tiny_inputs(model) if batches is None else batches
+    """Loss and gradients of a tiny model, on the first of `trial_batches` that runs, or on `batches`.
+
+    Raises `ValueError` if its loss differs between calls or is not finite, or (`NoTrial`) no batch runs.
+    """
+    if batches is not None:
+        return _computed(model, batches)
+    first: NoTrial | None = None
+    tried = []
+    for trial in trial_batches(model):
+        try:
+            return _computed(model, trial)
+        except Exception as error:
+            model.zero_grad()
+            tried.append(", ".join(trial[0]))
+            first = first or NoTrial(_short(error))
+    assert first is not None, "at least one trial is made"
+    first.tried = "; ".join(tried)
+    raise first
+
+
+def _computed(model: nn.Module, batches: list[Batch]) -> Unsplit:
     losses = []
     for batch in batches:
         loss = loss_of(model, batch)
@@ -90,7 +121,7 @@ def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
         losses.append(loss.item())
     again = [loss_of(model, batch).item() for batch in batches]
     if any(a != b for a, b in zip(losses, again, strict=True)) or not all(abs(x) < 1e9 for x in losses):
-        raise ValueError(f"its loss is {losses}, then {again}")
+        raise ValueError(f"its loss is {losses}, then {again} on the same rows: it draws random numbers")
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return Unsplit(model, batches, losses, gradients)

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from hf_dist.hf.callbacks import throughput
-from tests.hf.on_ranks import dist_trainer, record_of
+from tests.hf.on_ranks import dist_trainer, record_of, totals
 from tests.hf.recipes import Recipe, texts
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -41,8 +41,7 @@ def train(folder: Path, recipe: str, stage: int, layout: dict[str, Any], **chang
     """One recipe; whole weights on the main rank, and what the Trainer counted."""
     trainer = dist_trainer(recipe, stage, folder, layout, **changes)
     trainer.train()
-    state = trainer.state
-    return {**record_of(trainer), "steps": state.global_step, "epoch": state.epoch, "flops": state.total_flos}
+    return {**record_of(trainer), **totals(trainer)}
 
 
 def saved(folder: Path, stage: int, layout: dict[str, Any], accumulation: int) -> dict[str, Any]:

@@ -82,6 +82,13 @@ def dist_trainer(recipe: str, stage: int, folder: Path, config: Any = None, **ch
     return RECIPES[recipe].build(DistTrainer, DistTrainingArguments, folder, 2, dist_config=config, **changes)
 
 
+def totals(trainer: Any) -> dict[str, Any]:
+    """What a Trainer counts: steps, epochs, operations, elements of the model and of what trains."""
+    state, model = trainer.state, trainer.model
+    elements = (trainer.get_num_trainable_parameters(), getattr(model, "num_parameters", int)())
+    return {"steps": state.global_step, "epoch": state.epoch, "flops": state.total_flos, "elements": elements}
+
+
 def stock_record(recipe: str, data_ranks: int, **changes: Any) -> dict[str, Any]:
     """What the stock Trainer makes of a recipe in one process, on the rows of all data ranks; once per test run."""
 
@@ -89,8 +96,7 @@ def stock_record(recipe: str, data_ranks: int, **changes: Any) -> dict[str, Any]
         with tempfile.TemporaryDirectory() as folder:
             trainer: Any = RECIPES[recipe].in_one_process(folder, data_ranks, **changes)
             trainer.train()
-            state = trainer.state
-            return {**record_of(trainer), "steps": state.global_step, "epoch": state.epoch, "flops": state.total_flos}
+            return {**record_of(trainer), **totals(trainer)}
 
     return shared(("stock Trainer", recipe, data_ranks, sorted(changes.items())), run)
 

@@ -141,7 +141,7 @@ def test_user_code_sees_slices_and_inside_gathered_the_whole(stage: int) -> None
             r"multiple of 16 bytes\. Sizes that do: 1, 3\. Or load the model with experts_implementation=\"eager\"",
         ),
         ("narrow, eager", "was accepted"),
-        ("custom", "no tiny copy of Linear can be made, and without one no plan can be verified"),
+        ("custom", "no tiny copy of Linear can be made and run, and without one no plan can be verified"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(case: str, words: str) -> None:
