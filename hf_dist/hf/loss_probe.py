@@ -42,6 +42,8 @@ class LossKind(IntEnum):
     """A sum over the rows, whatever `num_items_in_batch` is."""
     COUNTED = 5
     """A sum over `num_items_in_batch`."""
+    MIXED = 6
+    """The same beside a term that is a mean, such as the z-loss of Bamba: counted once for every microbatch of every rank."""
 
 
 def loss_kind_matters(trainer: Any) -> bool:
@@ -64,11 +66,16 @@ def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     Up to five forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
     """
     axis = trainer.dist_engine.mesh.control
-    asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), "return_loss"))
+    asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), LABELS, "return_loss"))
+    # A class whose forward takes `*args, **kwargs` names no labels, and may still return a loss: of training, it has to.
+    may = asks or (model.training and not _overrides_loss(trainer))
     # A forward is collective: all ranks run it, or none.
-    if not max(collectives.all_gather_object(axis, asks)):
+    asked, tried = (max(found) for found in zip(*collectives.all_gather_object(axis, (asks, may)), strict=True))
+    if not tried:
         return LossKind.NONE
     kind = LossKind(max(collectives.all_gather_object(axis, int(_found(trainer, model, inputs)))))
+    if kind == LossKind.UNDECIDED and not asked:
+        return LossKind.NONE
     if kind == LossKind.MEAN:
         say_once(
             f"{type(model).__name__} returns mean losses and ignores num_items_in_batch: they are averaged over microbatches "
@@ -78,6 +85,11 @@ def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
         say_once(
             f"{type(model).__name__} returns the mean over the labels of a batch and ignores num_items_in_batch: the losses of "
             "microbatches and ranks are weighted by their numbers of labels, as one process weights the rows of a batch"
+        )
+    if kind == LossKind.MIXED:
+        say_once(
+            f"{type(model).__name__} adds a mean to a loss that counts items: the mean is averaged over microbatches and "
+            "ranks, as in one process that runs all rows at once (transformers adds it up over microbatches)"
         )
     if kind == LossKind.SUM:
         say_once(
@@ -101,18 +113,36 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
         # them every tensor has its rows first: lengths of packed sequences, say, cannot be repeated with them.
         seen, in_rows = zip(*collectives.all_gather_object(axis, (counted, _in_rows(prepared))), strict=True)
         if any(seen):
-            return LossKind.COUNTED if counted else LossKind.UNDECIDED
+            kind = _counted(trainer, prepared if all(in_rows) else None, once, half)
+            return kind if counted else LossKind.UNDECIDED
         doubled = {key: _twice(value) for key, value in prepared.items()}
         twice = _value(trainer.dist_engine, doubled, count) if all(in_rows) else once
         over_labels = _is_mean_of_labels(trainer, prepared, once, count)
     finally:
         model.train(was_training)
-    labels = [prepared.get(name) for name in trainer.label_names or ()]
+    labels = [prepared.get(name) for name in trainer.label_names or [LABELS]]
     if once == 0 or not math.isfinite(once) or any(_is_empty(label) for label in labels):
         return LossKind.UNDECIDED
     if abs(twice - 2 * once) < abs(twice - once):
         return LossKind.SUM
     return LossKind.LABELLED if over_labels else LossKind.MEAN
+
+
+def _counted(trainer: Any, prepared: Any, once: float, half: float) -> LossKind:
+    """What a loss is that is `half` for twice as many items: whether a mean of the rows stays. Every rank runs it.
+
+    What is doubled by rows that are there twice is added up like the sum; `prepared` is None for rows that cannot be.
+    """
+    rest = 2 * half - once
+    if getattr(getattr(trainer.model, "config", None), "router_aux_loss_coef", None):
+        rest = 0.0  # `hf_dist.router_loss` says how that term is counted
+    has_rest = math.isfinite(rest) and abs(rest) > _RELATIVE * abs(once)
+    if prepared is None or not any(collectives.all_gather_object(trainer.dist_engine.mesh.control, has_rest)):
+        return LossKind.COUNTED
+    doubled = {key: _twice(value) for key, value in prepared.items()}
+    count = torch.tensor(7.0, device=trainer.args.device)
+    twice, of_more = (_value(trainer.dist_engine, doubled, n) for n in (count, 2 * count))
+    return LossKind.MIXED if has_rest and math.isclose(2 * of_more - twice, rest, rel_tol=0.1) else LossKind.COUNTED
 
 
 def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tensor) -> bool:
@@ -123,7 +153,7 @@ def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Te
         and not labels.is_floating_point()
         # Labels of rows may be used as indices, so only where one is left out already.
         and (labels.ndim == 2 or bool((labels == IGNORED).any()))
-        and list(trainer.label_names or ()) == [LABELS]
+        and list(trainer.label_names or [LABELS]) == [LABELS]
         and not getattr(trainer, "_loss_shifts_labels", False)  # then HF counts other labels
         and not _overrides_loss(trainer)
     )

@@ -7,15 +7,19 @@ from typing import Any
 
 from hf_dist.engine import Engine
 
-__all__ = ["cover_trl", "tell_router_loss"]
+__all__ = ["cover_trl", "parts_of_window", "tell_router_loss"]
 
 
 def tell_router_loss(trainer: Any, steps: int) -> None:
     """Undo HF's scaling of a loss that counts items: times the ranks, not divided by the window's `steps`. Local."""
     engine: Engine | None = trainer.dist_engine
     if engine is not None and engine.router_loss is not None:
-        averages = trainer.args.average_tokens_across_devices
-        engine.router_loss.parts = steps * (trainer.accelerator.num_processes if averages else 1)
+        engine.router_loss.parts = parts_of_window(trainer, steps)
+
+
+def parts_of_window(trainer: Any, steps: int) -> int:
+    """Microbatches of all ranks whose losses HF adds up, where a loss counts the items of a window of `steps`. Local."""
+    return steps * (trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1)
 
 
 def cover_trl(engine: Engine) -> None:

@@ -37,7 +37,7 @@ from hf_dist.hf.evaluation import (
 from hf_dist.hf.loss_probe import LABELS, LossKind, kind_of_loss, loss_kind_matters, of_all_labels
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.replicas import ReplicasMixin
-from hf_dist.hf.router_loss import tell_router_loss
+from hf_dist.hf.router_loss import parts_of_window, tell_router_loss
 from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.trl import TrlMixin
 from hf_dist.on_one_rank import every_rank
@@ -59,6 +59,7 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
     add_callback: Callable[..., None]
     _loss_is_known = False
     _loss_is_mean = False
+    _loss_is_mixed = False
     _loss_is_of_labels = False
     _last_shape: Any = None
     _draws_alike = False
@@ -246,10 +247,13 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
             self.model_accepts_loss_kwargs = False
             self._loss_is_mean = True
         self._loss_is_of_labels = kind == LossKind.LABELLED
+        self._loss_is_mixed = kind == LossKind.MIXED
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """HF's. In training, a mean over labels is weighted by their number, as one process weights the rows of a batch."""
+        """HF's. In training, means are weighted as one process weights the rows of a batch."""
         num_items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+        if self._loss_is_mixed and num_items is not None and model.training:
+            return self._mixed_loss(model, inputs, *args[:1], **{**kwargs, "num_items_in_batch": num_items})
         labels = inputs.get(LABELS) if isinstance(inputs, Mapping) else None  # HF's takes them out for some losses
         result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if not self._loss_is_of_labels or num_items is None or labels is None or not model.training:
@@ -257,6 +261,12 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         if isinstance(result, tuple):
             return of_all_labels(result[0], labels, num_items), *result[1:]
         return of_all_labels(result, labels, num_items)
+
+    def _mixed_loss(self, *args: Any, num_items_in_batch: Any, **kwargs: Any) -> Any:
+        """A `LossKind.MIXED`. With a sum S over n items and a mean b, S / n + b / k is a k-th of the loss for n / k items."""
+        parts = parts_of_window(self, getattr(self, "current_gradient_accumulation_steps", 1))
+        result = super().compute_loss(*args, num_items_in_batch=num_items_in_batch / parts, **kwargs)  # type: ignore[misc]
+        return (result[0] / parts, *result[1:]) if isinstance(result, tuple) else result / parts
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As HF's, but each sample counts once and the loss equals that of one process, on any number of ranks.

@@ -37,13 +37,6 @@ def trainer_of(folder: str, layout: str, base: Any = None) -> Any:
     )  # fmt: skip
 
 
-def whole(rank: int, world: int, folder: str, layout: str) -> dict[str, Any]:
-    """All steps without a break."""
-    trainer = trainer_of(folder, layout)
-    trainer.train()
-    return record_of(trainer)
-
-
 def until_killed(rank: int, world: int, folder: str, layout: str, seed: int) -> None:
     """One rank is killed at a random moment of a random save, or shortly after it."""
     from hf_dist import DistTrainer
@@ -64,11 +57,18 @@ def until_killed(rank: int, world: int, folder: str, layout: str, seed: int) -> 
     trainer_of(folder, layout, Doomed).train()
 
 
-def resumed(rank: int, world: int, folders: list[str], layout: str) -> list[tuple[int, dict[str, Any]]]:
-    """For each folder, the step after which "auto" goes on, and what the run has made of it at the end."""
-    found = []
+Record = dict[str, Any]
+
+
+def whole_and_resumed(
+    rank: int, world: int, whole: str, folders: list[str], layout: str
+) -> tuple[Record, list[tuple[int, Record]]]:
+    """All steps without a break; for each folder, the step after which "auto" goes on, and what the run has made of it."""
+    trainer = trainer_of(whole, layout)
+    trainer.train()
+    expected, found = record_of(trainer), []
     for folder in folders:
         trainer = trainer_of(folder, layout)
         trainer.train(resume_from_checkpoint="auto")
         found.append((trainer._initial_global_step, record_of(trainer)))
-    return found
+    return expected, found

@@ -158,6 +158,11 @@ def read_only(rank: int, world: int, root: str) -> str:
     return "saved"
 
 
+def other_writers(rank: int, world: int, root: str, kinds: list[str]) -> dict[str, dict[str, Any]]:
+    """`another_writer` of every kind."""
+    return {what: another_writer(rank, world, str(Path(root, what)), what) for what in kinds}
+
+
 def another_writer(rank: int, world: int, root: str, what: str) -> dict[str, Any]:
     """Somebody loses, renames or adds a tensor of the weight file of the second save, before the folder has its name."""
     import safetensors.torch

@@ -29,14 +29,22 @@ def settings(cell: Cell) -> Cell:
     }
 
 
-CASES: list[Case] = [
+ALL: list[Case] = [
     *(tuple(cell.values()) for cell in chosen(cells(AXES, full=True), settings, 1)),
     *((kind, 3, False, False) for kind in ("by_hand", "two_models", "packed", "synced", "precomputed")),
     *((kind, 2, True, False) for kind in ("by_hand", "precomputed")),
     *((kind, 1, False, True) for kind in ("by_hand", "two_models", "synced")),
 ]
+# Each kind once, most of them at stage 3, where every weight is gathered; every value of the other axes.
+FEW: list[Case] = [
+    *(("raw", 3, False, True), ("trainer", 2, True, True), ("seq2seq", 3, False, False), ("sft", 3, True, True)),
+    *(("dpo", 3, False, False), ("reward", 1, False, True), ("grpo", 3, True, False)),
+    *((kind, 3, False, False) for kind in ("by_hand", "packed", "synced", "precomputed")),
+    ("two_models", 1, False, True),
+]
+CASES = ALL if FULL_GRID else FEW
 OVER_STAGES = ("sft", "reward")
-UNEVEN = [("reward", None), ("reward", 1), ("reward", 3), ("dpo", None), ("dpo", 3)]
+UNEVEN = [("reward", None), *[("reward", 1)] * FULL_GRID, ("reward", 3), ("dpo", None), ("dpo", 3)]
 
 
 def run_of(case: tuple[Any, ...]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import needs
+from tests.covering import FULL_GRID
 from tests.ecosystem.launching import launch
 from tests.ecosystem.on_ranks import nothing_asked, run_scripts
 from tests.ecosystem.tiny import save_example_models, save_models, words
@@ -53,6 +54,8 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
          "--lora_target_modules", "all-linear", "--lora_r", "4", "--lora_dropout", "0"],
     ),
 }  # fmt: skip
+if not FULL_GRID:  # `test_parity.py` has it with a reference model
+    del SCRIPTS["dpo"]
 
 
 @pytest.fixture(scope="module")

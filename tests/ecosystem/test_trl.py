@@ -21,15 +21,12 @@ Case = tuple[str, int | None, bool, bool]
 
 CASES: list[Case] = [
     ("DistillationTrainer", 3, False, False),  # a teacher's head is read when its forward is over
-    ("DistillationTrainer", 3, True, False),
     ("KTOTrainer", 3, False, False),
-    ("RLOOTrainer", 3, True, False),
     ("async_grpo.AsyncGRPOTrainer", 3, True, False),  # streams weights to a server
     ("bema_for_ref_model.DPOTrainer", 3, False, False),  # a callback that reads all weights
     ("iw_opd.IWOPDTrainer", 1, True, False),  # generates where a batch is prepared
     ("online_dpo.OnlineDPOTrainer", 3, False, False),  # a `training_step` of its own
     ("sdpo.SDPOTrainer", 3, True, False),  # a second adapter that follows the first
-    ("GRPOTrainer", 1, False, True),
     ("GRPOTrainer", 3, False, True),
     ("RLOOTrainer", 3, True, True),
 ]

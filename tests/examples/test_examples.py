@@ -19,10 +19,11 @@ def test_all_configs_are_described_in_their_readme() -> None:
     assert [path.name for path in CONFIGS if f"`{path.name}`" not in readme] == []
 
 
+# By default accelerate's launcher, which is torchrun's agent, is the one that is started for real: `ecosystem/test_run.py`.
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_text_classification_trains_saves_and_classifies(tmp_path: Path) -> None:
     small = ("--max_per_label", "16", "--num_labels", "4", "--max_length", "32")
-    said = train("finetune_text_classification.py", "zero3.json", tmp_path, *small, is_real=True)
+    said = train("finetune_text_classification.py", "zero3.json", tmp_path, *small, is_real=FULL_GRID)
     assert "accuracy before:" in said
     said = run("examples/classify.py", str(tmp_path), "Run a coroutine in the event loop.")
     assert said.count("%") >= 3

@@ -14,7 +14,6 @@ from tests.gpu_sim.trace import Trace
 from tests.gpu_sim.training import SMALL, STEADY
 from tests.scale.engines import config_of
 
-STEPS = 2
 SEQ = 16
 
 
@@ -29,6 +28,7 @@ class PipelineSetting:
     stage: int = 0
     """Of ZeRO."""
     microbatches: int = 4
+    steps: int = 2
     evaluates: bool = False
     """Also between steps."""
     tensor: int = 1
@@ -94,8 +94,8 @@ def train(rank: int, meet: str, setting: PipelineSetting, without: str = "") -> 
             model = setting.model()
         engine = hf_dist.initialize(model, config=setting.config(), device=GPU)
         recorder.trace.mark("built")
-        for number in range(STEPS):
-            if number == STEPS - 1:
+        for number in range(setting.steps):
+            if number == setting.steps - 1:
                 recorder.trace.mark(STEADY)
             engine.train_batch(iter([_batch() for _ in range(setting.microbatches)]))
             if setting.evaluates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from tests.gpu_sim.trace import Launched
 from tests.gpu_sim.training import SMALL, STEADY, Report, Setting, model_of, report
 from tests.sequence.families import make_model
 
-WORLD, CHECKED, STEPS = 4, 1, 3
+WORLD, LAYERS, CHECKED, STEPS = 4, 3, 1, 3
 """CHECKED: in how many forwards the ranks compare their rows."""
 
 
@@ -70,7 +71,7 @@ def train(rank: int, meet: str, exchange: Any, dtype: str, family: str) -> tuple
 
 def _model(family: str, setting: Setting) -> Any:
     if family == "llama":
-        return model_of(setting)
+        return model_of(setting, replace(SMALL, layers=LAYERS))
     with torch.device(GPU):
         model: Any = make_model(family)
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -37,8 +37,8 @@ def exists(cell: Cell) -> bool:
 
 
 def settings(cell: Cell) -> Cell:
-    """Every value of every axis, and every place of states at every stage."""
-    return {**cell, "rest": (cell["stage"], cell["offload"])}
+    """Every value of every axis, and every place of states where weights are whole, and where they are shards."""
+    return {**cell, "rest": (cell["stage"] == 3, cell["offload"])}
 
 
 EVERY = cells(AXES, allowed=exists, full=True)

@@ -45,8 +45,9 @@ WITHOUT = "connecting the channels, with receives posted before the sends they d
 
 def setting(cell: Cell) -> PipelineSetting:
     data, stage = cell["zero"]
+    steps = 1 if cell["stages"] == 4 and not FULL_GRID else 2  # what more stages add is who waits for whom at first
     return PipelineSetting(
-        cell["schedule"], cell["stages"], data, stage, evaluates=cell["evaluates"], tensor=cell["tensor"]
+        cell["schedule"], cell["stages"], data, stage, steps=steps, evaluates=cell["evaluates"], tensor=cell["tensor"]
     )
 
 
@@ -88,6 +89,6 @@ def test_nothing_is_read_too_early_or_freed_too_early(cell: Cell) -> None:
 
 
 def test_without_the_warm_up_of_the_channels_the_first_window_hangs_and_is_named() -> None:
-    outcome = replay(traces(PipelineSetting(), WITHOUT))
+    outcome = replay(traces(PipelineSetting(steps=1), WITHOUT))
     assert len(outcome.hung) == 2
     assert all("first use" in line and "pipeline/p2p.py" in line for line in outcome.hung), outcome.hung

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from unittest import mock
 import torch
 
 from hf_dist.hf.callbacks import throughput
-from tests.hf.on_ranks import dist_trainer, record_of, totals
-from tests.hf.recipes import Recipe, texts
+from tests.hf.on_ranks import dist_trainer, record_of, stock_record, totals
+from tests.hf.recipes import RECIPES, Recipe, texts
+from tests.references import shared
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 DECODING: dict[str, dict[str, Any]] = {
@@ -20,6 +22,8 @@ DECODING: dict[str, dict[str, Any]] = {
     "static": {"do_sample": False, "cache_implementation": "static"},
 }
 """Ways to generate. Stages have no cache of a fixed size."""
+SPAN = {"max_steps": 10}
+"""Of the runs that are resumed."""
 
 
 def stages(count: int, **more: Any) -> dict[str, Any]:
@@ -37,22 +41,40 @@ def sequences(parts: int, exchange: str = "auto", **more: Any) -> dict[str, Any]
     return {"sequence_parallel_size": parts, "hf_dist": {"sequence_parallel": exchange}, **more} if parts > 1 else more
 
 
-def train(folder: Path, recipe: str, stage: int, layout: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """One recipe; whole weights on the main rank, and what the Trainer counted."""
+def train(
+    folder: Path, recipe: str, stage: int, layout: dict[str, Any], rows: int | None = None, **changes: Any
+) -> dict[str, Any]:
+    """One recipe; whole weights on the main rank, and what the Trainer counted. `rows`: so many of the recipe's."""
     trainer = dist_trainer(recipe, stage, folder, layout, **changes)
+    trainer.train_dataset = trainer.train_dataset[:rows]
     trainer.train()
     return {**record_of(trainer), **totals(trainer)}
 
 
+def stock(recipe: str, data_ranks: int, rows: int | None = None, **changes: Any) -> dict[str, Any]:
+    """`train` of the stock Trainer in one process; once per test run."""
+    if rows is None:
+        return stock_record(recipe, data_ranks, **changes)
+
+    def run() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = RECIPES[recipe].in_one_process(folder, data_ranks, **changes)
+            trainer.train_dataset = trainer.train_dataset[:rows]
+            trainer.train()
+            return {**record_of(trainer), **totals(trainer)}
+
+    return shared(("stock Trainer", recipe, data_ranks, rows, sorted(changes.items())), run)
+
+
 def saved(folder: Path, stage: int, layout: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    """A whole run that saves in the middle of an epoch."""
-    more = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": accumulation}
-    return {**train(folder, "even", stage, layout, **more), "checkpoint": str(folder / "checkpoint-3")}
+    """A whole run that saves in the middle of an epoch of eight steps, and ends in the middle of the next one."""
+    more = {**SPAN, "save_strategy": "steps", "save_steps": 6, "gradient_accumulation_steps": accumulation}
+    return {**train(folder, "even", stage, layout, **more), "checkpoint": str(folder / "checkpoint-6")}
 
 
 def resumed(folder: Path, saved_by: str, stage: int, layout: dict[str, Any], accumulation: int) -> dict[str, Any]:
     """Train on from the checkpoint of another layout."""
-    trainer = dist_trainer("even", stage, folder, layout, gradient_accumulation_steps=accumulation)
+    trainer = dist_trainer("even", stage, folder, layout, **SPAN, gradient_accumulation_steps=accumulation)
     trainer.train(resume_from_checkpoint=saved_by)
     return record_of(trainer)
 

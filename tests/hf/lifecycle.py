@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,12 @@ def saved(folder: Path, recipe: str, stage: int, config: Any = None) -> dict[str
 
 def resumed(folder: Path, recipe: str, stage: int, at: tuple[int, ...], config: Any = None) -> dict[str, Any]:
     """All steps at once, and again from checkpoints in new trainers; whether everything is equal bit for bit."""
-    trainer = dist_trainer(recipe, stage, folder, config, **SAVING)
+    trainer = dist_trainer(recipe, stage, folder, config, save_strategy="steps", save_steps=math.gcd(*at))
     trainer.train()
     whole = {"state": local_state(trainer), "logs": logged(trainer)}
     runs = {}
     for step in at:
-        again = dist_trainer(recipe, stage, folder / f"from_{step}", config, **SAVING)
+        again = dist_trainer(recipe, stage, folder / f"from_{step}", config)
         again.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
         runs[step] = {"state": local_state(again), "logs": logged(again)}
     return {"whole": whole, "runs": runs}

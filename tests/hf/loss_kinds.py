@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.hf.on_ranks import record_of
 
-KINDS = ("counted", "auxiliary", "sum", "mean")
+KINDS = ("counted", "auxiliary", "sum", "mean", "mixed")
 ROWS, LENGTH, CLASSES = 12, 5, 7
 
 
@@ -31,13 +31,25 @@ class Net(nn.Module):
         logits = self.head(hidden)
         if labels is None:
             return {"logits": logits}
-        counted = self.kind in ("counted", "auxiliary") and num_items_in_batch is not None
+        counted = self.kind in ("counted", "auxiliary", "mixed") and num_items_in_batch is not None
         loss = functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="sum" if counted or self.kind == "sum" else "mean"
         )
         if counted:
             loss = loss / num_items_in_batch
-        return {"loss": loss + 0.1 * hidden.square().sum() * (self.kind == "auxiliary"), "logits": logits}
+        squares = hidden.square()
+        more = {"auxiliary": squares.sum(), "mixed": squares.mean()}.get(self.kind, 0.0)
+        return {"loss": loss + 0.1 * more, "logits": logits}
+
+
+class Wrapped(Net):
+    """A mean, of a forward that names no labels."""
+
+    def __init__(self) -> None:
+        super().__init__("mean")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(*args, **kwargs)
 
 
 def rows(unlabelled: frozenset[int]) -> list[dict[str, torch.Tensor]]:
@@ -73,9 +85,9 @@ def outcome(
     args = arguments(
         str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, learning_rate=0.05,
         num_train_epochs=1, logging_steps=logging_steps, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
-        optim="sgd", max_grad_norm=1e6, **more,
+        optim="sgd", max_grad_norm=1e6, remove_unused_columns=kind != "wrapped", **more,
     )  # fmt: skip
-    trainer = InOrder(model=Net(kind), args=args, train_dataset=rows(unlabelled))
+    trainer = InOrder(model=Wrapped() if kind == "wrapped" else Net(kind), args=args, train_dataset=rows(unlabelled))
     if kind == "sum":  # an evaluation and a prediction without labels before: neither decides for training
         trainer.predict([{"input_ids": row["input_ids"]} for row in rows(unlabelled)[:4]])
     run = trainer.train()

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, SequentialSampler
 
 from tests.attempts import attempts, attempts_by_name
+from tests.references import shared
 
 STEPS, ROWS, WIDTH, WORDS = 3, 2, 64, 128
 Outcome = tuple[dict[str, torch.Tensor], float]
@@ -76,8 +77,10 @@ def train(base: type, arguments: Any, ranks: int, resume: str | None = None) -> 
     return {key: value.detach().clone() for key, value in state.items()}, loss
 
 
-def sweep(rank: int, world: int, names: list[str], folder: str) -> dict[str, list[Outcome | str]]:
-    """By name what came of it at stages 1 and 3: weights, or the error."""
+def sweep(
+    rank: int, world: int, stages: dict[str, tuple[int, ...]], folder: str
+) -> dict[str, dict[int, Outcome | str]]:
+    """By name and stage what came of it: weights, or the error."""
     from hf_dist import DistTrainer, DistTrainingArguments
 
     def trained(name: str, stage: int) -> Outcome:
@@ -86,11 +89,11 @@ def sweep(rank: int, world: int, names: list[str], folder: str) -> dict[str, lis
         weights, loss = train(DistTrainer, arguments, world)
         return {} if rank else weights, loss
 
-    cases = list(itertools.product(names, (1, 3)))
+    cases = [(name, stage) for name in stages for stage in stages[name]]
     found = attempts(rank, world, (functools.partial(trained, *case) for case in cases))
-    outcomes: dict[str, list[Outcome | str]] = {name: [] for name in names}
-    for (name, _), outcome in zip(cases, found, strict=True):
-        outcomes[name].append(outcome)
+    outcomes: dict[str, dict[int, Outcome | str]] = {name: {} for name in stages}
+    for (name, stage), outcome in zip(cases, found, strict=True):
+        outcomes[name][stage] = outcome
     return outcomes
 
 
@@ -120,7 +123,8 @@ def alone(name: str, folder: str) -> Outcome:
     """The same by the stock Trainer in this process."""
     from transformers import Trainer, TrainingArguments
 
-    return train(Trainer, TrainingArguments(str(Path(folder) / "stock"), **options(name)), 1)
+    arguments = lambda: TrainingArguments(str(Path(folder) / "stock"), **options(name))  # noqa: E731
+    return shared(("stock Trainer, optimizer by name", name), lambda: train(Trainer, arguments(), 1))
 
 
 def adafactor_rates(arguments: Any, base: type, ranks: int) -> list[list[float]]:
@@ -151,12 +155,12 @@ def adafactor_rates(arguments: Any, base: type, ranks: int) -> list[list[float]]
     return rates
 
 
-def shown_rates(rank: int, world: int, folder: str) -> dict[int, list[list[float]]]:
+def shown_rates(rank: int, world: int, folder: str, stages: tuple[int, ...]) -> dict[int, list[list[float]]]:
     """`adafactor_rates` under us, by stage."""
     from hf_dist import DistTrainer, DistTrainingArguments
 
     found = {}
-    for stage in (0, 1, 3):
+    for stage in stages:
         config = {"zero_optimization": {"stage": stage}, "hf_dist": {"stall_report_seconds": 0}}
         arguments = DistTrainingArguments(folder, dist_config=config, **options("adafactor"))
         found[stage] = adafactor_rates(arguments, DistTrainer, world)

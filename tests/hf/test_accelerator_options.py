@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,9 @@ from torch import nn
 import hf_dist
 from hf_dist.errors import ConfigError, ModelError
 from hf_dist.hf.accelerator_options import HANDLERS, HONOURED, OPTIONS
-from tests.harness import run_ranks
+from tests import forked, processes
+from tests.covering import FULL_GRID
+from tests.harness import ROOT, run_ranks
 from tests.window.nets import Blocks, batch, config, loss_of, sgd
 
 
@@ -176,13 +178,11 @@ for _ in range(2):
 """
 
 
-def test_accelerates_debug_launcher_is_understood() -> None:
+def test_accelerates_debug_launcher_is_understood(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    ran = subprocess.run(
-        [sys.executable, "-c", LAUNCHED],
-        env={**environment, "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    run = processes.run if FULL_GRID else forked.run  # five processes, each of which would import everything
+    path = os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")]))
+    given = {**environment, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
+    ran = run([sys.executable, "launched.py"], cwd=tmp_path, env=given, timeout=300)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]

@@ -42,7 +42,8 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str, str]] = {
 """Fault and mixture -> class of `tests/workers/broken.py`, layout on four ranks, first tensor, axis to blame."""
 
 
-FEW = ("a route's weight, ep x tp", "a gradient between stages, pp x dp", "copies, dp_replicate x dp")
+FEW = ("a route's weight, ep x tp", "a gradient between stages, pp x dp")
+"""An axis whose parts are mixtures, and one whose are not. The parts that blame the others are without processes, below."""
 
 
 @pytest.mark.parametrize("name", BROKEN if FULL_GRID else FEW)

@@ -51,11 +51,15 @@ AT = (3, 4, 6)
 """Inside the first epoch of four steps, at its end, inside the second."""
 
 
+PLACES = {"plain": (6,), "dropout": (4,), "lora": (4,), "moe": (3,), "adagrad": (4,), "random_collator": (3,)}
+
+
 def places(recipe: str) -> tuple[int, ...]:
-    """Where a recipe is resumed: everywhere, if nothing is special about it; else in one place, not in the same one."""
-    return AT if FULL_GRID or recipe == "plain" else (AT[len(recipe) % 3],)
+    """Where a recipe is resumed: in one place, not in the same one; `test_resume_elsewhere.py` has all places."""
+    return AT if FULL_GRID else PLACES[recipe]
 
 
+GENERATED = (1, 3) if FULL_GRID else (3,)  # stage 1: `test_generation.py`
 JOBS: list[Job] = [
     *((LIFE + "saved", {"recipe": name, "stage": stage, "config": config}) for name, stage, config in SAVED),
     *(
@@ -67,17 +71,22 @@ JOBS: list[Job] = [
         for name, stage, only, config in BEST
     ),
     *((LIFE + "precision", {"stage": stage, "dtype": dtype}) for stage, dtype in HALF),
-    *((LIFE + "generated", {"stage": stage}) for stage in (1, 3)),
+    *((LIFE + "generated", {"stage": stage}) for stage in GENERATED),
 ]
+RESUMED_LORA = {"recipe": "lora", "stage": 3, "config": None, "at": places("lora")}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], list[Any]]:
     """`outcomes(function, arguments)`: what each of two ranks returned; one spawn for all."""
-    results = run_ranks(run_jobs, 2, (JOBS, str(tmp_path_factory.mktemp("ranks"))), timeout=800)
+    folder = tmp_path_factory.mktemp("ranks")
+    whole = JOBS.index((LIFE + "resumed", RESUMED_LORA))
+    again = {"recipe": "lora", "stage": 3, "checkpoint": str(folder / str(whole) / "checkpoint-4")}
+    jobs = [*JOBS, (LIFE + "resumed_after_evaluation", again)]
+    results = run_ranks(run_jobs, 2, (jobs, str(folder)), timeout=800)
 
     def of(name: str, arguments: dict[str, Any]) -> list[Any]:
-        index = JOBS.index((LIFE + name, arguments))
+        index = -1 if name == "resumed_after_evaluation" else JOBS.index((LIFE + name, arguments))
         for rank in results:
             assert not isinstance(rank[index], str), rank[index]
         return [rank[index] for rank in results]
@@ -154,15 +163,10 @@ def test_resume_equals_the_run_without_a_break_bit_for_bit(
         assert equal(again["state"], whole["state"])
 
 
-def test_resume_into_a_model_that_is_already_sharded(tmp_path: Path) -> None:
-    whole = (LIFE + "resumed", {"recipe": "lora", "stage": 3, "at": ()})
-    first = run_ranks(run_jobs, 2, ([whole], str(tmp_path)))
-    again = (LIFE + "resumed_after_evaluation", {"recipe": "lora", "stage": 3})
-    again[1]["checkpoint"] = str(tmp_path / "0" / "checkpoint-3")
-    second = run_ranks(run_jobs, 2, ([again], str(tmp_path / "again")))
-    for rank in (0, 1):
-        assert not isinstance(second[rank][0], str), second[rank][0]
-        assert equal(second[rank][0]["state"], first[rank][0]["whole"]["state"])
+def test_resume_into_a_model_that_is_already_sharded(outcomes: Any) -> None:
+    again = outcomes("resumed_after_evaluation", {})
+    for mine, expected in zip(again, outcomes("resumed", RESUMED_LORA), strict=True):
+        assert equal(mine["state"], expected["whole"]["state"])
 
 
 # ---- the best model
@@ -206,7 +210,7 @@ def test_the_json_alone_turns_on_half_precision_without_autocast(stage: int, dty
 # ---- generation
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", GENERATED)
 def test_generation_with_uneven_lengths_equals_one_process(stage: int, outcomes: Any, tmp_path: Path) -> None:
     both = outcomes("generated", {"stage": stage})
     arguments = tf.Seq2SeqTrainingArguments(

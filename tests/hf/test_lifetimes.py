@@ -28,7 +28,6 @@ LAYOUTS: list[tuple[int, str, tuple[str, ...]]] = [
     (1, "experts", ("ep", "pp", "cp")),
     (3, "experts", ("pp", "ep", "ep")),
 ]
-LAYOUTS = LAYOUTS if FULL_GRID else LAYOUTS[1:4]
 """Stage, model, and along what it is cut, one training after the other."""
 DROPPED: list[tuple[int, str, bool]] = [
     *((stage, "", False) for stage in STAGES),
@@ -55,12 +54,13 @@ CHANGED: list[tuple[int, str, str]] = [
 OUTLIVES: list[tuple[int, bool]] = [(stage, lora) for stage in STAGES for lora in (False, True)]
 """Stage, whether adapters are trained."""
 if not FULL_GRID:  # each stage, model and cut in some story of a kind
-    OUTLIVES, PICKLED, LOADED = OUTLIVES[1:3], [*PICKLED[1:3], *PICKLED[-2:]], [LOADED[0], *LOADED[3:]]
-    DROPPED, CHANGED = [DROPPED[0], *DROPPED[2:5]], CHANGED[1:3] + CHANGED[4:]
+    OUTLIVES, PICKLED, LOADED = OUTLIVES[1:3], PICKLED[1:4:2] + PICKLED[-2:-1], [LOADED[0], *LOADED[3:]]
+    DROPPED, CHANGED, LAYOUTS = DROPPED[2:5], CHANGED[1::3], LAYOUTS[1:4]
+TAKEN_OVER, EVALUATED_FIRST = (STAGES, STAGES) if FULL_GRID else (STAGES[1:], STAGES[:1])
 STORIES: list[tuple[str, tuple[Any, ...]]] = [
     *(("outlives", story) for story in OUTLIVES),
-    *(("alive", (stage,)) for stage in STAGES),
-    *(("evaluated_first", (stage,)) for stage in STAGES),
+    *(("alive", (stage,)) for stage in TAKEN_OVER),
+    *(("evaluated_first", (stage,)) for stage in EVALUATED_FIRST),
     *(("many", (stage,)) for stage in STAGES[-1:]),
     ("half_an_optimizer", (1,)),
     *(("pickled", story) for story in PICKLED),
@@ -121,7 +121,7 @@ def test_a_model_outlives_its_trainer(stage: int, lora: bool, told: Any) -> None
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", TAKEN_OVER)
 def test_a_second_trainer_takes_the_model_over(stage: int, told: Any) -> None:
     ours, folder = outcome(told, "alive", stage)
     stock, _ = alone("alive")
@@ -132,7 +132,7 @@ def test_a_second_trainer_takes_the_model_over(stage: int, told: Any) -> None:
     assert ours["error"].startswith("ModelError: LlamaForCausalLM was taken over by another Trainer")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVALUATED_FIRST)
 def test_evaluation_then_training_then_an_ordinary_model(stage: int, told: Any) -> None:
     ours, _ = outcome(told, "evaluated_first", stage)
     stock, _ = alone("evaluated_first")

@@ -28,7 +28,12 @@ JOBS: list[tuple[str, frozenset[int], int, int]] = [
     ("auxiliary" if i % 3 == 0 else "counted", rows, 1 + i % 2, 2 - i % 2) for i, rows in enumerate(UNLABELLED)
 ] + [
     (kind, rows, batch, STEP // 2 // batch)
-    for kind, rows in (("sum", frozenset()), ("mean", UNLABELLED[0]))
+    for kind, rows in (
+        ("sum", frozenset()),
+        ("mean", UNLABELLED[0]),
+        ("mixed", UNLABELLED[2]),
+        ("wrapped", UNLABELLED[0]),
+    )
     for batch in (1, 2)
 ]
 

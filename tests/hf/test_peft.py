@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.sharding.quantised import prepare_quantised
+from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
 from tests.hf.peft_jobs import base_model, rows
@@ -29,6 +30,14 @@ CASES = [
     *((kind, 3, True) for kind in ("lora", "dora", "modules_to_save", "several", "half_base")),
     *(("quantised", stage, stage == 2) for stage in (1, 2, 3) if FOUR_BITS),
 ]
+FEW = {
+    "lora": (1, 3), "dora": (2,), "modules_to_save": (3,), "several": (1,), "half_base": (1,),
+    "several checkpointed": (3,), "half_base checkpointed": (3,), "dora checkpointed": (3,), "tied": (3,),
+}  # fmt: skip
+"""Stages of what all stages train alike; every kind by itself, whole and in shards."""
+if not FULL_GRID:
+    ALIKE = ("lora", "dora", "modules_to_save", "several", "half_base", "tied")
+    CASES = [c for c in CASES if c[0] not in ALIKE or c[1] in FEW.get(c[0] + " checkpointed" * c[2], ())]
 Job = tuple[str, dict[str, Any]]
 
 

@@ -23,7 +23,7 @@ from hf_dist.hf.proof.data import microbatches
 from hf_dist.hf.proof.itself import TOGETHER, TWICE, itself
 from hf_dist.hf.proof.job import Job
 from hf_dist.hf.proof.limits import FP32, limits
-from hf_dist.hf.proof.runs import _clip
+from hf_dist.hf.proof.training import clip
 from tests.covering import FULL_GRID
 from tests.hf import own_losses
 from tests.hf.proofs import asked_for, start_fork_server
@@ -122,14 +122,33 @@ def test_a_stock_loss_is_a_mean_that_draws_nothing(family: str) -> None:
     assert not itself_of(make_model(family))
 
 
-def test_a_sum_is_not_equal_and_the_note_says_why(tmp_path: Path) -> None:
+def verdict(folder: Path, loss: str, **config: Any) -> Any:
+    """Of two ranks with a loss of `own_losses`."""
     start_fork_server()
     asked = asked_for(
-        tmp_path, "llama", {"zero_optimization": {"stage": 3}}, class_name="tests.hf.own_losses:Summed"
-    )  # fmt: skip
-    proof = prove(prepare(asked, tmp_path), asked.world)
-    assert not proof.equal and [row.what for row in proof.rows if not row.equal] == [TOGETHER]
+        folder, "llama", {"zero_optimization": {"stage": 3}, **config}, class_name=f"tests.hf.own_losses:{loss}"
+    )
+    return prove(prepare(asked, folder), asked.world)
+
+
+def test_a_sum_over_rows_is_equal_because_the_trainer_adds_up(tmp_path: Path) -> None:
+    assert verdict(tmp_path, "Summed").equal
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_in_batch_negatives_are_not_equal_and_the_note_says_why(half: bool, tmp_path: Path) -> None:
+    """Also in half precision, where one process has all rows of a step in one batch, as in fp32."""
+    proof = verdict(tmp_path, "Negatives", bf16={"enabled": half})
+    assert {"loss, 2 steps", "next step, loss"} <= {row.what for row in proof.rows if not row.equal}
     assert any("the loss depends on which rows are in one batch" in note for note in proof.notes)
+
+
+def test_one_wrong_tensor_is_found_in_half_precision_however_far_others_are() -> None:
+    """A limit per tensor: the worst one, which a right layout may reach, hides no other."""
+    same = {"losses": [4.0], "norms": [1.0], "differences": [{"far": 1e-2, "near": 1e-4, "middle": 2e-4}] * 2}
+    allowed = limits({"losses": [4.0], "norms": [1.0]}, same, 2, cut=False)
+    assert allowed.of("far") == pytest.approx(math.sqrt(2) * 1e-2)
+    assert allowed.of("near") == allowed.of("middle") == pytest.approx(2 * math.sqrt(2) * 2e-4)
 
 
 def test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor(tmp_path: Path) -> None:
@@ -251,7 +270,7 @@ def test_a_choice_of_a_router_may_differ_in_fp16() -> None:
         assert allowed.of(name) == pytest.approx(math.sqrt(2) * 6.0 * rms)
     assert allowed.of("dense") == pytest.approx(math.sqrt(2) * 1e-3)
     assert allowed.of("dense", 0) == pytest.approx(math.sqrt(2) * 5e-4)
-    assert limits(plain, same, 3, cut=False).of("layers.1.gate") == allowed.of("dense")
+    assert limits(plain, same, 3, cut=False).of("layers.1.gate") == pytest.approx(2 * math.sqrt(2) * 3e-4)  # its own
     assert limits(plain, None, 3, cut=True).of("layers.1.gate") == FP32
 
 
@@ -259,8 +278,8 @@ def test_the_reference_norm_is_right_where_torchs_own_is_not() -> None:
     big = torch.nn.Parameter(torch.zeros(2_000_000))
     big.grad = torch.full_like(big, 1e-4)
     exact = 1e-4 * 2_000_000**0.5
-    assert _clip([big], 0.0) == pytest.approx(exact, rel=1e-7)
-    assert _clip([big], exact / 2) == pytest.approx(exact, rel=1e-7)
+    assert clip([big], 0.0) == pytest.approx(exact, rel=1e-7)
+    assert clip([big], exact / 2) == pytest.approx(exact, rel=1e-7)
     assert float(big.grad.double().norm()) == pytest.approx(exact / 2, rel=1e-5)
 
 

@@ -21,8 +21,9 @@ EVERY_STAGE = (
     *("plain", "label_smoothing", "override_adds", "override_own", "compute_loss_func", "classifier"),
     *("classifier_override", "lora", "moe"),
 )
+OPTIMIZERS = ("adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 STAGES = {name: (0, 1, 2, 3) if name in EVERY_STAGE else (3,) for name in RECIPES} | {
-    name: (1, 3) for name in ("adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+    name: (1, 3) for name in OPTIMIZERS
 }
 for name in ("dropout", "random_collator", "even", "metrics"):
     del STAGES[name]
@@ -52,12 +53,16 @@ CASES: list[tuple[Job, int]] = [
 
 
 def settings(case: tuple[Job, int]) -> dict[str, Any]:
-    """Every recipe below stage 3 and at it; every other job at its lowest and highest stage, or the stages of its own."""
+    """Every job with every recipe, and with weights whole and in shards; the plainest training at every stage.
+
+    Optimizers at other stages: `test_optimizer_names.py`.
+    """
     (function, arguments), world = case
-    stage = arguments["stage"]
+    recipe, stage = arguments.get("recipe"), arguments["stage"]
     return {
-        "case": (function, arguments.get("recipe"), arguments.get("section"), stage == 3, world),
-        "at": (function, stage),
+        "recipe": (function, recipe, arguments.get("section"), world),
+        "shards": (function, world, recipe if recipe in ("lora", "moe") else "", stage == 3),
+        "stage": (function, world, stage if (function, recipe) == ("train", "plain") else None),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import FULL_GRID
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 from tests.local_sgd.emulation import Work, emulate
 from tests.local_sgd.trainings import EVEN
@@ -24,13 +25,14 @@ IN_TURN: Job = (f"{JOB}watched", {"resume_at": 4, "in_turn": True})
 """Fragments meet in turn; for a save, or an evaluation, all do."""
 TOLD: Job = (f"{JOB}told", {})
 TOLD_IN_TURN: Job = (f"{JOB}told", {"in_turn": True})
+TOLD_WAYS = {**({"at once": TOLD} if FULL_GRID else {}), "in turn": TOLD_IN_TURN}  # for a save, all fragments meet
 LOOP: Job = (f"{JOB}loop", {"steps": 5})
 WITHOUT: Job = (f"{JOB}loop_without_replicas", {})
 SKIPPED: Job = (f"{JOB}skipped", {"steps": 6, "at": (3, 4)})
 STATISTICS: Job = (f"{JOB}statistics", {"steps": 4})
 JOBS: dict[int, list[Job]] = {
     2: [*PLAIN[2], LOOP, WITHOUT, SKIPPED, STATISTICS],
-    4: [*PLAIN[4], WATCHED, IN_TURN, TOLD, TOLD_IN_TURN],
+    4: [*PLAIN[4], WATCHED, IN_TURN, *TOLD_WAYS.values()],
 }
 Outcomes = Callable[[int], dict[str, list[Any]]]
 
@@ -105,7 +107,7 @@ def test_a_run_that_resumes_at_a_meeting_is_the_one_that_did_not_stop_bit_for_bi
             assert str(again["state"][kind]) == str(whole["state"][kind])
 
 
-@pytest.mark.parametrize("job", [TOLD, TOLD_IN_TURN], ids=["at once", "in turn"])
+@pytest.mark.parametrize("job", list(TOLD_WAYS.values()), ids=list(TOLD_WAYS))
 def test_a_signal_is_answered_at_the_next_meeting(job: Job, outcomes: Outcomes) -> None:
     for rank in found(outcomes, 4, job):
         assert rank["code"] == 75

@@ -29,7 +29,9 @@ def all_labels() -> list[Row]:
 
 EVEN = Recipe(rows=all_labels, optim="sgd", max_grad_norm=0.0, gradient_accumulation_steps=1, num_train_epochs=1)
 """Every rank has as many labels: with SGD and a meeting at every step that is data parallelism."""
-RAGGED = Recipe(rows=lambda: texts(48), gradient_accumulation_steps=2, max_steps=7)
+RAGGED = Recipe(
+    rows=lambda: texts(48), trainer={"eval_dataset": texts(48)[:10]}, gradient_accumulation_steps=2, max_steps=7
+)
 
 
 class Watched(DistTrainer):

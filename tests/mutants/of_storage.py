@@ -168,8 +168,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "operations of ranks that share a sequence are counted several times",
         "hf/trainer.py",
-        "operations / (engine.mesh.tp.size * engine.mesh.cp.size)",
-        "operations / engine.mesh.tp.size",
+        "operations / (engine.mesh.tp.size * engine.mesh.cp.size * engine.mesh.pp.size)",
+        "operations / (engine.mesh.tp.size * engine.mesh.pp.size)",
         ("hf/test_layouts_in_trainer.py::test_equals_the_stock_trainer",),
     ),
     Mutant(
@@ -357,5 +357,47 @@ MUTANTS: list[Mutant] = [
         "norm = max(float(theirs.norm()), floor * theirs.numel() ** 0.5)",
         "norm = float(theirs.norm())",
         ("hf/test_proof.py::test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor",),
+    ),
+    Mutant(
+        "a mean beside a counted loss is added up over microbatches and ranks",
+        "hf/loss_probe.py",
+        "return LossKind.MIXED if has_rest and",
+        "return LossKind.COUNTED if has_rest and",
+        ("hf/test_loss_kinds.py",),
+    ),
+    Mutant(
+        "a mean over labels of a forward that names no labels is averaged over microbatches",
+        "hf/loss_probe.py",
+        "list(trainer.label_names or [LABELS]) == [LABELS]",
+        "list(trainer.label_names or ()) == [LABELS]",
+        ("hf/test_loss_kinds.py",),
+    ),
+    Mutant(
+        "num_parameters counts the stages of this rank",
+        "sharding/runtime.py",
+        "if cuts or pipeline:",
+        "if cuts:",
+        ("hf/test_layouts_in_trainer.py::test_equals_the_stock_trainer",),
+    ),
+    Mutant(
+        "weights that were assigned and read inside gathered count as written through param_groups",
+        "sharding/group.py",
+        "self.num_changes += moved",
+        "self.num_changes += 0",
+        ("window/test_written_weights.py",),
+    ),
+    Mutant(
+        "the limit of the worst tensor is that of all in half precision",
+        "hf/proof/limits.py",
+        "max(min(self.tensors[step], own), routed)",
+        "max(self.tensors[step], routed)",
+        ("hf/test_proof.py::test_one_wrong_tensor_is_found_in_half_precision_however_far_others_are",),
+    ),
+    Mutant(
+        "the trial of a split counts the first output only",
+        "tensor_parallel/verify.py",
+        "for t in tensors]).sum()",
+        "for t in tensors[:1]]).sum()",
+        ("tensor/test_modalities.py",),
     ),
 ]

@@ -1,12 +1,13 @@
 """A script that is killed while it swaps: trains two steps, saves, and stops in the middle of a write of the third step.
 
-python -m tests.offload.killed SWAP CHECKPOINT
+python -m tests.offload.killed SWAP CHECKPOINT TOLD
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from hf_dist.offload.nvme import SwapFile
@@ -14,8 +15,8 @@ from tests.offload.test_parity import BF16, offload
 from tests.offload.training import make_engine, train
 
 
-def main(swap: str, checkpoint: str) -> None:
-    """Says `swapping` when half of a write is done, and waits there."""
+def main(swap: str, checkpoint: str, told: str) -> None:
+    """Makes the file `told` when half of a write is done, and waits there."""
     engine = make_engine(offload("nvme+nvme", swap), stage=3, **BF16)
     train(engine, 0, 2)
     engine.save_checkpoint(checkpoint)
@@ -23,7 +24,7 @@ def main(swap: str, checkpoint: str) -> None:
 
     def stop_half_way(file: SwapFile, data: Any, offset: int) -> None:
         write(file, data[: len(data) // 2 // 4096 * 4096], offset)
-        print("swapping", flush=True)
+        Path(told).touch()
         time.sleep(600)
 
     SwapFile._write_block = stop_half_way  # type: ignore[method-assign]
@@ -31,4 +32,4 @@ def main(swap: str, checkpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """A script: train with optimizer state on disk that is twice the memory the process may take from here on.
 
-    python -m tests.offload.limited FOLDER nvme|none [STEPS]
+    python -m tests.offload.limited FOLDER nvme|none [STEPS [LAYERS]]
 
 The limit is RLIMIT_DATA (private writable memory), set after the libraries are loaded and before the model is built. Prints
 the losses, and how much was taken.
@@ -20,8 +20,7 @@ from torch import nn
 import hf_dist
 
 DIM, LAYERS = 512, 180
-NUMEL = DIM * DIM * LAYERS
-STATE_NBYTES = 12 * NUMEL
+LAYER_NBYTES = 12 * DIM * DIM
 """fp32 masters and the two states of Adam."""
 
 
@@ -65,7 +64,7 @@ def build(folder: str, device: str, layers: int = LAYERS) -> Any:
     return hf_dist.initialize(model, config=config, device="cpu")
 
 
-def main(folder: str, device: str, steps: int = 3) -> None:
+def main(folder: str, device: str, steps: int = 3, layers: int = LAYERS) -> None:
     """Set the limit, train."""
     threading.stack_size(1 << 20)  # a stack counts as data, all of it
     warm_up = build(folder, device, layers=2)  # what torch imports late, and its threads
@@ -73,9 +72,9 @@ def main(folder: str, device: str, steps: int = 3) -> None:
     warm_up.step()
     del warm_up
     before = data_nbytes()
-    limit = before + STATE_NBYTES // 2
+    limit = before + layers * LAYER_NBYTES // 2
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    engine = build(folder, device)
+    engine = build(folder, device, layers)
     x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
     for step in range(steps):
         loss = engine(x).float().square().mean()

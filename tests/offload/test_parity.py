@@ -69,6 +69,8 @@ def settings(case: tuple[int, str]) -> dict[str, Any]:
     return {"world": world, "stage": stage, "optim": optim, "params": params, "more": more}
 
 
+SHORT = 2
+"""Steps before and after weights are changed by hand."""
 CHOSEN = chosen([(world, name) for world in (1, 2) for name in CASES], settings)
 
 
@@ -122,7 +124,7 @@ def compare_more(rank: int, world: int, folder: str) -> dict[str, tuple[bool, li
         results = []
         for sections in ({}, offload(kind, folder)):
             engine = make_engine(sections, stage=3, shards=2, **BF16, **ACCUMULATE)
-            record = train(engine, clip_value=1e-3)
+            record = train(engine, 0, SHORT, clip_value=1e-3)
             head = engine.model.head.weight
             with hf_dist.gathered(engine.model, modifier_rank=1):
                 wanted = 2 * head.detach()
@@ -130,7 +132,7 @@ def compare_more(rank: int, world: int, folder: str) -> dict[str, tuple[bool, li
                     head.data.mul_(2)
             with hf_dist.gathered(head):
                 assert torch.equal(head, wanted), "a rank did not take the change"
-            results.append((repr((record, train(engine))), states(engine)))
+            results.append((repr((record, train(engine, 0, SHORT))), states(engine)))
         found[kind] = results[0][0] == results[1][0], differences(results[0][1], results[1][1])
     return found
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import processes
+from hf_dist.patience import Patience
+from tests import forked, processes
 from tests.harness import ROOT, run_ranks
 from tests.offload.test_parity import BF16, offload
 from tests.offload.training import differences, make_engine, states, train
@@ -41,20 +43,19 @@ def resume(rank: int, world: int, swap: str, checkpoint: str) -> tuple[Any, list
 
 
 def test_a_run_killed_in_the_middle_of_a_swap_leaves_no_files_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    swap, checkpoint = tmp_path / "swap", tmp_path / "checkpoint"
-    child = subprocess.Popen(
-        script("killed", swap, checkpoint), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert child.stdout is not None
-    assert any(line == "swapping\n" for line in child.stdout)
-    child.kill()
-    child.wait()
+    swap, checkpoint, told = tmp_path / "swap", tmp_path / "checkpoint", tmp_path / "told"
+    job, patience = forked.start(script("killed", swap, checkpoint, told), env=ENVIRONMENT, cwd=ROOT), Patience(120)
+    while not told.exists() and job.process.is_alive() and not patience.is_over():
+        time.sleep(0.05)
+    job.process.kill()
+    done = job.end(60)
+    assert told.exists() and done.returncode == -signal.SIGKILL, done.stdout
     assert os.listdir(swap) == []
     assert run_ranks(resume, 1, (str(swap), str(checkpoint))) == [(True, [])]
 
 
 def test_state_on_disk_of_twice_the_memory_limit_trains(tmp_path: Path) -> None:
-    run = processes.run(script("limited", tmp_path, "nvme", 2), env=ENVIRONMENT, cwd=ROOT, timeout=280)
+    run = processes.run(script("limited", tmp_path, "nvme", 2, 90), env=ENVIRONMENT, cwd=ROOT, timeout=280)
     assert run.returncode == 0, run.stderr[-2000:]
     *losses, end = run.stdout.splitlines()
     assert len(losses) == 2 and float(losses[1].split()[-1]) < float(losses[0].split()[-1])
@@ -64,7 +65,7 @@ def test_state_on_disk_of_twice_the_memory_limit_trains(tmp_path: Path) -> None:
 
 
 def test_without_offload_the_same_limit_ends_the_run(tmp_path: Path) -> None:
-    run = processes.run(script("limited", tmp_path, "none", 2), env=ENVIRONMENT, cwd=ROOT, timeout=280)
+    run = processes.run(script("limited", tmp_path, "none", 2, 90), env=ENVIRONMENT, cwd=ROOT, timeout=280)
     # torch's allocator, or C++ for something small
     assert run.returncode != 0 and re.search("can't allocate memory|std::bad_alloc", run.stderr)
 

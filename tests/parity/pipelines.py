@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hf_dist.local_ranks import FOLDER
 from tests.attempts import attempts
 from tests.parity.optimizers import EPS, LR, PLAIN, SECTIONS
 from tests.parity.train import CLIP
 from tests.pipeline.zoo import make_microbatches, make_model
 from tests.references import shared
 
+_calls = itertools.count()
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
@@ -70,8 +78,8 @@ class PipelineCase:
 
     @property
     def blocks(self) -> int:
-        """Of a Llama: stages are uneven, and four ranks have blocks for two stages each. Slices cost more, and have fewer."""
-        return min(8, 2 * max(2, self.pp) + 1) if self.tp == 1 else max(3, self.pp * self.virtual)
+        """Of a Llama: stages are uneven. Slices cost more, and have fewer."""
+        return max(3, self.pp * self.virtual + (self.tp == 1))
 
     @property
     def model(self) -> tuple[str, bool, bool, int]:
@@ -224,22 +232,41 @@ def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu"
 
 
 def run_cases(rank: int, world: int, cases: list[PipelineCase], device: str = "cpu") -> list[Any]:
-    """Every case on this rank; a case that raises gives its traceback, so that the others still run.
+    """Every case on this rank; a case that raises gives its traceback, so that the others still run."""
+    train = with_shared_plans(rank, world)
+    return attempts(rank, world, (functools.partial(train, case, device) for case in cases))
 
-    A plan is plain data: cases of the same model and number of stages share one, which halves the time of a case.
+
+def with_shared_plans(rank: int, world: int) -> Callable[..., dict[str, Any]]:
+    """`train_on_rank(rank, world, ...)`, where rank 0 plans for all ranks, and cases of the same model and stages share a plan.
+
+    A plan is plain data, "with the same result on every rank", and most of what a case costs.
     """
     from hf_dist import pipelined
 
     plan, plans = pipelined.plan_stages, dict[Any, Any]()
+    store = dist.FileStore(str(Path(os.environ[FOLDER], f"plans-{next(_calls)}")), world)
 
-    def run(case: PipelineCase) -> Any:
+    def train(case: PipelineCase, device: str = "cpu") -> dict[str, Any]:
         def planned(model: Any, batch: Any, num_stages: int, **more: Any) -> Any:
-            key = (case.model, case.precision, case.experts, num_stages)
+            key = (case.model, case.precision, case.experts, case.tp, num_stages)
             if key not in plans:
-                plans[key] = plan(model, batch, num_stages, **more)
+                if rank == 0:
+                    store.set(repr(key), _pickled(lambda: plan(model, batch, num_stages, **more)))
+                plans[key] = pickle.loads(store.get(repr(key)))
+            if isinstance(plans[key], Exception):
+                raise plans[key]
             return plans[key]
 
         with mock.patch.object(pipelined, "plan_stages", planned):
             return train_on_rank(rank, world, case, device)
 
-    return attempts(rank, world, (functools.partial(run, case) for case in cases))
+    return train
+
+
+def _pickled(make: Callable[[], Any]) -> bytes:
+    """What it made, or why it did not: ranks that wait for it fail, too."""
+    try:
+        return pickle.dumps(make())
+    except Exception as error:
+        return pickle.dumps(RuntimeError(f"rank 0: {error!r}"))

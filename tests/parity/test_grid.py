@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -82,16 +83,44 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
 """
 
 
-def rows(grids: dict[str, tuple[int, dict[str, tuple[Any, ...]]]]) -> dict[int, list[Case]]:
-    """The cases of all grids by their number of ranks; accumulation of 3 comes with a short last window."""
+LIKE_OTHERS = {  # run with HF_DIST_FULL_GRID=1 only: the settings are together on other ranks, or in a larger cell
+    "llama-z1-acc1-tied-checkpointing-lora-w1",
+    "llama-z2-acc1-checkpointing-lora-w1",
+    "llama-z2-acc3-once-w2",
+    "llama-z3-acc3-checkpointing-once-w2",
+    "llama-z1-acc1-tied-lora-w3",
+    "llama-z2-acc3-tied-checkpointing-lora-w3",
+    "llama-z3-acc1-tied-checkpointing-w3",
+    "llama-z2-acc3-lora-once-w3",
+    "llama-z3-acc3-once-w3",
+    "llama-z0-acc3-adafactor-w3",
+    "llama-z0-acc1-tied-lora-w4",
+    "llama-z0-acc3-checkpointing-w4",
+    "llama-z2-acc1-checkpointing-lora-w4",
+    "llama-z0-acc3-shard2-w4",
+    "llama-z3-acc1-shard2-w4",
+    "qwen3_moe-z1-acc3-ep2-w2",
+    "qwen3_moe-z1-acc3-ep2-muon-w2",
+    *(f"gpt_oss-{rest}-w4" for rest in ("z1-acc3-ep2", "z3-acc3-ep2", "z1-acc3-ep4")),
+}
+
+
+def rows(
+    grids: dict[str, tuple[int, dict[str, tuple[Any, ...]]]], without: Collection[str] = ()
+) -> dict[int, list[Case]]:
+    """The cases of all grids by their number of ranks; accumulation of 3 comes with a short last window.
+
+    `without`: names of cases that only the full grid has.
+    """
     found: dict[int, dict[Case, None]] = {}
     for strength, axes in grids.values():
-        for cell in cells(axes, strength):
-            found.setdefault(cell["world"], {})[Case(**cell)] = None
+        for case in (Case(**cell) for cell in cells(axes, strength)):
+            if FULL_GRID or str(case) not in without:
+                found.setdefault(case.world, {})[case] = None
     return {world: list(cases) for world, cases in found.items()}
 
 
-GRID = rows(AXES)
+GRID = rows(AXES, LIKE_OTHERS)
 
 
 @functools.cache

@@ -1,17 +1,19 @@
 """Every axis with every other: stages, parts of a matrix, parts of a sequence, experts, shards and copies equal one process.
 
-Four ranks, and cells in which every pair of settings appears in fp32, every setting in half precision; with
-HF_DIST_FULL_GRID=1 also every mixture of axes, on four ranks and on eight (14 minutes).
+Four ranks, and cells in which every pair of parallel axes and every other setting appears in fp32, every parallel axis in half
+precision; with HF_DIST_FULL_GRID=1 also every pair of settings, and every mixture of axes, on four ranks and on eight (14
+minutes).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 
-from tests.covering import FULL_GRID, PAIRS, Cell, cells
+from tests.covering import FULL_GRID, PAIRS, Cell, cells, chosen
 from tests.sequence.train import Case, check, expected_of, ranks_of, wrong
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -38,6 +40,7 @@ HALF: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp16"),
 }
 """Cells of their own, every value once: pairs are compared in fp32. How near they have to be is the rule of `hf-dist check`."""
+PARALLEL = ("pp", "tp", "cp", "ep")
 LOWEST_STAGE = dict(zip(COLUMNS["offload"], (0, 1, 3), strict=True))
 
 
@@ -56,7 +59,7 @@ def allowed(cell: Cell, world: int) -> bool:
         and ("offload" not in cell or LOWEST_STAGE[cell["offload"]] <= cell["stage"])
         and (copies == 1 or cell["stage"] == 3)  # shard groups are read at stage 3 only
         and shard % cell["ep"] == 0
-        and sum(cell[axis] > 1 for axis in ("pp", "tp", "cp", "ep")) >= 1
+        and sum(cell[axis] > 1 for axis in PARALLEL) >= 1
     )
 
 
@@ -69,14 +72,28 @@ def case_of(cell: Cell) -> Case:
     return Case("mixtral" if cell["ep"] > 1 else "llama", kinds=("plain",), shard=shard, accumulation=2, **rest)
 
 
+def settings(cell: Cell, *axes: str) -> Cell:
+    """Of these axes."""
+    return {axis: cell[axis] for axis in axes}
+
+
+def mixture(cell: Cell) -> Cell:
+    """What is in a cell: pairs of parallel axes, and every other setting by itself."""
+    pairs = {f"{a} {b}": (cell[a], cell[b]) for a, b in itertools.combinations(PARALLEL, 2)}
+    return pairs | settings(cell, *(axis for axis in (*AXES, *COLUMNS) if axis not in PARALLEL))
+
+
 def cases(world: int, full: bool = False) -> tuple[Case, ...]:
     """Cells of one world: every pair of settings in fp32; `full`: all mixtures of axes, too, without columns."""
 
     def possible(cell: Cell) -> bool:
         return allowed(cell, world)
 
-    found = cells({**AXES, **COLUMNS}, allowed=possible, full=False)
-    found += cells(HALF, PAIRS, allowed=possible, full=False)
+    found = chosen(cells({**AXES, **COLUMNS}, allowed=possible, full=False), mixture, 1)
+    # Stages and data ranks in half precision: `test_bf16.py`.
+    found += chosen(
+        cells(HALF, PAIRS, allowed=possible, full=False), lambda cell: settings(cell, *PARALLEL, "dtype"), 1
+    )
     return tuple(case_of(cell) for cell in found + (cells(AXES, allowed=possible, full=True) if full else []))
 
 

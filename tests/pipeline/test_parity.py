@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.pipeline import forward_only, make_plan, make_schedule, partition, plan_stages, probe, verify
-from tests.covering import cells, chosen
+from tests.covering import FULL_GRID, cells, chosen
 from tests.pipeline.local import run_local, stage_models, summed_gradients
 from tests.pipeline.zoo import CLASSIFIERS, CONFIGS, SEQ2SEQ, TIED_ALWAYS, make_microbatches, make_model
 
@@ -62,14 +62,21 @@ GRID = [
 ]
 
 
+LIKE_OTHERS = ("Qwen2", "Qwen3", "Mistral", "Phi3", "Gemma2", "Roberta")
+"""Their blocks pass on what those of Llama, Gemma3 and Bert do; by default they are only evaluated."""
+
+
 def settings(case: tuple[str, int, bool, bool, str]) -> dict[str, Any]:
-    """Every family; every number of stages, ties, recomputation, schedule; tables that a stage uses often under each split."""
+    """Every family; every number of stages, ties, recomputation, schedule; tables used often in a split backward."""
     family, stages, tied, checkpointing, schedule = case
     rest = {"rest": (stages, tied, checkpointing, schedule)}
-    return {"family": family, "split": (family in BIASED and family, schedule), **rest}
+    return {"family": family, "split": family in BIASED and schedule == "zb_h1" and family, **rest}
 
 
-@pytest.mark.parametrize(("family", "stages", "tied", "checkpointing", "schedule"), chosen(GRID, settings, 1))
+FEW = chosen([case for case in GRID if FULL_GRID or case[0] not in LIKE_OTHERS], settings, 1)
+
+
+@pytest.mark.parametrize(("family", "stages", "tied", "checkpointing", "schedule"), FEW)
 def test_loss_and_gradients_equal_the_plain_model(
     family: str, stages: int, tied: bool, checkpointing: bool, schedule: str
 ) -> None:
@@ -82,9 +89,14 @@ SCHEDULED = {
     "schedule": ("gpipe", "interleaved_1f1b", "zb_h1"),
     "checkpointing": (False, True),
 }
+SCHEDULES = chosen(
+    cells(SCHEDULED, full=FULL_GRID),
+    lambda cell: {"family": cell["family"], "run": (cell["schedule"], cell["checkpointing"])},
+    1,
+)
 
 
-@pytest.mark.parametrize(("family", "schedule", "checkpointing"), [tuple(cell.values()) for cell in cells(SCHEDULED)])
+@pytest.mark.parametrize(("family", "schedule", "checkpointing"), [tuple(cell.values()) for cell in SCHEDULES])
 def test_every_schedule(family: str, schedule: str, checkpointing: bool) -> None:
     virtual = 2 if schedule == "interleaved_1f1b" else 1
     model = make_model(family, checkpointing=checkpointing)

@@ -44,12 +44,18 @@ TWO = (
     Case(stage=3, length=2, kinds=("plain",)),
     Case(stage=3, length=7, kinds=("plain", "masked")),
 )
-LIKE_OTHERS = (  # a mechanism that another case has: sliding windows, learned positions, an encoder, tiles
-    *(Case(family, stage=3) for family in ("gemma3",)),
-    *(Case(family, stage=3, kinds=("plain", "ragged")) for family in ("roberta",)),
+LIKE_OTHERS = (  # a mechanism that another case has: stages, sliding windows, positions, an encoder, tiles
+    *(Case(stage=stage) for stage in (0, 1, 2)),
+    *(Case(family, stage=3) for family in ("gemma3", "gpt2")),
+    *(Case(family, stage=3, kinds=("plain", "ragged")) for family in ("bert", "roberta", "llama-classifier")),
+    Case("mistral", "ulysses", 3, checkpointing=True),
     Case("mistral", "ring", 1),
+    Case(exchange="ring", stage=3),  # qwen3, and in bf16
+    Case(stage=3, lora=True, checkpointing=True),
     Case(stage=2, tiles=3),
-    Case(exchange="gather", stage=3, dtype="bf16"),
+    Case(stage=3, budget=True),  # `parity/test_mixed.py`
+    *(Case(exchange=exchange, stage=3, dtype="bf16") for exchange in ("ulysses", "gather")),  # ulysses: fp16
+    Case(stage=3, length=2, kinds=("plain",)),  # length 3 on four ranks
 )
 TWO = (
     tuple(case for case in TWO if case not in LIKE_OTHERS)
@@ -83,9 +89,10 @@ FOUR = (
     Case("mistral", "ring", stage=3, pp=2, accumulation=4, checkpointing=True),
     Case("bert", stage=2, pp=2, accumulation=4, kinds=("plain", "ragged")),
 )
-FOUR = FOUR if FULL_GRID else (*FOUR[2:5], FOUR[9], FOUR[11], FOUR[13], FOUR[16])
-"""What `parity/test_mixed.py` does not have: exchanges of both kinds, odd heads, short rows, and a ring beside other axes."""
+FOUR = FOUR if FULL_GRID else (*FOUR[3:5], FOUR[9], FOUR[11], FOUR[13])
+"""What `parity/test_mixed.py` does not have: exchanges of both kinds, odd heads, short rows, and a ring beside another axis."""
 THREE = (Case("llama-odd", stage=3, cp=3), Case(exchange="auto", cp=3, stage=2), Case(exchange="ring", cp=3, stage=1))
+THREE = THREE if FULL_GRID else THREE[:2]
 
 
 @pytest.mark.parametrize("index", range(len(TWO)), ids=[str(case) for case in TWO])

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from hf_dist.sharding.placement import ZERO_STAGES, Placement
+from tests.covering import FULL_GRID, cells
 from tests.harness import run_ranks
 
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, 3, 4) if FULL_GRID else (1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
 DIM = 48
 
@@ -103,7 +104,7 @@ def measure(rank: int, world: int, stage: int, precision: str, accumulation: int
     }  # fmt: skip
 
 
-CASES = [(stage, precision, acc) for stage in ZERO_STAGES for precision in PRECISIONS for acc in (1, 3)]
+CASES = [(*cell.values(),) for cell in cells({"stage": tuple(ZERO_STAGES), "precision": PRECISIONS, "acc": (1, 3)})]
 
 
 def measure_all(rank: int, world: int) -> list[dict[str, Any]]:

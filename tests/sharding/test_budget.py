@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_dist.sharding.placement import Stay
+from tests.covering import cells
 from tests.harness import run_ranks
 from tests.sharding import models
 from tests.sharding.test_accounting import Net
@@ -146,7 +147,7 @@ def run(name: str, budget: str | None, accumulation: int, rank: int) -> dict[str
 def run_models(rank: int, world: int) -> list[list[dict[str, Any]]]:
     """Every case without and with a budget."""
     budgets = (None, ALL)
-    return [[run(name, budget, count, rank) for budget in budgets] for name in MODELS for count in ACCUMULATIONS]
+    return [[run(name, budget, count, rank) for budget in budgets] for name, count in CASES]
 
 
 @functools.cache
@@ -155,7 +156,8 @@ def model_runs() -> list[Any]:
     return run_ranks(run_models, WORLD)
 
 
-CASES = [(name, count) for name in MODELS for count in ACCUMULATIONS]
+CASES = [(cell["model"], cell["count"]) for cell in cells({"model": tuple(MODELS), "count": ACCUMULATIONS}, 1)]
+"""Every model once; whether units stay over a window or until backward is no matter of the model."""
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-acc{count}" for name, count in CASES])
@@ -176,11 +178,11 @@ def interrupted(budget: str | None, rank: int, kind: str) -> dict[str, Any]:
     import hf_dist
 
     model = dropping()
-    engine = hf_dist.initialize(model, config=config_of(budget, 3, bf16={"enabled": True}), device="cpu")
+    engine = hf_dist.initialize(model, config=config_of(budget, 2, bf16={"enabled": True}), device="cpu")
     torch.manual_seed(rank)
     losses = []
 
-    def window(first: int, factor: float = 1.0, count: int = 3) -> None:
+    def window(first: int, factor: float = 1.0, count: int = 2) -> None:
         for microbatch in range(first, first + count):
             loss = language_model(engine, rank, microbatch)
             losses.append(loss.item())
@@ -192,14 +194,14 @@ def interrupted(budget: str | None, rank: int, kind: str) -> dict[str, Any]:
 
     window(0)
     if kind == "skipped":
-        window(3, float("inf"))
+        window(2, float("inf"))
         assert engine.step_was_skipped
     elif kind == "abandoned":
-        window(3, count=1)
+        window(2, count=1)
         engine.zero_grad()
         engine.micro_steps = 0
     else:
-        window(3, count=1)
+        window(2, count=1)
         block = model.model.layers[1]
         hook = (
             block.register_forward_hook(fail) if kind == "forward" else block.mlp.register_full_backward_pre_hook(fail)

@@ -36,6 +36,9 @@ def losses(rank: int, case: tuple[int, str, bool, bool], compiled: bool) -> tupl
     counters.clear()
     stage, family, lora, checkpointing = case
     model = make_model(family, lora=lora, checkpointing=checkpointing)
+    if family == "llama" and not FULL_GRID:  # two blocks: each of them is compiled
+        llama: Any = model.get_base_model() if lora else model  # type: ignore[operator]
+        llama.model.layers = llama.model.layers[:2]
     config = {
         "train_micro_batch_size_per_gpu": 6,
         "zero_optimization": {"stage": stage},
@@ -94,11 +97,11 @@ def test_torch_compile_of_training_arguments_compiles_the_blocks(tmp_path: Path)
     from torch._dynamo.utils import counters
 
     counters.clear()
-    values = plain_arguments(tmp_path, 2, max_steps=2, dist_config={"zero_optimization": {"stage": 3}})
-    arguments = DistTrainingArguments(**values, torch_compile=True, torch_compile_backend=BACKEND)
+    values = plain_arguments(tmp_path, 2, max_steps=1, dist_config={"zero_optimization": {"stage": 3}})
+    arguments = DistTrainingArguments(**values, torch_compile=True, torch_compile_backend="eager")
     assert arguments.dist is not None
     assert arguments.dist.compile.enabled
-    assert arguments.dist.compile.backend == BACKEND
+    assert arguments.dist.compile.backend == "eager"
     trainer = DistTrainer(small_model(), arguments, train_dataset=texts(), data_collator=pad)
     trainer.train()
     assert counters["stats"]["unique_graphs"] >= 1

@@ -14,13 +14,14 @@ import hf_dist
 from hf_dist import collectives
 from hf_dist.sharding import precision
 from tests.attempts import attempts_by_name
+from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 from tests.sharding import frozen
 from tests.sharding.loop import adamw, difference, timeout
 from tests.sharding.models import Net, batch
 from tests.window.nets import Blocks
 
-STEPS = 20
+STEPS = 20 if FULL_GRID else 8
 STAGES = (0, 1, 2, 3)
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},

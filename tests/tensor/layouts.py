@@ -13,7 +13,7 @@ from tests.attempts import attempts
 from tests.parity.families import make_batches, make_model, param_groups
 
 ROWS = 12
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 2
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,17 @@ def load_all(rank: int, world: int, root: str, pairs: list[tuple[str, Layout]]) 
 
 
 def run_all(rank: int, world: int, layouts: list[Layout]) -> list[Any]:
-    """Five steps of each: losses, norms, weights; a traceback where it raised."""
+    """Four steps of each: losses, norms, weights; a traceback where it raised."""
 
     def run(layout: Layout) -> Any:
         engine = start(layout)
         return train(engine, 0, BEFORE + AFTER), weights(engine)
 
     return attempts(rank, world, (functools.partial(run, layout) for layout in layouts))
+
+
+def run_save_load(
+    rank: int, world: int, root: str, layouts: list[Layout], saved: list[Layout], pairs: list[tuple[str, Layout]]
+) -> tuple[list[Any], dict[str, Any], dict[tuple[str, str], Any]]:
+    """`run_all`, `save_all`, `load_all` in one spawn."""
+    return run_all(rank, world, layouts), save_all(rank, world, root, saved), load_all(rank, world, root, pairs)

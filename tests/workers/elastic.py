@@ -16,8 +16,8 @@ from typing import Any
 
 ROOT = str(Path(__file__).resolve().parents[2])
 GLOBAL_BATCH = 12
-AT = 3
-"""The step after which something happens."""
+AT, LAST = 3, 6
+"""The step after which something happens, in the first epoch of four steps, and the last one."""
 
 
 def happen(case: str, folder: Path) -> None:
@@ -44,7 +44,7 @@ def happen(case: str, folder: Path) -> None:
 
 
 def main(folder: Path, case: str) -> None:
-    """Eight steps of twelve samples, a checkpoint after each."""
+    """Six steps of twelve samples, a checkpoint after each."""
     from transformers import TrainerCallback
 
     from hf_dist import DistTrainer, DistTrainingArguments
@@ -68,12 +68,12 @@ def main(folder: Path, case: str) -> None:
             if state.global_step == AT:
                 happen(case, folder)
             if case in ("launcher", "job"):
-                time.sleep(0.2)  # the launcher looks every tenth of a second
+                time.sleep(0.4)  # the launcher looks every tenth of a second
 
     changes: dict[str, Any] = dict(gradient_accumulation_steps=GLOBAL_BATCH // (2 * world))
     changes["dataloader_num_workers"] = int(case == "job")
     arguments = DistTrainingArguments(
-        **plain_arguments(folder, 2, save_strategy="steps", save_steps=1, save_total_limit=2)
+        **plain_arguments(folder, 2, save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=LAST)
         | {**changes, "dist_config": {"zero_optimization": {"stage": 3}}}
     )
     trainer = DistTrainer(make_model(), arguments, train_dataset=texts(48), data_collator=pad, callbacks=[Events()])

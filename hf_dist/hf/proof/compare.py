@@ -127,22 +127,24 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     going, resumed = first["next"]["going on"], first["next"]["resumed"]
     rows.append(_numbers("next step, loss", [expected["losses"][-1]], [going[0]], allowed.losses))
     rows.append(_numbers("resumed, loss and norm", going, resumed, FP32))
-    for what, (a, b) in alone.get("itself", {}).items():
-        rows.append(_numbers(what, [a], [b], FP32))
+    by_itself = alone.get("itself", {})
+    if TWICE in by_itself:
+        once, again = by_itself[TWICE]
+        rows.append(_numbers(TWICE, [once], [again], FP32))
     notes = [
         f"{job.optimizer}, learning rate {job.optimizer_params.get('lr', 'its own')}; dropout is 0; data of {job.window} "
         "microbatches a step"
     ]
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")
-    if TWICE in alone.get("itself", {}):
+    if TWICE in by_itself:
         notes.append(
             "the model draws random numbers by itself: two forwards of one process differ, and no layout can be proved"
         )
-    if TOGETHER in alone.get("itself", {}):
+    if TOGETHER in by_itself and not all(row.equal for row in rows):  # sums are added up rightly
         notes.append(
-            "the loss depends on which rows are in one batch (a sum over them, in-batch negatives, statistics of the batch): "
-            "any number of data ranks or microbatches trains another model than one batch"
+            "the loss depends on which rows are in one batch (in-batch negatives, statistics of the batch): any number of data "
+            "ranks or microbatches trains another model than one batch"
         )
     if first["skipped"]:
         notes.append(f"{first['skipped']} of {job.steps} steps were skipped by the loss scale")

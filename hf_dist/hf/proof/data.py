@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import nn
 
 from hf_dist.errors import ConfigError, ModelError, Problem
 
-__all__ = ["microbatches"]
+__all__ = ["Batch", "joined", "microbatches"]
 
 Batch = dict[str, torch.Tensor]
-_IGNORED = -100
+IGNORED = -100
+"""The label of what counts for nothing."""
 
 
 def microbatches(
@@ -38,6 +40,25 @@ def microbatches(
         return [_made_up(model, rows, seq, generator) for _ in range(count)]
     endless = itertools.cycle(_rows_of_file(path, tokenizer))
     return [_collate(list(itertools.islice(endless, rows)), seq, _labels_per_row(model), ragged) for _ in range(count)]
+
+
+def joined(batches: Sequence[Mapping[str, torch.Tensor]]) -> Batch | None:
+    """The rows of all in one batch, padded on the right to the longest; None if they cannot be. Labels are padded with -100."""
+    if len({frozenset(batch) for batch in batches}) != 1:
+        return None
+    found: Batch = {}
+    for name in batches[0]:
+        parts = [batch[name] for batch in batches]
+        if len({x.dim() for x in parts}) != 1 or parts[0].dim() == 0:
+            return None
+        if parts[0].dim() == 2 and len({x.shape[1] for x in parts}) > 1:
+            longest = max(x.shape[1] for x in parts)
+            fill = IGNORED if name == "labels" else 0
+            parts = [torch.nn.functional.pad(x, (0, longest - x.shape[1]), value=fill) for x in parts]
+        if any(a.shape[1:] != b.shape[1:] for a, b in itertools.pairwise(parts)):
+            return None
+        found[name] = torch.cat(parts)
+    return found
 
 
 def _labels_per_row(model: nn.Module) -> bool:
@@ -71,7 +92,7 @@ def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator) 
     if getattr(config, "is_encoder_decoder", False):
         return {**batch, "labels": draw(vocabulary, rows, max(2, seq // 2))}
     hidden = torch.rand(rows, seq, generator=generator) < 0.25
-    labels = ids.masked_fill(hidden | (mask == 0), _IGNORED)
+    labels = ids.masked_fill(hidden | (mask == 0), IGNORED)
     labels[:, 1] = ids[:, 1]
     return {**batch, "labels": labels}
 
@@ -111,7 +132,7 @@ def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool, ragged:
             if not labels_per_row:
                 row.setdefault("labels", ids)
         for key, value in row.items():
-            padding = [_IGNORED if key == "labels" else 0] * seq
+            padding = [IGNORED if key == "labels" else 0] * seq
             batch.setdefault(key, []).append((value + padding)[:seq] if _is_flat(value) else value)
     return {key: torch.tensor(values) for key, values in batch.items()}
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from hf_dist.hf.proof.data import IGNORED, joined
+
 __all__ = ["TOGETHER", "TWICE", "itself"]
 
 TWICE, TOGETHER = "the same forward twice", "rows together, rows apart"
-_IGNORED = -100
 _ALLOWED = 1e-4
 """Relative; sums in another order differ by less."""
 
@@ -30,11 +29,11 @@ def itself(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> d
     again = float(model(**pair[0]).loss)
     if not _near(again, first[0]):
         return {TWICE: (first[0], again)}
-    joined = _joined(pair)
+    both = joined(pair)
     mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if len(pair) < 2 or joined is None or mixes:
+    if len(pair) < 2 or both is None or mixes:
         return {}
-    together = float(model(**joined).loss)
+    together = float(model(**both).loss)
     means = [sum(w * x for w, x in zip(weights, first, strict=True)) / sum(weights) for weights in _weights(pair)]
     if any(_near(together, mean) for mean in means):
         return {}
@@ -51,24 +50,5 @@ def _weights(pair: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[list[float]
     yield [float(len(next(iter(batch.values())))) for batch in pair]
     labels = [batch.get("labels") for batch in pair]
     if all(x is not None and not x.is_floating_point() for x in labels):
-        counts = [[float((x[:, skip:] if x.dim() > 1 else x).ne(_IGNORED).sum()) for x in labels] for skip in (0, 1)]  # type: ignore[union-attr, index]
+        counts = [[float((x[:, skip:] if x.dim() > 1 else x).ne(IGNORED).sum()) for x in labels] for skip in (0, 1)]  # type: ignore[union-attr, index]
         yield from (found for found in counts if sum(found))
-
-
-def _joined(pair: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any] | None:
-    """The rows of both in one batch, padded to the longer; None if they cannot be."""
-    if len({frozenset(batch) for batch in pair}) != 1:
-        return None
-    joined = {}
-    for name in pair[0]:
-        parts = [batch[name] for batch in pair]
-        if len({x.dim() for x in parts}) != 1 or parts[0].dim() == 0:
-            return None
-        if parts[0].dim() == 2 and len({x.shape[1] for x in parts}) > 1:
-            longest = max(x.shape[1] for x in parts)
-            fill = _IGNORED if name == "labels" else 0
-            parts = [torch.nn.functional.pad(x, (0, longest - x.shape[1]), value=fill) for x in parts]
-        if any(a.shape[1:] != b.shape[1:] for a, b in itertools.pairwise(parts)):
-            return None
-        joined[name] = torch.cat(parts)
-    return joined

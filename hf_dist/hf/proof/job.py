@@ -118,7 +118,6 @@ def prepare(asked: Asked, folder: Path) -> Job:
     layout = _plain(read, read_config(asked.config).data, micro, accumulation)
     optimizer, params = _optimizer(read)
     alone = {key: layout[key] for key in _SAME_PRECISION if key in layout}
-    alone |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": window}
     alone["zero_optimization"] = {"stage": 0}
     return Job(
         folder=str(folder),

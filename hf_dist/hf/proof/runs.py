@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import BatchEncoding
 
-from hf_dist.build import initialize
+from hf_dist.engine import Engine
 from hf_dist.experts.spread import find_experts
 from hf_dist.hf.model_class import model_class
 from hf_dist.hf.proof.itself import itself
 from hf_dist.hf.proof.job import Job
-from hf_dist.sharding.full_params import gathered
-from hf_dist.sharding.held import held_slice
-from hf_dist.sharding.precision import DTYPES
+from hf_dist.hf.proof.training import Look, Training, checkpoint_of, whole_step
+from hf_dist.sharding.full_params import all_tensors
 
 __all__ = ["in_one_process", "on_ranks", "quiet", "routed_parameters"]
 
@@ -59,13 +59,22 @@ def quiet() -> Iterator[None]:
 def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
 
-    `plain`: torch without an engine, in fp32. `same`: the precision of the config in one process, with its distance from
-    `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is fp16. `itself`: what
-    differs without a layout.
+    `plain`: the stock Trainer in fp32, all rows of a step in one batch. `same`: one process in the precision of the config,
+    with its distance from `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is
+    fp16. `itself`: what differs without a layout.
     """
-    result: dict[str, Any] = {"plain": _plain(job), "itself": itself(job.make_model(), job.batches())}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # or accelerate would wrap the model
+        os.environ.pop(name, None)
+    result: dict[str, Any] = {"itself": itself(job.make_model(), job.batches())}
+    result["plain"] = Training(job, job.steps + 1, look=_looks_at(job, [], keep="plain"))(_output(job))
     if job.precision != "fp32":
-        result["same"] = _engine_steps(job, job.alone, 0, reference="plain", keep="same")
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
+        differences: list[Differences] = []
+        look = _looks_at(job, differences, reference="plain", keep="same")
+        rows, parts = whole_step(job)
+        alone = {**job.alone, "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": parts}
+        result["same"] = Training(job, job.steps + 1, alone, look)(_output(job))
+        result["same"]["differences"] = differences
     if job.precision == "fp16":
         result["routed"] = routed_parameters(job.make_model())
     return result
@@ -73,88 +82,46 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
 
 @quiet()
 def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
-    """The layout: as `same` above, then saved, read back by plain `from_pretrained`, and resumed on the ranks."""
+    """The layout: as `same` above, saved, read back by plain `from_pretrained`, and resumed on the ranks."""
     reference = "plain" if job.precision == "fp32" else "same"
-    result = _engine_steps(job, job.layout, rank, reference, then_save=True)
-    engine = result.pop("engine")
-    data_rank, before = engine.mesh.data.rank, {}
-    for number, model in (("going on", None), ("resumed", job.make_model())):
-        if model is not None:
-            optimizer = job.make_optimizer(model)
-            engine = initialize(model, config=job.layout, optimizer=optimizer)
-            engine.load_checkpoint(_checkpoint(job))
-        loss = engine.train_batch(_share(job, job.steps, data_rank, engine.mesh.data.size))
-        before[number] = (float(loss), float(engine.get_global_grad_norm()))
-    result["next"] = before
+    differences: list[Differences] = []
+    look = _looks_at(job, differences, reference=reference)
+    found = Training(job, job.steps + 1, job.layout, look, save_at=job.steps)(_output(job))
+    saved = checkpoint_of(_output(job), job.steps)
+    resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps)(_output(job), saved)
+    result: dict[str, Any] = {key: found[key][: job.steps] for key in ("losses", "norms")}
+    result |= {"differences": differences, "skipped": found["skipped"]}
+    result["next"] = {
+        "going on": (found["losses"][-1], found["norms"][-1]),
+        "resumed": (resumed["losses"][-1], resumed["norms"][-1]),
+    }
     if rank == 0:
         cls: Any = model_class(job.class_name)
-        # In fp32 the file has the master weights; training computes with their value rounded to its precision.
-        reread = cls.from_pretrained(_checkpoint(job), dtype=torch.float32).to(DTYPES[job.precision])
-        result["reloaded"] = _differences(_named(reread), _weights_file(job, reference, job.steps))
-        shutil.rmtree(_checkpoint(job), ignore_errors=True)
+        reread = cls.from_pretrained(saved, dtype=torch.float32)  # in half precision the masters
+        result["reloaded"] = _differences(reread.named_parameters(), _weights_file(job, reference, job.steps))
+        shutil.rmtree(_output(job), ignore_errors=True)
     return result
 
 
-def _plain(job: Job) -> dict[str, Any]:
-    model = job.make_model()
-    optimizer, batches = job.make_optimizer(model), job.batches()
-    losses, norms = [], []
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for step in range(job.steps + 1):
-        total = 0.0
-        for batch in batches[step * job.window : (step + 1) * job.window]:
-            loss = model(**batch).loss / job.window
-            loss.backward()
-            total += loss.item()
-        norms.append(_clip(trained, job.clip))
-        losses.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step < job.steps:
-            weights = {name: p.detach().contiguous() for name, p in _named(model)}
-            save_file(weights, _weights_file(job, "plain", step + 1))
-    return {"losses": losses, "norms": norms}
+def _looks_at(job: Job, differences: list[Differences], *, reference: str = "", keep: str = "") -> Look:
+    """After each of `steps`: compares whole weights with those of another run, if named, and keeps them under a name.
 
-
-def _clip(trained: list[nn.Parameter], most: float) -> float:
-    """Clip gradients as torch does, by their norm in fp64, which it returns. `most`: 0 does not clip.
-
-    torch's own fp32 norm of a large tensor is no reference on CPUs: off by 3e-5 at 2 million elements, by 1e-3 at 20 million.
+    In half precision these are the masters, which no rounding hides.
     """
-    norm = torch.stack([p.grad.double().norm() for p in trained if p.grad is not None]).norm()
-    if most:
-        torch.nn.utils.clip_grads_with_norm_(trained, most, norm)
-    return float(norm)
 
+    def look(step: int, model: nn.Module, engine: Engine | None) -> None:
+        if step > job.steps:
+            return
+        tensors = model.named_parameters() if engine is None else all_tensors(engine.sharded)
+        weights: Iterable[tuple[str, torch.Tensor]] = ((name, tensor.detach().float()) for name, tensor in tensors)
+        if keep:
+            kept = {name: tensor.contiguous() for name, tensor in weights}
+            save_file(kept, _weights_file(job, keep, step))
+            weights = kept.items()
+        if reference:
+            differences.append(_differences(weights, _weights_file(job, reference, step)))
 
-def _engine_steps(
-    job: Job, config: dict[str, Any], rank: int, reference: str, *, keep: str = "", then_save: bool = False
-) -> dict[str, Any]:
-    """`steps` steps of an engine (alone: one more), compared after each. Every rank calls it."""
-    model = job.make_model()
-    engine = initialize(model, config=config, optimizer=job.make_optimizer(model))
-    axis = engine.mesh.data
-    losses, norms, differences = [], [], []
-    for step in range(job.steps if then_save else job.steps + 1):
-        losses.append(float(engine.train_batch(_share(job, step, axis.rank, axis.size))))
-        norms.append(float(engine.get_global_grad_norm() or 0.0))
-        if step == job.steps:
-            break
-        with gathered(model):
-            if engine.mesh.dp.rank < engine.mesh.axes.size(
-                "ep"
-            ):  # rank 0 of each stage; ep neighbours hold other experts
-                differences.append(_differences(_named(model), _weights_file(job, reference, step + 1)))
-            if keep:
-                weights = {name: p.detach().float().contiguous() for name, p in _named(model)}
-                save_file(weights, _weights_file(job, keep, step + 1))
-    result: dict[str, Any] = {"losses": losses, "norms": norms, "differences": differences}
-    result["skipped"] = engine.skipped_steps
-    if then_save:
-        engine.save_checkpoint(_checkpoint(job))
-        engine.writer.wait()
-        result["engine"] = engine
-    return result
+    return look
 
 
 def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -164,25 +131,12 @@ def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name for name in names if name.startswith(prefix)) for prefix in inside)
 
 
-def _share(job: Job, step: int, data_rank: int, data_ranks: int) -> Iterator[BatchEncoding]:
-    """In the class in which a tokenizer pads a batch and the standard collators return it: a mapping, but no dict."""
-    window = job.batches()[step * job.window : (step + 1) * job.window]
-    return map(BatchEncoding, window[data_rank::data_ranks])
-
-
-def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return list(model.named_parameters())
-
-
-def _differences(weights: list[tuple[str, torch.Tensor]], file: str) -> Differences:
+def _differences(weights: Iterable[tuple[str, torch.Tensor]], file: str) -> Differences:
     found: Differences = {}
     with safe_open(file, framework="pt") as expected:
         floor = _FLOOR * _rms([expected.get_tensor(name) for name in expected.keys()])  # noqa: SIM118
         for name, weight in weights:
-            theirs = expected.get_tensor(name).double()
-            own, held = weight.detach().cpu().double(), held_slice(weight)
-            if tuple(own.shape) == held.shape and tuple(theirs.shape) == held.whole:
-                theirs = held.take(theirs)  # own experts
+            own, theirs = weight.detach().cpu().double(), expected.get_tensor(name).double()
             if own.shape != theirs.shape:
                 found[name] = float("inf")
                 continue
@@ -200,5 +154,5 @@ def _weights_file(job: Job, run: str, step: int) -> str:
     return str(Path(job.folder) / f"{run}_{step}.safetensors")
 
 
-def _checkpoint(job: Job) -> str:
-    return str(Path(job.folder) / "checkpoint")
+def _output(job: Job) -> str:
+    return str(Path(job.folder) / "output")
