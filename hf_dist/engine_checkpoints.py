@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_dist.checkpoint import random_state, resume
+from hf_dist.checkpoint.folder import folder_of
 from hf_dist.checkpoint.model_files import ModelFiles, model_files
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import Stateful
@@ -69,7 +69,7 @@ class EngineCheckpoints(Stateful):
         self.writer.save(
             self,
             SaveRequest(
-                final=Path(directory),
+                final=folder_of(directory, "engine.save_checkpoint()"),
                 files=self.model_files(),
                 facts={"step": self.global_steps, "layout": self.layout_facts()},
                 own_values=random_state.capture(),
@@ -85,10 +85,11 @@ class EngineCheckpoints(Stateful):
         Every rank calls it. Raises `CheckpointError` on every rank if a file is missing, damaged, or of another model.
         """
         every_rank(self.mesh, "engine.load_checkpoint()")
-        resume.load_whole_checkpoint(self, Path(directory), weights_only=weights_only)
+        found = folder_of(directory, "engine.load_checkpoint()")
+        resume.load_whole_checkpoint(self, found, weights_only=weights_only)
         self.micro_steps = 0
         if not weights_only:
-            resume.restore_random_state(self.mesh, Path(directory), seed=torch.initial_seed(), step=self.global_steps)
+            resume.restore_random_state(self.mesh, found, seed=torch.initial_seed(), step=self.global_steps)
 
     @property
     def verifies_checkpoints(self) -> bool:

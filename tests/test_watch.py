@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dist.checkpoint import folder
+from hf_dist.checkpoint import folder, publish
 from hf_dist.cli.watch import RECORD, watch
 from hf_dist.errors import CheckpointError
 from hf_dist.patience import Patience
@@ -38,7 +38,7 @@ def save(root: Path, step: int, name: str = "") -> Path:
     working = folder.begin(final)
     (working / "weights").write_text(str(step))
     folder.seal(working, {"step": step})
-    folder.publish(working, final)
+    publish.publish(working, final)
     return final
 
 

@@ -1,4 +1,4 @@
-"""The life of a checkpoint folder: written under a working name, sealed by a manifest, renamed, rotated. Files only.
+"""The life of a checkpoint folder: written under a working name, sealed by a manifest, rotated. Files only.
 
 A folder with its final name is complete: the manifest is written last, then the folder is renamed. A kill at any moment
 leaves the previous checkpoint unchanged, and at most a working folder, whose name no tool takes for a checkpoint.
@@ -28,16 +28,27 @@ NOT_FINITE = "not_finite"
 FORMAT = 1
 """Increased when older versions can no longer read a checkpoint."""
 
-_WORKING = ".incomplete-"
-_REPLACED = ".replaced-"
-_WEIGHTS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
+WORKING = ".incomplete-"
+READY = ".ready-"
+REPLACED = ".replaced-"
+"""Beginnings of names: of a folder that is written, of a sealed one whose files are moved, of one whose name was taken over."""
+WEIGHTS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
 _NUMBERED = re.compile(r"^checkpoint[-_](\d+)$")  # the Trainer's and accelerate's
 TRAINER_STATE = "trainer_state.json"
 
 
+def folder_of(directory: Any, call: str) -> Path:
+    """The folder that a user has named in a `call`. Raises `CheckpointError` for nothing, which is no folder."""
+    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+        raise CheckpointError(
+            f"{call} needs the path of a folder, found {directory!r}. Pass for example 'out/checkpoint-100'."
+        )
+    return Path(directory).expanduser()
+
+
 def working_folder(final: Path) -> Path:
     """Where `final` is written until it is complete; no tool takes this name for a checkpoint."""
-    return final.parent / f"{_WORKING}{final.name}"
+    return final.parent / f"{WORKING}{final.name}"
 
 
 def begin(final: Path) -> Path:
@@ -57,31 +68,14 @@ def seal(working: Path, facts: Mapping[str, Any], digests: Mapping[str, str] | N
     taken = digests or {}
     digests = {name: taken.get(name) or digest_of(working / name) for name in files}
     for name in files:
-        _flush(working / name)
+        flush(working / name)
     manifest = working / MANIFEST
     content = {"format": FORMAT, **facts, "files": files, "digests": digests}
     content["own_digest"] = _own_digest(content)
     manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _flush(manifest)
+    flush(manifest)
     for folder in [working, *(p for p in working.rglob("*") if p.is_dir())]:
-        _flush(folder)
-
-
-def publish(working: Path, final: Path) -> None:
-    """Rename a sealed folder to `final` and write that name into `latest`. Replaces a folder of the same name. One process."""
-    problems = incomplete(working)
-    if problems:
-        raise CheckpointError(f"{working} is not complete, {final.name} was not written: {problems[0]}")
-    replaced = final.parent / f"{_REPLACED}{final.name}"
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-    os.rename(working, final)
-    latest = final.parent / f"{_WORKING}{LATEST}"
-    latest.write_text(final.name + "\n", encoding="utf-8")
-    os.replace(latest, final.parent / LATEST)
-    _flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+        flush(folder)
 
 
 def move_files(working: Path, target: Path, last: str) -> None:
@@ -89,28 +83,14 @@ def move_files(working: Path, target: Path, last: str) -> None:
     moved = sorted((p for p in working.rglob("*") if p.is_file()), key=lambda p: p.name == last)
     names = {str(p.relative_to(working)) for p in moved}
     for path in moved:
-        _flush(path)
+        flush(path)
         place = target / path.relative_to(working)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
     for old in target.iterdir():
-        if (_WEIGHTS.match(old.name) or old.name == last) and old.name not in names:
+        if (WEIGHTS.match(old.name) or old.name == last) and old.name not in names:
             old.unlink()
     shutil.rmtree(working)
-
-
-def recover(root: Path) -> None:
-    """Clean up below `root` after a killed process. One process calls it, while nobody saves."""
-    if not root.is_dir():
-        return
-    for left in root.glob(f"{_REPLACED}checkpoint*"):
-        final = root / left.name.removeprefix(_REPLACED)
-        if final.exists():
-            shutil.rmtree(left, ignore_errors=True)
-        else:  # the process was killed between the two renames
-            os.rename(left, final)
-    for left in root.glob(f"{_WORKING}*"):
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def is_inside(name: Any) -> bool:
@@ -280,7 +260,7 @@ def _newest_finite(found: Iterable[Path]) -> Path | None:
 def remove(folder: Path) -> None:
     """Delete a checkpoint; it need not exist. One process calls it."""
     # Renamed first, because a kill during the deletion must not leave half a checkpoint under its name.
-    half = folder.parent / f"{_WORKING}{folder.name}-deleted"
+    half = folder.parent / f"{WORKING}{folder.name}-deleted"
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, half)
     shutil.rmtree(half, ignore_errors=True)
@@ -293,7 +273,8 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or folder written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

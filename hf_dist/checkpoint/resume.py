@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from hf_dist.agree import agree
+from hf_dist.agree import agree, together
 from hf_dist.checkpoint import folder, random_state
 from hf_dist.checkpoint.file_sums import damaged_files
 from hf_dist.checkpoint.model_files import read_plan, read_weights
+from hf_dist.checkpoint.publish import finish
 from hf_dist.checkpoint.training_state import Stateful, load_state, read_rank_values
 from hf_dist.errors import CheckpointError
 from hf_dist.mesh import ParallelMesh
@@ -24,6 +26,9 @@ def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = F
     engine.zero_grad()  # gradients belong to the weights being replaced
     if engine.outer is not None:
         engine.outer.before_load()
+    with together(engine.mesh.world, str, CheckpointError):
+        if engine.mesh.world.rank == 0:
+            finish(Path(os.path.abspath(directory)))  # a save into this folder that was cut off
     try:
         check_readable(directory)
     except CheckpointError as error:

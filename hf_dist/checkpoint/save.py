@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from hf_dist.checkpoint.finite import first_not_finite, trained_parameters
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.model_files import PLAN, ModelFiles
 from hf_dist.checkpoint.owned_part import OwnedPart
+from hf_dist.checkpoint.publish import publish
 from hf_dist.checkpoint.training_state import (
     Stateful,
     check_states,
@@ -106,6 +107,7 @@ class CheckpointWriter:
         """
         self.wait()
         started = time.perf_counter()
+        request = replace(request, final=Path(os.path.abspath(request.final)))  # "." has no name and no parent
         axis = self.mesh.background
         working = folder.working_folder(request.final)
         if request.training_state and engine.fragments is not None:
@@ -286,7 +288,7 @@ class CheckpointWriter:
                     folder.seal(working, {"hf_dist": __version__, **request.facts, **facts}, digests)
                     if bad:
                         say(f"{request.final}: its weights are not finite, first {bad}")
-                    folder.publish(working, request.final)
+                    publish(working, request.final)
                     request.after(request.final)
 
     def _report(self, final: Path) -> None:

@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from hf_dist import collectives
 from hf_dist.checkpoint import folder, foreign, resume
 from hf_dist.checkpoint.model_files import ModelFiles
+from hf_dist.checkpoint.publish import recover
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import whole_here
 from hf_dist.engine import Engine
@@ -129,7 +130,7 @@ class CheckpointingMixin(DataPositionMixin):
         found: str | None = None
         problem: str | None = None
         if self.accelerator.mesh.world.rank == 0:
-            folder.recover(root)
+            recover(root)
             if wanted is not True and wanted != "auto":
                 found = str(wanted)
             else:

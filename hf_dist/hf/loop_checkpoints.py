@@ -18,6 +18,7 @@ from hf_dist import collectives
 from hf_dist.agree import agree
 from hf_dist.checkpoint import folder, random_state
 from hf_dist.checkpoint.model_files import model_files
+from hf_dist.checkpoint.publish import recover
 from hf_dist.checkpoint.save import SaveRequest
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError, ModelError
@@ -159,7 +160,7 @@ class LoopCheckpointsMixin:
                 raise ValueError(
                     "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            return Path(output_dir)
+            return folder.folder_of(output_dir, "accelerator.save_state()")
         final = self._automatic_root() / f"checkpoint_{project.iteration}"
         exists = collectives.all_gather_object(self.mesh.world, final.exists())[0]
         if exists:
@@ -177,7 +178,7 @@ class LoopCheckpointsMixin:
             raise ValueError("load_state needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
         root, found = self._automatic_root(), None
         if self.mesh.world.rank == 0:
-            folder.recover(root)
+            recover(root)
             found, skipped = folder.newest_complete(root)
             for line in skipped:
                 say(f"{root}: {line}; an older state is used")

@@ -47,11 +47,11 @@ def save_until_killed(rank: int, world: int, root: str, steps: int, seed: int, i
 
 def load_newest(rank: int, world: int, roots: list[str]) -> list[Any]:
     """What `resume_from_checkpoint="auto"` finds, and the digests after loading it."""
-    from hf_dist.checkpoint import folder
+    from hf_dist.checkpoint import folder, publish
 
     results = []
     for root in roots:
-        folder.recover(Path(root))
+        publish.recover(Path(root))
         found, _ = folder.newest_complete(Path(root))
         if found is None:
             results.append((0, None))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dist.checkpoint import folder
+from hf_dist.checkpoint import folder, publish
 from hf_dist.errors import CheckpointError
 
 
@@ -18,7 +18,7 @@ def make(root: Path, step: int, text: str = "weights") -> Path:
     (working / "model.safetensors").write_text(text)
     (working / folder.STATE / "part").write_text("state")
     folder.seal(working, {"step": step})
-    folder.publish(working, final)
+    publish.publish(working, final)
     return final
 
 
@@ -74,7 +74,7 @@ def test_a_folder_that_is_not_complete_is_not_published(tmp_path: Path) -> None:
     folder.seal(working, {})
     (working / "model.safetensors").write_text("wei")
     with pytest.raises(CheckpointError, match=r"model\.safetensors has 3 bytes, 7 were written"):
-        folder.publish(working, final)
+        publish.publish(working, final)
     assert (final / "model.safetensors").read_text() == "old"
 
 
@@ -88,7 +88,7 @@ def test_recovery_after_a_kill_between_the_two_renames(tmp_path: Path) -> None:
     final = make(tmp_path, 3)
     final.rename(tmp_path / ".replaced-checkpoint-3")
     (tmp_path / ".incomplete-checkpoint-3").mkdir()
-    folder.recover(tmp_path)
+    publish.recover(tmp_path)
     assert folder.newest_complete(tmp_path)[0] == final
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "latest"]
 
