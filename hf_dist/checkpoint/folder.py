@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -33,8 +34,11 @@ READY = ".ready-"
 REPLACED = ".replaced-"
 """Beginnings of names: of a folder that is written, of a sealed one whose files are moved, of one whose name was taken over."""
 WEIGHTS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
-_NUMBERED = re.compile(r"^checkpoint[-_](\d+)$")  # the Trainer's and accelerate's
+_NUMBERED = re.compile(r"^checkpoint([-_])(\d+)$")
+_WRITTEN = "written"
+"""Entry of a manifest: the time of the save, later than that of every checkpoint beside it, whatever the clocks say."""
 TRAINER_STATE = "trainer_state.json"
+_TEXTS = (".md", ".txt", ".json", ".jinja", ".py", ".yaml", ".yml")
 
 
 def folder_of(directory: Any, call: str) -> Path:
@@ -70,7 +74,9 @@ def seal(working: Path, facts: Mapping[str, Any], digests: Mapping[str, str] | N
     for name in files:
         flush(working / name)
     manifest = working / MANIFEST
-    content = {"format": FORMAT, **facts, "files": files, "digests": digests}
+    times = [written_at(p) for p in numbered(working.parent)]
+    now = max([time.time(), *(before + 1e-3 for before in times)])
+    content = {"format": FORMAT, **facts, _WRITTEN: now, "files": files, "digests": digests}
     content["own_digest"] = _own_digest(content)
     manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     flush(manifest)
@@ -138,6 +144,8 @@ def _checked_format(manifest: Any) -> int:
     digests = manifest.get("digests", {})  # absent in checkpoints of older versions
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
         raise ValueError("its digests are no object of texts")
+    if not isinstance(manifest.get(_WRITTEN, 0.0), (int, float)):
+        raise ValueError(f"its time is {manifest[_WRITTEN]!r}")
     if "own_digest" in manifest and manifest["own_digest"] != _own_digest(manifest):
         raise ValueError("it is not what was written: its own_digest differs")
     return version
@@ -150,14 +158,43 @@ def _own_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def written(folder: Path) -> dict[str, tuple[int, str]]:
-    """File -> bytes and digest, as the manifest has them; empty for an older version's. Raises as `read_manifest`."""
+    """File -> bytes and digest, as the manifest has them; empty for an older version's. Raises as `read_manifest`.
+
+    Without texts that people edit (`is_text`).
+    """
     manifest = read_manifest(folder) or {}
-    digests = manifest.get("digests", {})
-    return {name: (size, digests[name]) for name, size in manifest.get("files", {}).items() if name in digests}
+    digests, files = manifest.get("digests", {}), manifest.get("files", {})
+    return {name: (size, digests[name]) for name, size in files.items() if name in digests and not is_text(name)}
+
+
+def is_text(name: str) -> bool:
+    """Whether a file of a checkpoint is one that people edit, and no resume depends on: a model card, configs, tokenizers.
+
+    Weights, their index, states and what the Trainer counts are not.
+    """
+    path = PurePosixPath(name)
+    counted = name == TRAINER_STATE or name.endswith(".index.json") or path.parts[0] == STATE
+    return path.suffix in _TEXTS and not counted
+
+
+def edited(folder: Path) -> list[str]:
+    """Texts of a checkpoint that are not as they were written; their sizes are compared. Raises as `read_manifest`."""
+    files = (read_manifest(folder) or {}).get("files", {})
+    return [name for name, size in files.items() if is_text(name) and _size(folder / name) != size]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def incomplete(folder: Path) -> list[str]:
-    """Files that are missing or differ in size from the manifest; empty for a complete checkpoint of hf_dist."""
+    """Files that are missing or differ in size from the manifest; empty for a complete checkpoint of hf_dist.
+
+    Texts that people edit (`is_text`) may be different, or gone.
+    """
     manifest = read_manifest(folder)
     if manifest is None:
         return [f"no {MANIFEST}: it was not finished, or not written by hf_dist"]
@@ -167,6 +204,8 @@ def incomplete(folder: Path) -> list[str]:
     inside = folder.resolve()
     for name, size in manifest["files"].items():
         path = folder / name
+        if is_text(name):
+            continue
         try:
             if not path.is_file():
                 problems.append(f"{name} is missing")
@@ -179,12 +218,45 @@ def incomplete(folder: Path) -> list[str]:
     return problems
 
 
-def numbered(root: Path) -> list[Path]:
-    """`checkpoint-N` and `checkpoint_N` folders below `root`, newest first."""
+def numbered(root: Path, separators: str = "-_") -> list[Path]:
+    """`checkpoint-N` (the Trainer's) and `checkpoint_N` (accelerate's) folders below `root`, the last written first.
+
+    A run that goes on from an older checkpoint writes numbers below those that are there: the time says what came last.
+    """
     if not root.is_dir():
         return []
-    found = [(int(m.group(1)), p) for p in root.iterdir() if p.is_dir() and (m := _NUMBERED.match(p.name))]
-    return [p for _, p in sorted(found, reverse=True)]
+    found = [
+        (written_at(p), int(m.group(2)), p)
+        for p in root.iterdir()
+        if p.is_dir() and (m := _NUMBERED.match(p.name)) and m.group(1) in separators
+    ]
+    return [p for _, _, p in sorted(found, reverse=True)]
+
+
+def higher(root: Path, last: Path) -> list[str]:
+    """Names of checkpoints with a higher number than that of `last`, which was written after them."""
+    found = [p.name for p in numbered(root)]
+    if last.name not in found:
+        return []
+    return [name for name in found[found.index(last.name) :] if _number(name) > _number(last.name)]
+
+
+def _number(name: str) -> int:
+    found = _NUMBERED.match(name)
+    return int(found.group(2)) if found else -1
+
+
+def written_at(folder: Path) -> float:
+    """When a checkpoint was saved, in seconds; of other programs', when its last file was written."""
+    try:
+        manifest = read_manifest(folder) or {}
+    except CheckpointError:  # damaged
+        manifest = {}
+    try:
+        last = next((folder / name for name in (MANIFEST, TRAINER_STATE) if (folder / name).exists()), folder)
+        return float(manifest.get(_WRITTEN, last.stat().st_mtime))
+    except OSError:
+        return 0.0
 
 
 def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
@@ -207,32 +279,34 @@ def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
 
 def complete(root: Path) -> list[Path]:
     """Every complete checkpoint below `root`, whatever its name, oldest first. Includes those of the stock Trainer."""
-    found: list[tuple[int, float, Path]] = []
+    found: list[tuple[float, int, Path]] = []
     for path in root.iterdir() if root.is_dir() else ():
         try:
             stock = _NUMBERED.match(path.name) if (path / TRAINER_STATE).is_file() else None
             manifest = read_manifest(path) if not path.name.startswith(".") and path.is_dir() else None
             if manifest is not None and not incomplete(path):
-                found.append((int(manifest.get("step", 0)), path.stat().st_mtime, path))
+                found.append((written_at(path), int(manifest.get("step", 0)), path))
             elif stock and manifest is None:
-                found.append((int(stock.group(1)), path.stat().st_mtime, path))
+                found.append((written_at(path), int(stock.group(2)), path))
         except (CheckpointError, OSError):  # damaged, or deleted meanwhile
             continue
     return [path for _, _, path in sorted(found)]
 
 
-def rotate(root: Path, limit: int | None, keep: Iterable[Path]) -> list[Path]:
-    """Delete the oldest checkpoints beyond `limit`, never one in `keep`, the newest complete or the newest finite one.
+def rotate(root: Path, limit: int | None, keep: Iterable[Path], separator: str = "-") -> list[Path]:
+    """Delete the checkpoints beyond `limit` that were written first, never one in `keep`, or a newest complete or finite one.
 
     One process calls it. Like HF's `save_total_limit`; `limit` None or not positive keeps all. Returns the deleted folders.
+    Folders of the other `separator` and links are a user's. What was written after the newest complete one stays, too.
     """
     if limit is None or limit <= 0:
         return []
-    found = numbered(root)
+    found = [p for p in numbered(root, separator) if not p.is_symlink()]
     newest, skipped = newest_complete(root)
     for reason in skipped:
         warn_once(f"{root}: not counted as a checkpoint to resume from: {reason}")
-    kept = {p.resolve() for p in (*keep, newest, _newest_finite(found)) if p is not None}
+    after = found[: found.index(newest)] if newest in found else []
+    kept = {p.resolve() for p in (*keep, *after, newest, _newest_finite(found)) if p is not None}
     # Even with a limit of one, HF keeps the best checkpoint next to the newest.
     surplus = len(found) - max(limit, len(kept & {p.resolve() for p in found}))
     doomed = [p for p in reversed(found) if p.resolve() not in kept][: max(surplus, 0)]

@@ -12,6 +12,7 @@ from hf_dist.checkpoint.model_files import read_plan, read_weights
 from hf_dist.checkpoint.publish import finish
 from hf_dist.checkpoint.training_state import Stateful, load_state, read_rank_values
 from hf_dist.errors import CheckpointError
+from hf_dist.log import warn_once
 from hf_dist.mesh import ParallelMesh
 
 
@@ -83,6 +84,10 @@ def check_readable(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} holds no training state of hf_dist. Its weights can be loaded with "
             f"from_pretrained({str(directory)!r})."
+        )
+    if changed := folder.edited(directory):
+        warn_once(
+            f"{directory}: {', '.join(changed[:5])} changed since the checkpoint was written; the resume does not depend on it"
         )
     problems = folder.incomplete(directory)
     if problems:

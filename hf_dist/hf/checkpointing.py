@@ -138,6 +138,8 @@ class CheckpointingMixin(DataPositionMixin):
                 found = None if newest is None else str(newest)
                 for line in skipped:
                     say(f"{root}: {line}; an older checkpoint is used")
+                if newest is not None and (rolled := folder.higher(root, newest)):
+                    say(f"{root}: {', '.join(rolled)} were written before {newest.name}, by a run that was rolled back")
                 if wanted == "auto":
                     say(f"resuming from {found}" if found else f"no checkpoint in {root}: starting from the beginning")
                 elif found is None:

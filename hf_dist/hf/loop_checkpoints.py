@@ -82,7 +82,7 @@ class LoopCheckpointsMixin:
 
         def after(final: Path) -> None:
             if project.automatic_checkpoint_naming:
-                folder.rotate(final.parent, project.total_limit, keep=[final])
+                folder.rotate(final.parent, project.total_limit, keep=[final], separator="_")
 
         self.engine.meet()
         positions = states_of_loaders(self)

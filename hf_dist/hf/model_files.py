@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,10 +92,12 @@ def _files(sharded: ShardedModel, max_shard_size: str | int, save: Any) -> Model
         with tempfile.TemporaryDirectory(prefix=".small-", dir=folder) as scratch:
             with _no_progress_bar():
                 save(scratch)
-            for path in Path(scratch).rglob("*.safetensors"):
-                if _HF_WEIGHTS.fullmatch(path.name):
-                    path.unlink()
-            shutil.copytree(scratch, folder, dirs_exist_ok=True)
+            # Moved one by one: to copy the tree would give the checkpoint the mode of a temporary folder, 0700.
+            for path in [path for path in Path(scratch).rglob("*") if path.is_file()]:
+                if not _HF_WEIGHTS.fullmatch(path.name):
+                    place = folder / path.relative_to(scratch)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(path, place)
         write_dtype(folder, loaded_dtype(sharded))
 
     buffers = [replace(b, values=b.values.clone()) for b in buffer_parts(sharded.model, plan)]
