@@ -179,12 +179,28 @@ def words_of(error: BaseException) -> str:
 
 def lost_peer(error: BaseException) -> bool:
     """Whether `error` only says that another rank is gone."""
-    return not isinstance(error, HfDistError) and any(sign in words_of(error) for sign in _LOST_PEER)
+    return _of_a_collective(error) and any(sign in words_of(error) for sign in _LOST_PEER)
 
 
 def timed_out(error: BaseException) -> bool:
     """Whether `error` only says that another rank did not arrive within a process group's timeout."""
-    return not isinstance(error, HfDistError) and any(sign in words_of(error) for sign in _TIMED_OUT)
+    return _of_a_collective(error) and any(sign in words_of(error) for sign in _TIMED_OUT)
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    """Whether `error` was raised by a collective or a store of ranks: where, not in which words.
+
+    A data set that reads over a network, a callback that reports to a server say "Connection reset by peer", too. gloo, NCCL
+    and the stores raise `RuntimeError`s, which Python sees at the line of ours or of `torch.distributed` that waits.
+    """
+    if isinstance(error, HfDistError) or not isinstance(error, RuntimeError):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    torchs = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or __file__)
+    waiting = (os.path.join(torchs, "distributed", ""), os.path.join(os.path.dirname(__file__), ""))
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(waiting)
 
 
 def print_traceback(error: BaseException) -> str:

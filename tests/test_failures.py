@@ -266,6 +266,39 @@ def test_local_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+WORDS = (
+    "Connection reset by peer",
+    "reading s3://bucket/shard-7: Broken pipe",
+    "Timed out waiting for the object store",
+)
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("kind", [ConnectionResetError, OSError, TimeoutError, RuntimeError])
+def test_a_network_error_of_user_code_is_no_lost_peer(words: str, kind: type[Exception]) -> None:
+    """Where an error was raised counts, and not its words; each of these can come out of a data set or a callback."""
+    with pytest.raises(kind) as found:
+        raise kind(words)
+    assert not failure.lost_peer(found.value) and not failure.timed_out(found.value)
+
+
+def test_an_error_of_a_store_or_a_group_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_dist import collectives
+
+    class Work:
+        def wait(self) -> None:
+            raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:3999")
+
+    with pytest.raises(RuntimeError) as found:
+        collectives.Handle([Work()]).wait()
+    assert not failure.lost_peer(found.value)  # raised by Python code of this file; gloo has no such frame
+    trace = found.value.__traceback__
+    while trace.tb_next.tb_next is not None:  # type: ignore[union-attr]
+        trace = trace.tb_next  # type: ignore[union-attr]
+    trace.tb_next = None  # type: ignore[union-attr]
+    assert failure.lost_peer(found.value)
+
+
 def test_an_error_whose_text_cannot_be_made_is_told_too(capfd: pytest.CaptureFixture[str]) -> None:
     class Odd(RuntimeError):
         def __str__(self) -> str:

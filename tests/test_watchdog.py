@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -279,6 +280,29 @@ def test_a_collector_hears_who_spoke_who_left_and_why() -> None:
     collector.close()
     assert three.hear() == [] and not three.is_open
     one.send({"status": {}})  # nobody listens: dropped, without an error
+
+
+def test_a_collector_listens_where_it_is_called_and_drops_strangers() -> None:
+    collector = Collector("secret", "127.0.0.1", ranks=2)
+    assert collector._server.getsockname()[0] == "127.0.0.1"
+    address = ("127.0.0.1", collector.port)
+    one = Sender(address, "secret", 1)
+    one.send({"status": {"still": 1}})
+    strangers = [socket.create_connection(address) for _ in range(50)]
+    collector.poll(0.5)
+    assert len(collector._unread) == 1 + 8  # a rank, and the strangers that came last
+    one.send({"status": {"still": 2}})
+    collector.poll(0.2)
+    assert collector.heard[1].ended is None and one.is_open
+    for stranger in strangers:
+        stranger.close()
+    collector.close()
+
+
+def test_an_address_that_is_not_of_this_machine_is_no_error() -> None:
+    collector = Collector("secret", "203.0.113.7")
+    assert collector._server.getsockname()[0] == "0.0.0.0"
+    collector.close()
 
 
 def test_one_process_has_no_watchdog(tmp_path: Path) -> None:

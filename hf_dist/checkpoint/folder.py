@@ -278,16 +278,16 @@ def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def complete(root: Path) -> list[Path]:
-    """Every complete checkpoint below `root`, whatever its name, oldest first. Includes those of the stock Trainer."""
-    found: list[tuple[float, int, Path]] = []
+    """Every complete checkpoint below `root`, whatever its name, by step. Includes those of the stock Trainer."""
+    found: list[tuple[int, float, Path]] = []
     for path in root.iterdir() if root.is_dir() else ():
         try:
             stock = _NUMBERED.match(path.name) if (path / TRAINER_STATE).is_file() else None
             manifest = read_manifest(path) if not path.name.startswith(".") and path.is_dir() else None
             if manifest is not None and not incomplete(path):
-                found.append((written_at(path), int(manifest.get("step", 0)), path))
+                found.append((int(manifest.get("step", 0)), written_at(path), path))
             elif stock and manifest is None:
-                found.append((written_at(path), int(stock.group(2)), path))
+                found.append((int(stock.group(2)), written_at(path), path))
         except (CheckpointError, OSError):  # damaged, or deleted meanwhile
             continue
     return [path for _, _, path in sorted(found)]

@@ -376,6 +376,7 @@ class CheckpointingMixin(DataPositionMixin):
             self._leave_if_told()  # completes the previous check, and covers signals received since
         if self.dist_engine is not None:
             self.checkpoint_writer.wait()
+            self._forget_a_best_that_is_gone()
             so_far = getattr(self, "_tr_loss", None)  # where this transformers keeps it
             if so_far is not None:  # of the steps since the last log: HF adds this rank's to those of all ranks
                 self._tr_loss = so_far.clone()
@@ -384,6 +385,20 @@ class CheckpointingMixin(DataPositionMixin):
         if self.dist_engine is not None:
             self.dist_engine.sharded.finish_gathers()
         return result
+
+    def _forget_a_best_that_is_gone(self) -> None:
+        """A finished training keeps its last weights where somebody has removed the best checkpoint; HF raises. Collective."""
+        best = self.state.best_model_checkpoint
+        here = best is None or Path(best).is_dir()
+        if collectives.all_gather_object(self.accelerator.mesh.world, here)[0]:
+            return
+        self.state.best_model_checkpoint = None
+        what = (
+            "the weights of the last step are kept"
+            if self.args.load_best_model_at_end
+            else "training is done all the same"
+        )
+        say(f"the best checkpoint {best} is gone: {what}")
 
 
 def _is_theirs(method: Any) -> bool:

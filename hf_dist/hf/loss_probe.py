@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from hf_dist import collectives, trees
 from hf_dist.engine import Engine
@@ -22,6 +24,9 @@ from hf_dist.log import say_once
 __all__ = ["LossKind", "kind_of_loss", "loss_kind_matters", "of_all_labels"]
 
 _RELATIVE = 1e-3
+_LOSSES = {
+    f for name, f in vars(functional).items() if name.endswith(("_loss", "cross_entropy", "with_logits", "kl_div"))
+}
 LABELS = "labels"
 IGNORED = -100
 """The label of what counts for nothing; HF pads labels with it."""
@@ -34,15 +39,17 @@ class LossKind(IntEnum):
     """These rows ask for no loss: no labels."""
     UNDECIDED = 1
     """These rows cannot tell: nothing in them is labelled, or the loss is zero or not a number."""
-    MEAN = 2
+    MEAN_ALONE = 2
+    """The same, but what these rows leave is a mean of them, the part of a loss beside that of labels. Decides nothing."""
+    MEAN = 3
     """The same for any `num_items_in_batch` and any number of rows."""
-    LABELLED = 3
+    LABELLED = 4
     """The mean over the labelled tokens or rows of the batch, whatever `num_items_in_batch` is."""
-    SUM = 4
+    SUM = 5
     """A sum over the rows, whatever `num_items_in_batch` is."""
-    COUNTED = 5
+    COUNTED = 6
     """A sum over `num_items_in_batch`."""
-    MIXED = 6
+    MIXED = 7
     """The same beside a term that is a mean, such as the z-loss of Bamba: counted once for every microbatch of every rank."""
 
 
@@ -68,13 +75,13 @@ def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     axis = trainer.dist_engine.mesh.control
     asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), LABELS, "return_loss"))
     # A class whose forward takes `*args, **kwargs` names no labels, and may still return a loss: of training, it has to.
-    may = asks or (model.training and not _overrides_loss(trainer))
+    may = asks or (model.training and not _overrides(trainer, "compute_loss", "training_step"))
     # A forward is collective: all ranks run it, or none.
     asked, tried = (max(found) for found in zip(*collectives.all_gather_object(axis, (asks, may)), strict=True))
     if not tried:
         return LossKind.NONE
     kind = LossKind(max(collectives.all_gather_object(axis, int(_found(trainer, model, inputs)))))
-    if kind == LossKind.UNDECIDED and not asked:
+    if kind <= LossKind.MEAN_ALONE and not asked:
         return LossKind.NONE
     if kind == LossKind.MEAN:
         say_once(
@@ -121,8 +128,11 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     finally:
         model.train(was_training)
     labels = [prepared.get(name) for name in trainer.label_names or [LABELS]]
-    if once == 0 or not math.isfinite(once) or any(_is_empty(label) for label in labels):
+    if once == 0 or not math.isfinite(once):
         return LossKind.UNDECIDED
+    if any(_is_empty(label) for label in labels):
+        is_mean = all(in_rows) and math.isclose(twice, once, rel_tol=_RELATIVE) and not _has_router_loss(trainer)
+        return LossKind.MEAN_ALONE if is_mean else LossKind.UNDECIDED
     if abs(twice - 2 * once) < abs(twice - once):
         return LossKind.SUM
     return LossKind.LABELLED if over_labels else LossKind.MEAN
@@ -134,8 +144,8 @@ def _counted(trainer: Any, prepared: Any, once: float, half: float) -> LossKind:
     What is doubled by rows that are there twice is added up like the sum; `prepared` is None for rows that cannot be.
     """
     rest = 2 * half - once
-    if getattr(getattr(trainer.model, "config", None), "router_aux_loss_coef", None):
-        rest = 0.0  # `hf_dist.router_loss` says how that term is counted
+    if _has_router_loss(trainer):
+        rest = 0.0
     has_rest = math.isfinite(rest) and abs(rest) > _RELATIVE * abs(once)
     if prepared is None or not any(collectives.all_gather_object(trainer.dist_engine.mesh.control, has_rest)):
         return LossKind.COUNTED
@@ -143,6 +153,11 @@ def _counted(trainer: Any, prepared: Any, once: float, half: float) -> LossKind:
     count = torch.tensor(7.0, device=trainer.args.device)
     twice, of_more = (_value(trainer.dist_engine, doubled, n) for n in (count, 2 * count))
     return LossKind.MIXED if has_rest and math.isclose(2 * of_more - twice, rest, rel_tol=0.1) else LossKind.COUNTED
+
+
+def _has_router_loss(trainer: Any) -> bool:
+    """A mixture's: `hf_dist.router_loss` says how that term is counted."""
+    return bool(getattr(getattr(trainer.model, "config", None), "router_aux_loss_coef", None))
 
 
 def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tensor) -> bool:
@@ -155,7 +170,7 @@ def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Te
         and (labels.ndim == 2 or bool((labels == IGNORED).any()))
         and list(trainer.label_names or [LABELS]) == [LABELS]
         and not getattr(trainer, "_loss_shifts_labels", False)  # then HF counts other labels
-        and not _overrides_loss(trainer)
+        and not _overrides(trainer, "compute_loss")
     )
     if not all(collectives.all_gather_object(trainer.dist_engine.mesh.control, can_be_masked)):
         return False
@@ -173,10 +188,10 @@ def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Te
     return math.isclose(joined, once, rel_tol=_RELATIVE) and not math.isclose(*values, rel_tol=_RELATIVE)
 
 
-def _overrides_loss(trainer: Any) -> bool:
-    """Whether a class of the user, or of another library, computes the loss itself."""
-    first = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    return not first.__module__.startswith(("hf_dist.", "transformers."))
+def _overrides(trainer: Any, *methods: str) -> bool:
+    """Whether a class of the user, or of another library, has one of these methods, and so a way of its own to a loss."""
+    owners = [cls.__module__ for cls in type(trainer).__mro__ if not vars(cls).keys().isdisjoint(methods)]
+    return not all(module.startswith(("hf_dist.", "transformers.")) for module in owners)
 
 
 def of_all_labels(loss: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int) -> torch.Tensor:
@@ -193,8 +208,29 @@ def _is_empty(label: Any) -> bool:
 
 def _value(engine: Engine, prepared: Any, count: torch.Tensor) -> float:
     """The loss; NaN without one."""
-    loss = engine.evaluate(prepared, lambda model, batch: _loss(model(**batch, num_items_in_batch=count)))
+
+    def forward(model: Any, batch: Any) -> torch.Tensor | None:
+        with _WideLosses():
+            return _loss(model(**batch, num_items_in_batch=count))
+
+    loss = engine.evaluate(prepared, forward)
     return math.nan if loss is None else float(loss)
+
+
+class _WideLosses(TorchFunctionMode):
+    """Inside, torch's losses are computed in fp32: one of 4.6 in bf16 is known to 0.02, which hides what is asked here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOSSES:
+            args, kwargs = _wide(args), {name: _wide(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return type(value)(map(_wide, value)) if type(value) in (tuple, list) else value
 
 
 def _in_rows(batch: Any) -> bool:

@@ -21,6 +21,7 @@ from hf_dist.errors import ModelError
 from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.agreed_control import AgreedControlMixin
+from hf_dist.hf.args import DistArgsMixin
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.counts import parameter_count
@@ -40,6 +41,7 @@ from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import parts_of_window, tell_router_loss
 from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.trl import TrlMixin
+from hf_dist.log import warn_once
 from hf_dist.on_one_rank import every_rank
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
@@ -75,6 +77,11 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         """HF creates its accelerator and this adopts it, so references that other objects took to it stay valid."""
         super().create_accelerator_and_postprocess()
         if self.dist is None:
+            if isinstance(self.args, DistArgsMixin) and self.accelerator.num_processes > 1:
+                warn_once(
+                    f"{type(self.args).__name__} has no config (dist_config, deepspeed, HF_DIST_CONFIG): the model is trained "
+                    "by plain data parallelism, as with the stock Trainer"
+                )
             return
         config = resolve(self.dist, self._auto_sources())
         accelerator = DistAccelerator.adopt(self.accelerator, config)
@@ -242,12 +249,12 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
         with self._only_loss_is_read():
             kind = kind_of_loss(self, model, inputs)
         # A set without labels may be predicted before training. Training without labels goes on without.
-        self._loss_is_known = kind > LossKind.UNDECIDED or (kind == LossKind.NONE and model.training)
+        self._loss_is_known = kind > LossKind.MEAN_ALONE or (kind == LossKind.NONE and model.training)
         if kind == LossKind.MEAN:
             self.model_accepts_loss_kwargs = False
             self._loss_is_mean = True
         self._loss_is_of_labels = kind == LossKind.LABELLED
-        self._loss_is_mixed = kind == LossKind.MIXED
+        self._loss_is_mixed = kind in (LossKind.MIXED, LossKind.MEAN_ALONE)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """HF's. In training, means are weighted as one process weights the rows of a batch."""

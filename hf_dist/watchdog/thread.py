@@ -79,8 +79,9 @@ class Watchdog(threading.Thread):
         self._sending = threading.Lock()
         if rank in self._listeners:
             token = uuid.uuid4().hex
-            self._collector = Collector(token)
-            self._store.set(self._key(rank), json.dumps([mesh.own_address(), self._collector.port, token]))
+            address = mesh.own_address()
+            self._collector = Collector(token, address, world)
+            self._store.set(self._key(rank), json.dumps([address, self._collector.port, token]))
         failure.on_leave(self.leave)
         failure.explain_with(self.explain_loss)
         atexit.register(self.leave, "")

@@ -39,11 +39,18 @@ class Heard:
 class Collector:
     """Listens to all ranks. Call its methods from one thread; any thread may read `heard`."""
 
-    def __init__(self, token: str) -> None:
-        """`token`: secret of the job; messages without it are rejected."""
+    def __init__(self, token: str, host: str = "127.0.0.1", ranks: int = 1024) -> None:
+        """`token`: secret of the job; messages without it are rejected. `host`: the address at which the ranks call.
+
+        `ranks`: as many connections may be open that have not said the secret; of more, the oldest is closed.
+        """
         self.token = token
         self.heard: dict[int, Heard] = {}
-        self._server = socket.create_server(("", 0), backlog=1024)
+        self._strangers = max(ranks, 8)
+        try:
+            self._server = socket.create_server((host, 0), backlog=1024)
+        except OSError:  # an address that others see, and this machine does not have
+            self._server = socket.create_server(("", 0), backlog=1024)
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -67,8 +74,14 @@ class Collector:
                         accepted.setblocking(False)
                         self._unread[accepted] = b""
                         self._selector.register(accepted, selectors.EVENT_READ)
+                        self._close_strangers()
                 else:
                     self._read(connection)
+
+    def _close_strangers(self) -> None:
+        silent = [connection for connection in self._unread if connection not in self._ranks]
+        for connection in silent[: -self._strangers]:
+            self._hang_up(connection)
 
     def _read(self, connection: socket.socket) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,25 @@ def best_kept(folder: Path, stage: int, async_save: bool, only_model: bool, limi
         greater_is_better=True, save_total_limit=limit, save_only_model=only_model,
     )  # fmt: skip
     return trained(folder, "tied", stage, {"checkpoint": {"async_save": async_save}}, **changes)
+
+
+def cleaned(folder: Path, limit: int | None) -> dict[str, Any]:
+    """As `best_kept`, and another program removes the best checkpoint during the last step."""
+    trainer = trainer_for(
+        folder, "tied", 2, {}, max_steps=3, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=True, save_total_limit=limit,
+    )  # fmt: skip
+    step = trainer.training_step
+
+    def cleans(*args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == 2 and trainer.args.process_index == 0:
+            shutil.rmtree(folder / "checkpoint-1", ignore_errors=True)
+        return step(*args, **kwargs)
+
+    trainer.training_step = cleans
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    return {"steps": trainer.state.global_step, "saved": weights_of(trainer), "folder": str(folder)}
 
 
 def limited(folder: Path, async_save: bool, limit: int) -> list[str]:

@@ -35,6 +35,7 @@ JOBS = [
         for s, b, o in BEST
     ),
     *((JOB + "limited", {"async_save": background, "limit": 2}) for background in LIMITED),
+    *((JOB + "cleaned", {"limit": limit}) for limit in (None, 1)),
     *((JOB + "overridden", {"stage": stage, "async_save": stage > 1}) for stage in (0, 3)),
     (JOB + "background_failure", {}),
     (JOB + "no_room", {"stage": 3}),
@@ -53,6 +54,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return [rank[index] for rank in results]
 
     return of
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_training_whose_best_checkpoint_is_gone_ends_with_its_last_weights(limit: int | None, outcomes: Any) -> None:
+    first, second = outcomes("cleaned", limit=limit)
+    assert first["steps"] == second["steps"] == 3
+    saved, last = (files_of(Path(first["folder"], name)) for name in ("saved", "checkpoint-3"))
+    assert saved.keys() == last.keys() and all(torch.equal(saved[name], last[name]) for name in saved)
 
 
 def files_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -84,11 +84,11 @@ MUTANTS: list[Mutant] = [
         ("checkpoint/test_save.py::test_a_failed_write_in_the_background_is_an_error_at_the_next_step",),
     ),
     Mutant(
-        "checkpoint-10 is older than checkpoint-9",
+        "the highest number is the last checkpoint",
         "checkpoint/folder.py",
-        "found = [(int(m.group(1)), p) for p in root.iterdir()",
-        "found = [(m.group(1), p) for p in root.iterdir()",
-        ("checkpoint/test_folder.py",),
+        "(written_at(p), int(m.group(2)), p)",
+        "(0.0, int(m.group(2)), p)",
+        ("checkpoint/test_lineage.py",),
     ),
     Mutant(
         "a merged adapter is scaled by the rank of the others",
