@@ -1,10 +1,10 @@
 """Which worker of pytest-xdist runs which test file, and when: files that start ranks in one, others beside them.
 
 Ranks wait for each other, so a job of ranks uses one core and a half of two, and a file that mostly waits (for time-outs, for
-restarts) leaves a core idle. So of four workers two take files that start ranks, one those without, one those that wait (four
-took 7% less than three on two cores). What a file costs is read from `tests/durations.tsv`; a file that is not there counts
-as one that starts ranks. Dear files come first, so that the workers end together; a worker that has no file of its kind left
-takes the cheapest of the others.
+restarts) leaves a core idle. So of three workers one takes files that start ranks, one those without, one those that wait (a
+fourth took 7% less by the clock in one measurement and 5% more in another). What a file costs is read from
+`tests/durations.tsv`; a file that is not there counts as one that starts ranks. Dear files come first, so that the workers
+end together; a worker that has no file of its kind left takes the cheapest of the others.
 """
 
 from __future__ import annotations

@@ -38,6 +38,6 @@ ruff check .
 codespell --skip "*/sweep/*.md,*/schema/*" --ignore-words-list fro,nd README.md configs examples hf_dist tests
 ruff format --check .
 mypy --num-workers 2 hf_dist
-# Four workers: files that start ranks in two, others beside them, those that wait in one (tests/order.py). -n 0 for one process.
-# What fails is tried once more, alone (tests/second_try.py).
-python -m tests.second_try -n 4 --dist loadfile "$@"
+# Three workers: files that start ranks in one, others beside them, those that wait in the third (tests/order.py). -n 0 for one
+# process. What fails is tried once more, alone (tests/second_try.py).
+python -m tests.second_try -n 3 --dist loadfile "$@"

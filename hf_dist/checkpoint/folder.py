@@ -170,10 +170,11 @@ def written(folder: Path) -> dict[str, tuple[int, str]]:
 def is_text(name: str) -> bool:
     """Whether a file of a checkpoint is one that people edit, and no resume depends on: a model card, configs, tokenizers.
 
-    Weights, their index, states and what the Trainer counts are not.
+    Weights, their plan and index, states and what the Trainer counts are not.
     """
     path = PurePosixPath(name)
-    counted = name == TRAINER_STATE or name.endswith(".index.json") or path.parts[0] == STATE
+    ours = path.parts[0] == STATE or path.name.startswith("hf_dist")
+    counted = ours or name == TRAINER_STATE or name.endswith(".index.json")
     return path.suffix in _TEXTS and not counted
 
 

@@ -100,8 +100,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_digests_are_taken_as_files_are_written(saved: Path) -> None:
     written, read = folder.written(saved), json.loads((saved.parent / "read.json").read_text())
-    files = {str(p.relative_to(saved)) for p in saved.rglob("*") if p.is_file()} - {folder.MANIFEST}
-    assert written.keys() == files
+    everything = {str(p.relative_to(saved)) for p in saved.rglob("*") if p.is_file()} - {folder.MANIFEST}
+    files = {name for name in everything if not folder.is_text(name)}
+    assert written.keys() == files and "config.json" in everything - files
+    assert json.loads((saved / folder.MANIFEST).read_text())["files"].keys() == everything
     assert written == {name: ((saved / name).stat().st_size, digest_of(saved / name)) for name in files}
     large = {name for name in files if name.endswith((".safetensors", ".distcp"))}
     assert len(large) == 3  # weights that both ranks write, and the state of each rank

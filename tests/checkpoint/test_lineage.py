@@ -16,7 +16,13 @@ from hf_dist.checkpoint import folder
 from hf_dist.checkpoint.publish import publish
 from hf_dist.errors import CheckpointError
 
-STATES = ("model.safetensors", "hf_dist_state/rank0.distcp", "hf_dist_state/common.json", "trainer_state.json")
+STATES = (
+    "model.safetensors",
+    "hf_dist_weights.json",
+    "hf_dist_state/rank0.distcp",
+    "hf_dist_state/common.json",
+    "trainer_state.json",
+)
 TEXTS = (
     "README.md",
     "config.json",
