@@ -175,6 +175,9 @@ def test_options_of_every_param_group_are_probed() -> None:
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "use_qr": True}]
     assert stepping_of(OrthogonalWhereAsked(groups[:1])) is Stepping.FRAGMENTS
     assert stepping_of(OrthogonalWhereAsked(groups)) is Stepping.WHOLE
+    assert (
+        stepping._probed(OrthogonalWhereAsked(groups)) is Stepping.WHOLE
+    )  # all there is where no copy can be observed
 
 
 def test_a_learning_rate_of_zero_in_warmup_does_not_blind_the_probe() -> None:
