@@ -90,7 +90,8 @@ def finish(final: Path) -> None:
         before = _named_in(ready / _BEFORE)
         (target / MANIFEST).unlink(missing_ok=True)  # from here on it is no checkpoint, until all is there
         files = [path for path in ready.rglob("*") if _is_file(path) and path.name != _BEFORE]
-        new = {name for name in (read_manifest(ready) or {}).get("files", {})}
+        new = set((read_manifest(ready) or {})["files"])
+        # As transformers' save_pretrained: from_pretrained would mix shards of two saves, or prefer one file to new shards.
         stale = {path.name for path in target.iterdir() if WEIGHTS.match(path.name)}
         for name in (before | stale) - new:
             (target / name).unlink(missing_ok=True)
