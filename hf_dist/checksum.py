@@ -16,6 +16,15 @@ _MIX, _NEXT = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D  # odd; products wrap aroun
 _AFTER = 1_000_003
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements in their order, 1-D; shares memory with a dense tensor.
+
+    torch reports a single element or row of a larger tensor as contiguous whatever its strides, and views no bytes of it.
+    """
+    flat = tensor.detach().reshape(-1)
+    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-D int64 on the tensor's device; the host does not wait for it. Exact: nothing is rounded.
@@ -23,7 +32,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     Each word is multiplied by a weight that depends on its position, so swapped values change the result, unlike in a sum.
     Strides and alignment have no effect.
     """
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = as_bytes(tensor)
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
     weights = _weights(min(_WORDS, -(-raw.numel() // 8)), raw.device)
     for part in raw.split(8 * _WORDS):

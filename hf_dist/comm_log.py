@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hf_dist.mesh import MeshAxis
 
-__all__ = ["CommLog", "Sent", "count", "count_start", "num_started", "record"]
+__all__ = ["CommLog", "Sent", "count", "count_start", "num_started", "record", "refused"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def record() -> Iterator[CommLog]:
 
 
 _num_started = 0
+_alone = threading.local()
 
 
 def num_started() -> int:
@@ -58,9 +60,21 @@ def num_started() -> int:
     return _num_started
 
 
+@contextmanager
+def refused() -> Iterator[None]:
+    """Inside, this thread starts no collective: one that tries gets a RuntimeError. For what one rank does alone."""
+    _alone.here = True
+    try:
+        yield
+    finally:
+        _alone.here = False
+
+
 def count_start() -> None:
     """Count one more started transfer."""
     global _num_started
+    if getattr(_alone, "here", False):
+        raise RuntimeError("a collective was started where this rank is alone")
     _num_started += 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -65,3 +66,8 @@ class Problem:
         subject = f"{self.path}: " if self.path else ""
         value = f"{self.found} " if self.found else ""
         return f"{where}{subject}{value}{self.expected}" + (f". {self.fix}" if self.fix else "")
+
+
+def first_of(names: Sequence[str], number: int = 3) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join([*names[:number], *([f"and {len(names) - number} more"] if len(names) > number else [])])

@@ -32,16 +32,20 @@ _SAME_EVERYWHERE = (ConfigError, TopologyError, ModelError, CheckpointError, Ove
 # How gloo, NCCL and the store report that a peer is gone or has not arrived.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted", "Broken pipe")
 _TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
+STOPPED = "was told to end while nothing moved"
+"""Last words of a rank."""
 # How the last words of a rank begin that ended because another one had.
 _FOLLOWED = ("lost the connection to", "waited for")
 _GRACE_SECONDS = 5.0
 _FINISH_SECONDS = 600.0
+_ASK_SECONDS, _STORE_SECONDS = 1.0, 0.5
 
 _installed = False
 _told_to_end = threading.Event()
 _unfinished: list[Callable[[float], None]] = []
 _listeners: list[Callable[[str], None]] = []
 _explain: Callable[[], tuple[str, str]] | None = None
+_ask: Callable[[str], int] | None = None
 
 
 def finish_first(wait: Callable[[float], None]) -> None:
@@ -77,7 +81,10 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         # The launcher sends SIGTERM as soon as any rank ends. Print the error first.
         signal.signal(signal.SIGTERM, lambda *_: _told_to_end.set())
     if issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
+        where = traceback.extract_tb(trace)[-1:]
+        place = f" at {where[0].filename}:{where[0].lineno} in {where[0].name}" if where else ""
+        print_error(f"[rank {rank}] interrupted (KeyboardInterrupt){place}")
+        _leave_word("was interrupted (KeyboardInterrupt)")
     elif isinstance(error, _SAME_EVERYWHERE):
         # Rank 0 prints, after a pause for other ranks' output; its exit makes the launcher stop the others. A rank that is
         # still alive after the grace period met the error alone (its own file is wrong, say) and must print it.
@@ -92,9 +99,46 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         _report_loss(rank, "waited for another rank until the timeout of a process group was over (ddp_timeout)")
     else:
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
-        _leave_word(print_traceback(error))  # at once: the launcher's summary may appear half a minute later, or never
+        told = _told_by(rank, error)
+        if told is None or told == rank:
+            _leave_word(
+                print_traceback(error)
+            )  # at once: the launcher's summary may appear half a minute later, or never
+        else:
+            print_error(
+                f"[rank {rank}] {type(error).__name__}, at the same line as on rank {told}: {_first_line(error)}"
+            )
+            _leave_word(text)
         _tell_launcher(f"of rank {rank}:\n{text}")
+        if rank == 0:  # its end is that of the store, which the others ask
+            _told_to_end.wait(_STORE_SECONDS)
     _leave()
+
+
+def same_error_with(ask: Callable[[str], int]) -> None:
+    """Register `ask(place)`: the rank that first met an error of this place. Called when an error ends this process."""
+    global _ask
+    _ask = ask
+
+
+def _told_by(rank: int, error: BaseException) -> int | None:
+    """The rank that prints the traceback of an error that several meet at the same lines; None if nobody can say in time."""
+    place = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__))
+    found: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the rank that has the store may be gone
+            if _ask is not None:
+                found.append(_ask(f"{type(error).__name__}\n{place}"))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ASK_SECONDS)
+    return found[0] if found else None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(words_of(error).strip().splitlines()), "")
 
 
 def leave_waiting(reason: str) -> None:
@@ -117,11 +161,22 @@ def leave_alone(text: str) -> None:
     _leave()
 
 
-def _leave() -> None:
+def leave_stopped(message: str, code: int) -> None:
+    """Exit from a thread with `code`, because the job was told to end and its main threads do not move. Does not return.
+
+    `message`: printed; empty on all ranks but one.
+    """
+    if message:
+        print_error(message)
+    _leave_word(STOPPED)
+    _leave(code, seconds=_GRACE_SECONDS)
+
+
+def _leave(code: int = 1, seconds: float = _FINISH_SECONDS) -> None:
     _flush_output()
-    for wait in _unfinished:
-        wait(_FINISH_SECONDS)
-    os._exit(1)
+    for wait in reversed(_unfinished):  # as atexit does
+        wait(seconds)
+    os._exit(code)
 
 
 def _flush_output() -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "free_nbytes",
     "memory_kills",
     "memory_report",
+    "process_identity",
     "process_state",
     "processors",
     "ranks_here",
@@ -106,6 +107,20 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def process_identity(pid: int) -> str:
+    """`<boot and process namespace> <start>` of a visible process: no later one has the same. Empty if it is gone or unknown.
+
+    Numbers of processes come again, in a restarted container always.
+    """
+    try:
+        boot = _text(_PROC / "sys/kernel/random/boot_id").strip()
+        space = os.readlink(_PROC / "self/ns/pid")
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return f"{boot}/{space} {fields[19]}" if boot and len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
 def memory_kills(root: Path = _CGROUP) -> int:

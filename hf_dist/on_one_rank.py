@@ -16,7 +16,7 @@ from hf_dist import collectives
 from hf_dist.errors import OneRankError
 from hf_dist.mesh import MeshAxis, ParallelMesh
 
-__all__ = ["REMEDY", "every_rank", "line_of_user", "tell"]
+__all__ = ["REMEDY", "every_rank", "line_of_user", "passes_user_code", "tell"]
 
 REMEDY = (
     "Every rank has to call it, because each holds a part of the weights: take it out of `if rank == 0:` "
@@ -81,3 +81,13 @@ def line_of_user(frame: FrameType | None) -> str:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
+
+
+def passes_user_code(error: BaseException) -> bool:
+    """Whether a line of the user's is between where an exception is caught and where it was raised."""
+    trace = error.__traceback__
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(("<", *_LIBRARIES)):
+            return True
+        trace = trace.tb_next
+    return False

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_dist import collectives, trees
+from hf_dist.checksum import as_bytes
 from hf_dist.config.sections import PipelineConfig
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
@@ -321,10 +322,8 @@ class Pipeline:
             if not isinstance(row, _Tensor):
                 return row
             device = self.mesh.device
-            tensor = (
-                torch.empty(row.shape, dtype=row.dtype, device=device) if leaf is None else leaf.detach().contiguous()
-            )
-            collectives.broadcast(self.mesh.pp, tensor.view(-1).view(torch.uint8), self.last)
+            tensor = torch.empty(row.shape, dtype=row.dtype, device=device) if leaf is None else leaf.detach()
+            collectives.broadcast(self.mesh.pp, as_bytes(tensor), self.last)
             return tensor
 
         return trees.mapped(arrive, shapes)

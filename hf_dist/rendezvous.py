@@ -6,10 +6,12 @@ Only rank 0's requests to a store grow with the number of ranks: one key per ran
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import struct
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -42,6 +44,9 @@ _ELSEWHERE = "192.0.2.1"
 """An address of a reserved network (RFC 5737), to find the interface that leads away from this machine."""
 _SIOCGIFADDR = 0x8915
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ANSWER = timedelta(seconds=5)
+"""In which a store answers."""
+_checked: tuple[str, int] | None = None
 _held: HeldPort | None = None
 """The port that rank 0 has offered, until its store listens there."""
 
@@ -58,7 +63,73 @@ def prepare_start() -> None:
     if not torch.cuda.is_available():
         schedule_as_batch()
     _choose_interface()
+    if _starts_alone():
+        _check_master_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     _leave_agent_store()
+
+
+def _starts_alone() -> bool:
+    """Whether rank 0 of this job will listen at MASTER_PORT, and no launcher does."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK")
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("True", "False")
+    return (
+        int(os.environ.get("WORLD_SIZE", "1")) > 1
+        and all(map(os.environ.get, names))
+        and not (launched or dist.is_initialized())
+    )
+
+
+def _check_master_port(address: str, port: int) -> None:
+    """Raise `TopologyError` if another program listens at MASTER_PORT: on rank 0, which cannot, and on the ranks that would
+    wait for an answer until the time-out. Local."""
+    global _checked
+    if _checked == (address, port):
+        return
+    taken = not _can_listen(port) if os.environ["RANK"] == "0" else _is_strange(address, port)
+    if taken:
+        with HeldPort() as free:
+            raise TopologyError(
+                f"MASTER_PORT={port}: another program listens there on {address}, so the ranks of this job cannot meet. Set "
+                f"MASTER_PORT to a free port, such as {free.number}, on every rank."
+            )
+    _checked = address, port
+
+
+def _can_listen(port: int) -> bool:
+    """Whether this process could listen at the port, as a store does. Other errors are left to the store."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            tried.bind(("", port))  # without listening: another rank would take it for the store
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
+
+
+def _is_strange(address: str, port: int) -> bool:
+    """Whether something answers there that is no store. Where nothing listens yet, rank 0 has not come so far."""
+    answered, asking = threading.Event(), threading.Event()
+
+    def ask() -> None:  # beside this thread: the constructor waits for an answer far longer than its `timeout`
+        with contextlib.suppress(dist.DistError):
+            dist.TCPStore(address, port, is_master=False, timeout=_ANSWER, wait_for_workers=False)
+            answered.set()
+        asking.clear()
+
+    for _ in range(2):  # it may have ended in between
+        try:
+            socket.create_connection((address, port), timeout=_ANSWER.total_seconds()).close()
+        except OSError:
+            return False
+        if not asking.is_set():
+            asking.set()
+            threading.Thread(target=ask, daemon=True).start()
+        if answered.wait(_ANSWER.total_seconds()):
+            return False
+    return True
 
 
 def _leave_agent_store() -> None:

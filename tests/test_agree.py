@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist.checksum import batch_digest, checksum
+from hf_dist.checksum import as_bytes, batch_digest, checksum
 from tests.harness import run_ranks
 
 
@@ -106,6 +106,18 @@ def test_a_checksum_depends_on_every_element_and_its_place_and_on_nothing_else(d
     turned[0, 0], turned[-1, -1] = 0, 1
     assert own != int(checksum(turned))
     assert len({int(checksum(torch.zeros(n, dtype=dtype))) for n in range(9)}) == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3, 2), (0, 4), (1, 5)])
+def test_the_bytes_of_a_view_are_those_of_its_elements(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A single element or row of a wider tensor is contiguous to torch, which cannot show its bytes."""
+    wide = torch.randint(0, 2, (7 * 7 * 3,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    for strides in ([7, 3], [3, 7], [7, 7], [2, 1]):
+        view = wide.as_strided(shape, strides[: len(shape)], 1)
+        expected = torch.tensor(view.flatten().tolist(), dtype=dtype).view(torch.uint8)
+        assert torch.equal(as_bytes(view), expected)
+        assert int(checksum(view)) == int(checksum(view.flatten().clone()))
 
 
 def test_the_digest_of_a_window_sees_the_end_the_order_and_large_integers() -> None:

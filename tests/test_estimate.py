@@ -372,8 +372,10 @@ def test_running_out_of_memory_shows_plan_measurement_and_setting(
         """Has no memory for a forward."""
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not kwargs["input_ids"].is_meta:
-                raise kind("DefaultCPUAllocator: can't allocate memory: you tried to allocate 20 GiB")
+            if not kwargs["input_ids"].is_meta and kind is RuntimeError:
+                torch.empty(1 << 60, dtype=torch.uint8)  # torch's own error, which words alone do not make
+            elif not kwargs["input_ids"].is_meta:
+                raise kind("you tried to allocate 20 GiB")
             return super().forward(*args, **kwargs)
 
     model = Full(llama().config)
@@ -396,7 +398,7 @@ def test_running_out_of_memory_shows_plan_measurement_and_setting(
             engine = hf_dist.initialize(model, config=data, device="cpu")
             engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))
     message = str(caught.value)
-    for words in ("tried to allocate 20 GiB", "hf_dist measured", f"microbatches of {MICRO} x {SEQ} tokens"):
+    for words in ("you tried to allocate", "hf_dist measured", f"microbatches of {MICRO} x {SEQ} tokens"):
         assert words in message
     assert "device, peak" in message
     assert "offload optimizer: saves" in message

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import typer
 
 from hf_dist.checkpoint import folder, publish
 from hf_dist.cli.watch import RECORD, watch
@@ -85,18 +86,35 @@ def test_each_complete_checkpoint_once_and_oldest_first(tmp_path: Path) -> None:
     assert not list(root.glob(".watched-*"))
 
 
-def test_a_command_that_fails_is_tried_again_and_then_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_is_tried_again_and_then_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FAILS_AT", "1")
     root, words = tmp_path / "out", command(tmp_path)
     save(root, 1)
     save(root, 2)
-    run(root, words)
+    with pytest.raises(typer.Exit) as end:
+        run(root, words)
+    assert end.value.exit_code == 1
+    assert "1 evaluated, 1 failed: checkpoint-1" in capsys.readouterr().out.splitlines()[-1]
     assert asked(tmp_path) == [1, 1, 2]
     assert [(line["checkpoint"], line["exit"]) for line in lines(root)] == [
         ("checkpoint-1", 3),
         ("checkpoint-1", 3),
         ("checkpoint-2", 0),
     ]
+
+
+def test_numbers_that_json_does_not_have_are_written_as_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "out"
+    save(root, 1)
+    run(root, [sys.executable, "-S", "-c", 'print(\'{"loss": NaN, "of": [Infinity, 1.5], "x": {"y": -Infinity}}\')'])
+    (line,) = lines(root)
+    assert line["metrics"] == {"loss": "nan", "of": ["inf", 1.5], "x": {"y": "-inf"}}
+    assert "NaN" not in (root / RECORD).read_text()
+    assert capsys.readouterr().out.splitlines()[-1] == "no new checkpoint for 0 s; 1 evaluated"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -1,22 +1,24 @@
-"""Checks that a saved folder holds the model: reads names and shapes back from the files before the folder is renamed.
+"""Checks that a folder holds the model: a saved one before it is renamed, another program's before it is read.
 
-One rank reads headers only; the writers have checked the values. A missing name would load as random weights.
+Of a saved one, a rank reads headers only; the writers have checked the values. A missing name would load as random weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hf_dist.checkpoint.folder import STATE
 from hf_dist.checkpoint.safetensors_source import SafetensorsFile
 from hf_dist.checkpoint.weight_file import difference
 from hf_dist.checkpoint.weight_plan import WeightPlan
-from hf_dist.errors import CheckpointError
+from hf_dist.errors import CheckpointError, first_of
 
-__all__ = ["check_needed", "check_planned", "check_shapes"]
+__all__ = ["check_needed", "check_planned", "check_shapes", "refuse_missing", "refuse_unknown"]
 
 Shape = tuple[int, ...]
 _AFTER = "the folder would load with random weights and was not given its name"
@@ -78,3 +80,30 @@ def _shapes(path: Path) -> dict[str, Shape]:
         return {}
     found = state.items() if isinstance(state, dict) else ()
     return {name: tuple(value.shape) for name, value in found if isinstance(value, torch.Tensor)}
+
+
+def refuse_unknown(model: nn.Module, names: Iterable[str], folder: Path) -> None:
+    """Raise `CheckpointError` for stored tensors that the model does not have: they would be dropped."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    more = [n for n in names if n not in known and not any(re.search(pattern, n) for pattern in ignored)]
+    if more:
+        raise CheckpointError(
+            f"{folder} holds {len(more)} tensors that the model does not have: {first_of(more)}. {_ANOTHER_MODEL}"
+        )
+
+
+def refuse_missing(model: nn.Module, names: Collection[str], folder: Path) -> None:
+    """Raise `CheckpointError` for parameters, or all names of a tied one, that a checkpoint does not have."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    read = {id(param) for name, param in params.items() if name not in names}
+    lost = [name for name in names if name in params and id(params[name]) not in read]
+    if lost:
+        raise CheckpointError(f"{folder} does not hold {first_of(lost)}. {_ANOTHER_MODEL}")
+
+
+_ANOTHER_MODEL = (
+    "It was saved from another model, or under names that only from_pretrained knows: load it with that, and start without "
+    "resume_from_checkpoint."
+)

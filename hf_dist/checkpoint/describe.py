@@ -43,6 +43,7 @@ _KINDS = (
     ("adapter_config.json", "PEFT adapter"),
     ("config.json", "Hugging Face model"),
 )
+_RUN = "output folder of a run"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Description:
     state: Mapping[str, Any] = field(default_factory=dict)
     """Parameters, elements, bytes and optimizer states of the training state, without values of single ranks."""
     files: Mapping[str, int] = field(default_factory=dict)
-    """Every file with its bytes."""
+    """Every file with its bytes, without those of `checkpoints`."""
+    checkpoints: tuple[Mapping[str, Any], ...] = ()
+    """Of a run's output folder, by step: name, step, complete, bytes."""
 
     @property
     def complete(self) -> bool:
@@ -85,8 +88,12 @@ def describe(path: Path) -> Description:
     """Describe a folder. Raises `CheckpointError` if there is none."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
-    files = {str(p.relative_to(path)): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
+    inside = folder.numbered(path)
+    found = [p for p in sorted(path.rglob("*")) if p.is_file() and not any(c in p.parents for c in inside)]
+    files = {str(p.relative_to(path)): p.stat().st_size for p in found}
     kind = next((kind for pattern, kind in _KINDS if any(path.glob(pattern))), "unknown")
+    if inside and not (path / folder.MANIFEST).is_file():
+        kind = _RUN
     problems: list[str] = []
     manifest: Mapping[str, Any] = {}
     if kind == "hf_dist":
@@ -100,7 +107,7 @@ def describe(path: Path) -> Description:
         problems.append(f"no {folder.MANIFEST}: the save did not finish")
     elif kind == "unknown":
         problems.append("nothing that is known here: no model, no training state")
-    weights = _weights(path, problems)
+    weights = _weights(path, [p for p in found if p.suffix == ".safetensors"], problems)
     state = _state(path / folder.STATE, problems) if (path / folder.STATE).is_dir() else {}
     return Description(
         path=str(path),
@@ -112,7 +119,18 @@ def describe(path: Path) -> Description:
         weights=weights,
         state=state,
         files=files,
+        checkpoints=tuple(_checkpoint(p) for p in sorted(inside, key=lambda p: int(re.split("[-_]", p.name)[-1]))),
     )
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        stock = (path / folder.TRAINER_STATE).is_file() and not (path / folder.MANIFEST).exists()
+        complete = stock or not folder.incomplete(path)
+    except CheckpointError:
+        complete = False
+    nbytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return {"name": path.name, "step": int(re.split("[-_]", path.name)[-1]), "complete": complete, "bytes": nbytes}
 
 
 def _trainer_step(path: Path) -> int | None:
@@ -123,10 +141,10 @@ def _trainer_step(path: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _weights(path: Path, problems: list[str]) -> dict[str, Any]:
+def _weights(path: Path, found: list[Path], problems: list[str]) -> dict[str, Any]:
     numel: dict[str, int] = {}
     tensors = 0
-    files = [p for p in sorted(path.rglob("*.safetensors")) if folder.STATE not in p.relative_to(path).parts]
+    files = [p for p in found if folder.STATE not in p.relative_to(path).parts]
     for file in files:
         try:
             header = read_header(file).tensors

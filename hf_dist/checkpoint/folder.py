@@ -37,6 +37,8 @@ WEIGHTS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
 _NUMBERED = re.compile(r"^checkpoint([-_])(\d+)$")
 _WRITTEN = "written"
 """Entry of a manifest: the time of the save, later than that of every checkpoint beside it, whatever the clocks say."""
+_NAME = "name"
+"""Entry of a manifest: the folder's, when it was saved. Under another one it is a user's copy."""
 TRAINER_STATE = "trainer_state.json"
 _TEXTS = (".md", ".txt", ".json", ".jinja", ".py", ".yaml", ".yml")
 
@@ -53,6 +55,11 @@ def folder_of(directory: Any, call: str) -> Path:
 def working_folder(final: Path) -> Path:
     """Where `final` is written until it is complete; no tool takes this name for a checkpoint."""
     return final.parent / f"{WORKING}{final.name}"
+
+
+def final_of(working: Path) -> Path:
+    """The folder that `working_folder` belongs to."""
+    return working.with_name(working.name.removeprefix(WORKING))
 
 
 def begin(final: Path) -> Path:
@@ -76,7 +83,14 @@ def seal(working: Path, facts: Mapping[str, Any], digests: Mapping[str, str] | N
     manifest = working / MANIFEST
     times = [written_at(p) for p in numbered(working.parent)]
     now = max([time.time(), *(before + 1e-3 for before in times)])
-    content = {"format": FORMAT, **facts, _WRITTEN: now, "files": files, "digests": digests}
+    content = {
+        "format": FORMAT,
+        **facts,
+        _NAME: final_of(working).name,
+        _WRITTEN: now,
+        "files": files,
+        "digests": digests,
+    }
     content["own_digest"] = _own_digest(content)
     manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     flush(manifest)
@@ -247,6 +261,13 @@ def _number(name: str) -> int:
     return int(found.group(2)) if found else -1
 
 
+def _is_copy(folder: Path) -> bool:
+    try:
+        return (read_manifest(folder) or {}).get(_NAME, folder.name) != folder.name
+    except CheckpointError:
+        return False
+
+
 def written_at(folder: Path) -> float:
     """When a checkpoint was saved, in seconds; of other programs', when its last file was written."""
     try:
@@ -298,11 +319,12 @@ def rotate(root: Path, limit: int | None, keep: Iterable[Path], separator: str =
     """Delete the checkpoints beyond `limit` that were written first, never one in `keep`, or a newest complete or finite one.
 
     One process calls it. Like HF's `save_total_limit`; `limit` None or not positive keeps all. Returns the deleted folders.
-    Folders of the other `separator` and links are a user's. What was written after the newest complete one stays, too.
+    Folders of the other `separator`, links, copies and renamed ones are a user's. What was written after the newest complete
+    one stays, too.
     """
     if limit is None or limit <= 0:
         return []
-    found = [p for p in numbered(root, separator) if not p.is_symlink()]
+    found = [p for p in numbered(root, separator) if not p.is_symlink() and not _is_copy(p)]
     newest, skipped = newest_complete(root)
     for reason in skipped:
         warn_once(f"{root}: not counted as a checkpoint to resume from: {reason}")

@@ -14,19 +14,22 @@ deepspeed/checkpoint/ds_to_universal.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hf_dist.agree import agree
-from hf_dist.checkpoint import dcp
+from hf_dist.checkpoint.check_names import refuse_unknown
 from hf_dist.checkpoint.flat_slice import FlatSlice
+from hf_dist.checkpoint.foreign_sources import DcpSource, MappedSource, Source, load_file, optimizer_name, plain
 from hf_dist.checkpoint.training_state import Stateful, Stored, fill_optimizer, fill_weights, missing_weights
-from hf_dist.errors import CheckpointError
+from hf_dist.errors import CheckpointError, first_of
 from hf_dist.optim.optimizers import Optimizers
+from hf_dist.optim.stepping import state_names
 from hf_dist.optim.taken_over import kind_of
 
 __all__ = ["Imported", "load_foreign", "program_of"]
@@ -37,8 +40,6 @@ UNIVERSAL, DEEPSPEED = "DeepSpeed (universal)", "DeepSpeed"
 _KERNEL_CHOICES = {"params", "foreach", "fused", "capturable", "differentiable", "maximize", "param_names"}
 _HF_WEIGHTS = ("model*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin", "adapter_model.*")
 
-Targets = Mapping[str, "FlatSlice | torch.Tensor"]
-
 
 @dataclass
 class Imported:
@@ -48,17 +49,10 @@ class Imported:
     weights: bool
     """False if the weights are HF files in the folder, for HF's loader to read."""
     optimizer: bool = False
+    states: str = ""
+    """How many parameters have one, if not all that are trained."""
     notes: list[str] = field(default_factory=list)
     """What was not imported, and why."""
-
-
-class _Source(Protocol):
-    @property
-    def stored(self) -> Stored:
-        """The stored tensors, under the names of `checkpoint/training_state.py`."""
-
-    def read(self, targets: Targets) -> None:
-        """Fill the targets in place. Local."""
 
 
 def program_of(directory: Path) -> str | None:
@@ -124,7 +118,7 @@ def _load_trainer(engine: Stateful, directory: Path) -> Imported:
     fragments = engine.fragments
     if fragments is None:
         return imported
-    saved = _load_file(directory / "optimizer.pt")
+    saved = load_file(directory / "optimizer.pt")
     names: dict[int, str] = {}
     for own, group in zip(fragments.param_names, saved["param_groups"], strict=False):
         if len(own) == len(group["params"]):
@@ -140,14 +134,15 @@ def _load_trainer(engine: Stateful, directory: Path) -> Imported:
 
 
 def _load_fsdp_sharded(engine: Stateful, directory: Path) -> Imported:
-    source = _DcpSource()
-    source.add(directory / "pytorch_model_fsdp_0", "model.", lambda name: f"weights.{name}")
+    source = DcpSource()
+    source.add(directory / "pytorch_model_fsdp_0", "model.", lambda name: f"weights.{plain(name)}")
     imported = Imported(FSDP_SHARDED, weights=True)
     optimizer = directory / "optimizer_0"
     if engine.fragments is not None and optimizer.is_dir():
-        source.add(optimizer, "optimizer.state.", _optimizer_name)
-        imported.optimizer = True
-        imported.notes.append("weight decay and betas, which are this run's")
+        source.add(optimizer, "optimizer.state.", optimizer_name)
+        imported.optimizer = _fits(engine, source.stored, directory, imported)
+        if imported.optimizer:
+            imported.notes.append("weight decay and betas, which are this run's")
     _fill(engine, source, directory, imported)
     return imported
 
@@ -159,12 +154,12 @@ def _load_fsdp_full(engine: Stateful, directory: Path) -> Imported:
             f"{directory} holds FSDP's LOCAL_STATE_DICT, or files of single ranks, which only the same number of ranks can "
             "read. Save it with fsdp_state_dict_type SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
-    tensors = {f"weights.{name}": value for name, value in _load_file(file).items()}
+    tensors = {f"weights.{plain(name)}": value for name, value in load_file(file).items()}
     imported = Imported(FSDP_FULL, weights=True)
-    _fill(engine, _MappedSource(tensors), directory, imported)
+    _fill(engine, MappedSource(tensors), directory, imported)
     optimizer = directory / "optimizer.bin"
     if engine.fragments is not None and optimizer.is_file():
-        saved = _load_file(optimizer)
+        saved = load_file(optimizer)
         _take_optimizer(engine, saved["state"], saved["param_groups"], directory, imported)
     return imported
 
@@ -184,10 +179,10 @@ def _load_universal(engine: Stateful, directory: Path) -> Imported:
         tensors[f"weights.{name}"] = _universal_tensor(folder / "fp32.pt", shapes[name])
         own = {f.stem: _universal_tensor(f, shapes[name]) for f in sorted(folder.glob("exp_avg*.pt"))}
         file = folder / "step.pt"
-        own_step = float(_load_file(file)) if file.is_file() else step
+        own_step = float(load_file(file)) if file.is_file() else step
         if own and own_step is not None:
             state[name] = {**own, "step": torch.tensor(own_step)}
-    _fill(engine, _MappedSource(tensors), directory, imported)
+    _fill(engine, MappedSource(tensors), directory, imported)
     if engine.fragments is not None and state:
         _take_optimizer(engine, state, [], directory, imported)
     elif engine.fragments is not None:
@@ -211,7 +206,8 @@ def _take_optimizer(
     reason = _other_optimizer(fragments, groups)
     shapes = _shapes(engine)
     tensors: dict[str, torch.Tensor] = {}
-    for name, values in state.items():
+    for long, values in state.items():
+        name = plain(long)
         for key, value in values.items():
             if name not in shapes or value is None:
                 continue
@@ -228,8 +224,11 @@ def _take_optimizer(
     if reason is not None:
         imported.notes.append(f"optimizer state: {reason}")
         return
-    imported.optimizer = True
-    _fill(engine, _MappedSource(tensors), where, Imported(imported.program, weights=False, optimizer=True))
+    source = MappedSource(tensors)
+    imported.optimizer = _fits(engine, source.stored, where, imported)
+    if not imported.optimizer:
+        return
+    _fill(engine, source, where, Imported(imported.program, weights=False, optimizer=True))
     for group, saved in zip(fragments.optimizer.param_groups, groups, strict=False):
         group.update({key: value for key, value in saved.items() if key not in _KERNEL_CHOICES})
 
@@ -248,7 +247,44 @@ def _other_optimizer(fragments: Optimizers, groups: list[dict[str, Any]]) -> str
     return None
 
 
-def _fill(engine: Stateful, source: _Source, where: Path, wanted: Imported) -> None:
+def _fits(engine: Stateful, stored: Stored, where: Path, imported: Imported) -> bool:
+    """Whether the optimizer's states are of this optimizer; else a note says why. Raises `CheckpointError` if some are missing.
+
+    Only torch's own state dict, which the stock Trainer writes, leaves out parameters that never had a gradient.
+    """
+    assert engine.fragments is not None
+    optimizer = engine.fragments.optimizer
+    kept: dict[str, set[str]] = {}
+    for name in stored:
+        kind, _, rest = name.partition(".")
+        if kind in ("optimizer", "optimizer_scalar"):
+            key, _, parameter = rest.partition(".")
+            kept.setdefault(parameter, set()).add(key)
+    found = set[str]().union(*kept.values())
+    own = (state_names(optimizer) or frozenset()) - {"step"}
+    if not found:
+        imported.notes.append("optimizer state: there is none")
+        return False
+    if not own <= found:
+        mine, theirs = (", ".join(sorted(keys)) or "nothing" for keys in (own, found - {"step"}))
+        imported.notes.append(
+            f"optimizer state: it is another optimizer's ({theirs}; this run's {kind_of(optimizer)} has {mine})"
+        )
+        return False
+    shapes = _shapes(engine)
+    trained = [name for names in engine.fragments.param_names for name in names if name in shapes]
+    without = [n for n in trained if n not in kept or (len(shapes[n]) == 2 and not own <= kept[n])]
+    if without and imported.program != TRAINER:
+        raise CheckpointError(
+            f"{where} holds the optimizer's state of {len(trained) - len(without)} parameters, this run trains "
+            f"{len(trained)}: {first_of(without)} {'is' if len(without) == 1 else 'are'} missing. "
+            "It was saved from another model, or files are missing. Copy it again, or load its weights with from_pretrained."
+        )
+    imported.states = f"{len(trained) - len(without)} of {len(trained)} parameters" if without else ""
+    return True
+
+
+def _fill(engine: Stateful, source: Source, where: Path, wanted: Imported) -> None:
     """Read this rank's part of the weights and of the optimizer state, according to `wanted`. Local."""
     stored = source.stored
     if wanted.weights:
@@ -258,6 +294,8 @@ def _fill(engine: Stateful, source: _Source, where: Path, wanted: Imported) -> N
                 f"{where} does not hold {min(missing)} ({len(missing)} parameters in all): it was saved from another model, "
                 f"or only in part. Load what it has with from_pretrained, and start without resume_from_checkpoint."
             )
+        names = sorted(name.removeprefix("weights.") for name in stored if name.startswith("weights."))
+        refuse_unknown(engine.sharded.whole, names, where)
         buffers: dict[str, FlatSlice | torch.Tensor] = {
             f"weights.{name}": buffer
             for name, buffer in engine.sharded.model.named_buffers()
@@ -276,57 +314,7 @@ def _shapes(engine: Stateful) -> dict[str, tuple[int, ...]]:
     return {slot.name: slot.held.whole for group in engine.sharded.groups for slot in group.layout.slots}
 
 
-# ------------------------------------------------------------------------------------------------------------- sources
-
-
-class _MappedSource:
-    """Tensors mapped from files: a rank reads only the pages that it copies."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.stored: Stored = {name: (tuple(t.shape), _kept_dtype(name, t.dtype)) for name, t in tensors.items()}
-
-    def read(self, targets: Targets) -> None:
-        for name, target in targets.items():
-            stored = self.tensors[name]
-            if isinstance(target, FlatSlice):
-                target.fill(stored)
-            else:
-                target.copy_(stored.reshape(target.shape))
-
-
-class _DcpSource:
-    """Tensors in torch DCP folders under names that differ from hf_dist's."""
-
-    def __init__(self) -> None:
-        self._positions: dict[str, tuple[Path, str]] = {}
-        self.stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-
-    def add(self, folder: Path, prefix: str, name_of: Any) -> None:
-        """Add names that begin with `prefix`; `name_of` maps the rest to hf_dist's name (a scalar's, if it has no shape)."""
-        for stored_name, (shape, dtype) in dcp.stored_tensors(folder).items():
-            if stored_name.startswith(prefix):
-                name = name_of(stored_name.removeprefix(prefix))
-                self._positions[name] = (folder, stored_name)
-                self.stored[name] = (shape, _kept_dtype(name, dtype))
-
-    def read(self, targets: Targets) -> None:
-        for folder in {self._positions[name][0] for name in targets}:
-            state = {self._positions[n][1]: target for n, target in targets.items() if self._positions[n][0] == folder}
-            dcp.read_state(folder, state)
-
-
-def _optimizer_name(rest: str) -> str:
-    parameter, _, key = rest.rpartition(".")
-    return f"{'optimizer_scalar' if key == 'step' else 'optimizer'}.{key}.{parameter}"
-
-
-def _kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """State shaped like a parameter is kept in fp32, whatever dtype the other program used."""
-    return torch.float32 if dtype.is_floating_point and name.startswith("optimizer.") else dtype
-
-
-# --------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------------------- folders
 
 
 def _matches(directory: Path, *patterns: str) -> Iterator[Path]:
@@ -334,14 +322,23 @@ def _matches(directory: Path, *patterns: str) -> Iterator[Path]:
 
 
 def _universal_folder(directory: Path) -> Path | None:
-    """The `zero` folder of a universal checkpoint that is `directory` or lies in it."""
-    found = [p for p in (directory / "zero", *sorted(directory.glob("*/zero"))) if any(p.glob("*/fp32.pt"))]
-    return found[-1] if found else None
+    """The `zero` folder of a universal checkpoint that is `directory` or lies in it: of several the one that DeepSpeed reads,
+    named in `latest_universal`, else the one of the last step."""
+    found = [p for p in (directory / "zero", *directory.glob("*/zero")) if any(p.glob("*/fp32.pt"))]
+    latest = directory / "latest_universal"
+    if latest.is_file() and (named := directory / latest.read_text(encoding="utf-8").strip() / "zero") in found:
+        return named
+    return max(found, key=lambda p: (p.parent == directory, _step_in(p.parent.name), p.parent.name), default=None)
+
+
+def _step_in(name: str) -> int:
+    number = re.search(r"\d+", name)
+    return int(number[0]) if number else -1
 
 
 def _universal_tensor(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
     """The parameter's values, which stage 3 stores without their shape. Raises `CheckpointError` for another size."""
-    saved = _load_file(file)
+    saved = load_file(file)
     values: torch.Tensor = saved["param"] if isinstance(saved, dict) else saved
     if tuple(values.shape) == shape:
         return values
@@ -357,13 +354,3 @@ def _trainer_step(directory: Path) -> float | None:
     """Adam's step where the parameters' folders have none (stage 3): DeepSpeed stores it in a pickle of its own classes."""
     file = directory / "trainer_state.json"
     return float(json.loads(file.read_text(encoding="utf-8"))["global_step"]) if file.is_file() else None
-
-
-def _load_file(path: Path) -> Any:
-    """Load a file of `torch.save`; tensors are mapped, not read."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):
-            raise
-        return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6

@@ -13,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+from hf_dist.checkpoint import lock
 from hf_dist.checkpoint.folder import (
     LATEST,
     MANIFEST,
@@ -104,14 +105,23 @@ def finish(final: Path) -> None:
 
 
 def recover(root: Path) -> None:
-    """Clean up below `root` after a killed process, while nobody saves."""
+    """Clean up below `root` after a killed process. What another job is writing now stays."""
     if not root.is_dir():
         return
-    for beginning in (READY, REPLACED):
+    for beginning in (READY, REPLACED, WORKING):
         for left in root.glob(f"{beginning}*"):
-            finish(root / left.name.removeprefix(beginning))
-    for left in root.glob(f"{WORKING}*"):
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+            final = root / left.name.removeprefix(beginning)
+            if lock.is_claimed(lock.writing_of(final)):
+                continue
+            if beginning != WORKING:
+                finish(final)
+            elif left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+    for left in lock.writers(root):
+        if not lock.is_claimed(left):
+            left.unlink(missing_ok=True)
 
 
 def _ready(final: Path) -> Path:

@@ -6,6 +6,7 @@ begin -> small files -> [copy to the host] -> weights and training state -> seal
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -21,8 +22,8 @@ from typing import Any, ClassVar
 import torch
 
 from hf_dist import collectives, failure
-from hf_dist.agree import together
-from hf_dist.checkpoint import dcp, folder
+from hf_dist.agree import together, uninterrupted
+from hf_dist.checkpoint import dcp, folder, lock
 from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.finite import first_not_finite, trained_parameters
 from hf_dist.checkpoint.flat_slice import FlatSlice
@@ -41,7 +42,7 @@ from hf_dist.errors import CheckpointError
 from hf_dist.log import say
 from hf_dist.mesh import DEFAULT_TIMEOUT, MeshAxis, ParallelMesh, job_store, use_in_thread
 from hf_dist.offload.host import host_empty
-from hf_dist.on_one_rank import REMEDY
+from hf_dist.on_one_rank import REMEDY, passes_user_code
 from hf_dist.sizes import size_text
 from hf_dist.version import __version__
 
@@ -105,6 +106,10 @@ class CheckpointWriter:
 
         Raises `CheckpointError` on every rank if the checkpoint cannot be written; older checkpoints stay unchanged.
         """
+        with uninterrupted():
+            self._save(engine, request)
+
+    def _save(self, engine: Stateful, request: SaveRequest) -> None:
         self.wait()
         started = time.perf_counter()
         request = replace(request, final=Path(os.path.abspath(request.final)))  # "." has no name and no parent
@@ -117,6 +122,7 @@ class CheckpointWriter:
         with request.files.with_weights(), _removed_if_failed(axis, working):
             with _all_or_none(axis, request.final):
                 if axis.rank == 0:
+                    lock.claim(lock.writing_of(request.final))
                     folder.begin(request.final)
                     request.files.write_small_files(working)
                     request.files.write_plan(working)
@@ -146,12 +152,17 @@ class CheckpointWriter:
 
         Raises `CheckpointError` on every rank. Files in `target` stay unchanged until all new files are written and checked.
         """
+        with uninterrupted():
+            self._save_model(engine, target, files)
+
+    def _save_model(self, engine: Stateful, target: Path, files: ModelFiles) -> None:
         self.wait()
         axis = self.mesh.background
         working = folder.working_folder(target / "model")
         with _removed_if_failed(axis, working):
             with files.with_weights(), _all_or_none(axis, target):
                 if axis.rank == 0:
+                    lock.claim(lock.writing_of(target / "model"))
                     folder.begin(target / "model")
                     files.write_small_files(working)
                     files.write_plan(working)
@@ -164,6 +175,7 @@ class CheckpointWriter:
         with _all_or_none(axis, target):  # what is moved only in part is not removed: it is nowhere else
             if axis.rank == 0:
                 folder.move_files(working, target, last=PLAN)
+                lock.release(lock.writing_of(target / "model"))
 
     def save_model_here(self, engine: Stateful, target: Path, files: Callable[[], ModelFiles]) -> None:
         """`save_model` for weights that rank 0 holds whole: it writes alone, as under DDP, and waits for nobody.
@@ -180,6 +192,7 @@ class CheckpointWriter:
         working, alone = folder.working_folder(target / "model"), MeshAxis("alone", 1, 0, None)
         try:
             with _removed_if_failed(alone, working), _all_or_none(alone, target):
+                lock.claim(lock.writing_of(target / "model"))
                 folder.begin(target / "model")
                 made = files()
                 with made.with_weights():
@@ -189,6 +202,7 @@ class CheckpointWriter:
                 made.check(working)
             with _all_or_none(alone, target):
                 folder.move_files(working, target, last=PLAN)
+                lock.release(lock.writing_of(target / "model"))
             problem = ""
         except CheckpointError as error:
             problem = str(error)
@@ -289,6 +303,7 @@ class CheckpointWriter:
                     if bad:
                         say(f"{request.final}: its weights are not finite, first {bad}")
                     publish(working, request.final)
+                    lock.release(lock.writing_of(request.final))
                     request.after(request.final)
 
     def _report(self, final: Path) -> None:
@@ -356,12 +371,17 @@ def _join_last(timeout: float | None = None) -> None:
 
 @contextmanager
 def _removed_if_failed(axis: MeshAxis, working: Path) -> Iterator[None]:
-    """A half-written folder of a full disk is removed at once, by rank 0: all ranks have left it when they raise together."""
+    """A half-written folder of a full disk is removed at once, by rank 0: all ranks have left it when they raise together.
+
+    One that another job writes is left to that job.
+    """
     try:
         yield
     except CheckpointError:
-        if axis.rank == 0:
+        writing = lock.writing_of(folder.final_of(working))
+        if axis.rank == 0 and lock.holds(writing):
             shutil.rmtree(working, ignore_errors=True)
+            lock.release(writing)
         raise
 
 
@@ -369,15 +389,28 @@ def _all_or_none(axis: MeshAxis, final: Path) -> together:
     """A block of a save: if it fails on one rank, every rank raises `CheckpointError`."""
 
     def explain(error: Exception) -> str:
-        if not isinstance(error, (CheckpointError, OSError)):  # a bug, perhaps in a user's override: show where
+        # Not an error of the disk: a bug, or one in code of the user's that a save calls. Show where.
+        if not isinstance(error, (CheckpointError, OSError)) or passes_user_code(error):
             failure.print_traceback(error)
         told = str(error).strip().splitlines()[:1]  # safetensors begins with an empty line
-        return " ".join(told) if isinstance(error, CheckpointError) else ": ".join([type(error).__name__, *told])
+        text = " ".join(told) if isinstance(error, CheckpointError) else ": ".join([type(error).__name__, *told])
+        return "; ".join(filter(None, [text, _advice(error)]))
 
     def failed(text: str) -> CheckpointError:
         return CheckpointError(
-            f"{final} could not be written ({text}). Existing files are unchanged; free space or choose "
-            "another output folder, and start again with resume_from_checkpoint."
+            f"{final} could not be written ({text}). Existing files are unchanged; start again with "
+            "resume_from_checkpoint once the cause is gone."
         )
 
     return together(axis, explain, failed)
+
+
+def _advice(error: BaseException) -> str:
+    """What helps, where the system has said what is wrong with the folder."""
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free space or choose another output folder"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "choose an output folder in which this process may write"
+    cause = error.__cause__ or error.__context__
+    return _advice(cause) if cause is not None else ""

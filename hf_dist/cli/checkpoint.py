@@ -95,6 +95,9 @@ def _text(found: Description) -> str:
             f"  training  {size_text(found.state['bytes'])}: master weights of {found.state['master_weights']} parameters "
             f"({found.state['elements']:,} elements), {optimizer}"
         )
+    for each in found.checkpoints:
+        state = "complete" if each["complete"] else "NOT COMPLETE"
+        lines.append(f"  {each['name']}: step {each['step']}, {state}, {size_text(each['bytes'])}")
     lines.append(f"  files     {len(found.files)}, {size_text(sum(found.files.values()))}")
     listed = list(found.files.items())
     lines += [f"    {size_text(nbytes):>9}  {name}" for name, nbytes in listed[:LISTED]]

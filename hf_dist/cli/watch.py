@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -51,11 +52,13 @@ def watch(output: Output, command: Command, poll: Poll = 30.0, idle: Idle = None
             shutil.rmtree(left, ignore_errors=True)
         since = time.monotonic()
         while True:
-            found = _next(output, _tries(output / RECORD, attempts))
+            done, failed = _tries(output / RECORD, attempts)
+            found = _next(output, done | failed)
             if found is not None:
                 _evaluate(found, command, record)
                 since = time.monotonic()
             elif idle is not None and time.monotonic() - since >= idle:
+                _say_the_end(idle, done, failed)
                 return
             else:
                 time.sleep(poll)
@@ -78,13 +81,20 @@ def _record(path: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def _tries(path: Path, attempts: int) -> set[str]:
-    """Names of checkpoints that need no further attempt."""
+def _tries(path: Path, attempts: int) -> tuple[set[str], set[str]]:
+    """Names of checkpoints that were evaluated, and of those whose command has failed as often as it may."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    done = {line["checkpoint"] for line in lines if line["exit"] == 0}
     failed = [line["checkpoint"] for line in lines if line["exit"] != 0]
-    return {line["checkpoint"] for line in lines if line["exit"] == 0} | {
-        n for n in failed if failed.count(n) >= attempts
-    }
+    return done, {n for n in failed if failed.count(n) >= attempts} - done
+
+
+def _say_the_end(idle: float, done: set[str], failed: set[str]) -> None:
+    """Exits with 1 where a checkpoint has no evaluation."""
+    names = f", {len(failed)} failed: {', '.join(sorted(failed))}" if failed else ""
+    print(f"no new checkpoint for {idle:.0f} s; {len(done)} evaluated{names}", flush=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _next(output: Path, done: set[str]) -> Path | None:
@@ -124,7 +134,7 @@ def _evaluate(checkpoint: Path, command: Sequence[str], record: IO[str]) -> None
         "seconds": round(time.time() - started, 3),
         "metrics": _metrics(last) if code == 0 else None,
     }
-    record.write(json.dumps(line) + "\n")
+    record.write(json.dumps(line, allow_nan=False) + "\n")
     record.flush()
     os.fsync(record.fileno())
     print(
@@ -152,4 +162,13 @@ def _metrics(line: str) -> Any:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return _for_json(found) if isinstance(found, dict) else None
+
+
+def _for_json(value: Any) -> Any:
+    """Numbers that JSON does not have as texts, such as "nan", which `float` reads."""
+    if isinstance(value, dict):
+        return {key: _for_json(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_for_json(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

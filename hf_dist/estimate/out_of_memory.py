@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dis
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from hf_dist import comm_log
 from hf_dist.estimate.advice import try_each
 from hf_dist.estimate.describe import plan_table, settings
 from hf_dist.estimate.memory_plan import Limits
 from hf_dist.estimate.overhead import measured
-from hf_dist.estimate.running import Running, planned_config, planner_for
+from hf_dist.estimate.running import Running, planned_config, planner_alone
+from hf_dist.failure import print_traceback, words_of
 from hf_dist.sizes import size_text
 
 NUM_SETTINGS = 3
+SECONDS = 2.0
+"""For the plan. The other ranks wait for this one."""
 _OF_THE_HOST = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
 DEFAULT_SEQ = 2048
 """Tokens per sample if unknown."""
@@ -27,6 +33,8 @@ DEFAULT_SEQ = 2048
 def explained(find: Callable[[], Running | None], shape: Callable[[], Sequence[int] | None]) -> Iterator[None]:
     """Re-raise an out-of-memory error of the block in the same class, with a message that says what to change. Local.
 
+    The error itself is printed first, in case that this rank does not come to the end. In a job the explanation is this rank's
+    alone: no collective, no hook of the live model, two seconds at most.
     `find`: the engine, or None if it does not exist yet. `shape`: (samples, tokens) of the last `input_ids`, or None.
     """
     try:
@@ -35,6 +43,8 @@ def explained(find: Callable[[], Running | None], shape: Callable[[], Sequence[i
         engine = find() if _is_out_of_memory(error) else None
         if engine is None:
             raise
+        if engine.mesh.world.size > 1:
+            print_traceback(error)
         raise type(error)(_message(error, engine, shape())) from error
 
 
@@ -42,7 +52,17 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU or the host ran out of memory. On the host, torch's allocator and C++ raise a plain RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _OF_THE_HOST)
+    return type(error) is RuntimeError and _is_native(error) and any(text in str(error) for text in _OF_THE_HOST)
+
+
+def _is_native(error: BaseException) -> bool:
+    """Whether an error comes from native code: the innermost line of Python calls it, and has no `raise`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"
 
 
 def shape_of(batch: Any) -> Sequence[int] | None:
@@ -52,12 +72,20 @@ def shape_of(batch: Any) -> Sequence[int] | None:
 
 
 def _message(error: BaseException, engine: Running, shape: Sequence[int] | None) -> str:
-    lines = [str(error) or "out of memory", "", "hf_dist measured:", *_indented(_measured(engine))]
-    try:
-        lines += _planned(engine, shape)
-    except Exception as failure:  # the original error matters more
-        lines.append(f"(no plan: {type(failure).__name__}: {failure})")
-    return "\n".join(lines)
+    lines = [words_of(error) or "out of memory", "", "hf_dist measured:", *_indented(_measured(engine))]
+    found: list[str] = []
+
+    def plan() -> None:
+        try:
+            with comm_log.refused():
+                found.extend(_planned(engine, shape))
+        except Exception as failure:  # the original error matters more
+            found.append(f"(no plan: {type(failure).__name__}: {failure})")
+
+    thread = threading.Thread(target=plan, name="hf_dist plan after an out-of-memory error", daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    return "\n".join([*lines, *(found or ["(no plan within two seconds; `hf-dist plan` makes one)"])])
 
 
 def _measured(engine: Running) -> list[str]:
@@ -81,7 +109,7 @@ def _measured(engine: Running) -> list[str]:
 def _planned(engine: Running, shape: Sequence[int] | None) -> list[str]:
     micro, seq = (engine.batch.micro or 1, DEFAULT_SEQ) if shape is None else shape[:2]
     config = planned_config(engine, micro)
-    planner = planner_for(engine, micro, seq)
+    planner = planner_alone(engine, micro, seq)
     plan = planner.plan(config)
     limits = Limits()
     if engine.device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from hf_dist.config import BatchSizes, DistConfig
 from hf_dist.estimate.overhead import WORKSPACES
@@ -12,8 +13,8 @@ from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.machine import free_nbytes
 from hf_dist.mesh import ParallelMesh
 from hf_dist.pipeline.meta import meta_twin
-from hf_dist.sharding.held import mark_cut
-from hf_dist.sharding.pickled import copied_as_prepared
+from hf_dist.sharding.held import held_slice, mark_cut
+from hf_dist.sharding.pickled import copied_as_prepared, copied_without_weights
 from hf_dist.sharding.runtime import ShardedModel
 
 
@@ -58,8 +59,20 @@ def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Plann
         whole = meta_twin(engine.sharded.whole)
     for twin, param in zip(whole.parameters(), engine.sharded.whole.parameters(), strict=True):
         mark_cut(twin, param)
+    return _planner(engine, whole, micro, seq, arguments or None)
+
+
+def planner_alone(engine: Running, micro: int, seq: int) -> Planner:
+    """The same on an ordinary model of its structure, in the middle of whatever this rank does. Local: no hook of the live
+    model runs, nothing is sent."""
+    with copied_without_weights():
+        whole = meta_twin(engine.sharded.whole, shape_of=lambda param: held_slice(param).whole)
+    return _planner(engine, whole, micro, seq, None)
+
+
+def _planner(engine: Running, whole: nn.Module, micro: int, seq: int, arguments: Any) -> Planner:
     checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in whole.modules())
-    workload = Workload(micro, seq, checkpointing, arguments or None)
+    workload = Workload(micro, seq, checkpointing, arguments)
     planner = Planner(whole, engine.mesh.world.size, workload, memory_of(engine))
     if engine.pipeline is not None:
         planner.cut_as(engine.config, engine.pipeline.split)

@@ -69,7 +69,8 @@ class DistArgsMixin:
 
     filters_on_device = False
     """Whether losses that are nan or inf are left out of the logs without a wait for the GPU."""
-    _counts_processes = False
+    counts_processes = False
+    """Whether `world_size` is that of the job."""
     speaks_alone = False
     """Whether HF's gather helpers treat this process as the only one."""
 
@@ -145,17 +146,17 @@ class DistArgsMixin:
         """Number of processes that read different rows (the ranks of a pipeline share theirs). HF counts batches with it."""
         processes: int = super().world_size  # type: ignore[misc]
         config: DistConfig | None = getattr(self, "_dist", None)
-        return processes if config is None or self._counts_processes else axes_of(config, processes).size("data")
+        return processes if config is None or self.counts_processes else axes_of(config, processes).size("data")
 
     @contextmanager
     def main_process_first(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Like HF's, which does not wait when `world_size` is 1. This one waits for the ranks of a pipeline, too."""
         first: Any = super().main_process_first(*args, **kwargs)  # type: ignore[misc]
-        self._counts_processes = True
+        before, self.counts_processes = self.counts_processes, True
         try:
             first.__enter__()
         finally:
-            self._counts_processes = False
+            self.counts_processes = before
         try:
             yield
         except BaseException as error:

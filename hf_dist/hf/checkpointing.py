@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,27 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 
 from hf_dist import collectives
-from hf_dist.checkpoint import folder, foreign, resume
+from hf_dist.agree import agree
+from hf_dist.checkpoint import folder, foreign, lock, resume
+from hf_dist.checkpoint.check_names import refuse_missing, refuse_unknown
 from hf_dist.checkpoint.model_files import ModelFiles
+from hf_dist.checkpoint.not_resumable import why_not
 from hf_dist.checkpoint.publish import recover
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import whole_here
+from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.counts import whole_counts
 from hf_dist.hf.data_position import DataPositionMixin
-from hf_dist.hf.model_files import load_weights, read_plan, trainer_files
+from hf_dist.hf.model_files import (
+    load_weights,
+    plan_of_files,
+    read_plan,
+    trainer_files,
+)
 from hf_dist.hf.resumed_files import check_trainer_state, named_if_refused, read_schedule
 from hf_dist.hf.saving import keep_adapters
 from hf_dist.hf.state_dict import full_state_dict, loading, loads_by_itself
@@ -71,12 +82,13 @@ class CheckpointingMixin(DataPositionMixin):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """HF's `train`. `resume_from_checkpoint`: a path, True (the newest complete checkpoint of the output folder), or
         "auto" (the same, but starts fresh when there is none, so that a restarted job continues by itself)."""
+        writer = self._claim_output(kwargs.get("trial", args[0] if args else None))
         if self.dist is not None and resume_from_checkpoint:
             resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if self.dist is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         if self.dist.hf_dist.save_on_signal:
-            self._stop = StopSignal(self.accelerator.mesh.control)
+            self._stop = StopSignal(self.accelerator.mesh.control, functools.partial(_newest_in, writer.parent))
             self._stop.listen()
         self._saved_step = -1
         try:
@@ -86,6 +98,7 @@ class CheckpointingMixin(DataPositionMixin):
                 self._stop.close()
             if self.dist_engine is not None:
                 self.checkpoint_writer.wait()
+            lock.release(writer)
             return result
         finally:
             if self._stop is not None:
@@ -124,6 +137,20 @@ class CheckpointingMixin(DataPositionMixin):
         self._stop.leave()
         raise SystemExit(RESTART_CODE)
 
+    def _claim_output(self, trial: Any) -> Path:
+        """Have no second job write in this run's folder while it trains. Collective. Returns the file that says so."""
+        writer = Path(self._get_output_dir(trial=trial)) / lock.OUTPUT  # type: ignore[attr-defined]
+        if self.dist is None or self.args.save_strategy == "no":
+            return writer
+        problem = None
+        if self.accelerator.mesh.world.rank == 0:
+            try:
+                lock.claim(writer)
+            except CheckpointError as error:
+                problem = str(error)
+        agree(self.accelerator.mesh.world, problem, CheckpointError)
+        return writer
+
     def _find_checkpoint(self, wanted: str | bool) -> str | None:
         """The folder to resume from, equal on every rank. Collective."""
         root = Path(self.args.output_dir)
@@ -141,13 +168,19 @@ class CheckpointingMixin(DataPositionMixin):
                 if newest is not None and (rolled := folder.higher(root, newest)):
                     say(f"{root}: {', '.join(rolled)} were written before {newest.name}, by a run that was rolled back")
                 if wanted == "auto":
-                    say(f"resuming from {found}" if found else f"no checkpoint in {root}: starting from the beginning")
+                    say(
+                        f"resuming from {found}, written {_when(Path(found))}"
+                        if found
+                        else f"no checkpoint in {root}: starting from the beginning"
+                    )
                 elif found is None:
                     problem = f"No valid checkpoint found in output directory ({root})"
-            try:
-                check_trainer_state(Path(found or root / "none"))
-            except CheckpointError as error:
-                problem = str(error)
+            if found is not None:
+                problem = why_not(Path(found))
+                try:
+                    check_trainer_state(Path(found))
+                except CheckpointError as error:
+                    problem = str(error)
         found, problem = collectives.all_gather_object(self.accelerator.mesh.world, (found, problem))[0]
         if problem is not None:
             raise CheckpointError(problem)
@@ -177,6 +210,8 @@ class CheckpointingMixin(DataPositionMixin):
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
 
         def more_files(working: Path) -> None:
+            if another := lock.taken_over(run / lock.OUTPUT):
+                raise CheckpointError(another)
             if not self.args.save_only_model:
                 torch.save(self.lr_scheduler.state_dict(), working / _SCHEDULER)
             self._write_trainer_state(working)
@@ -286,12 +321,33 @@ class CheckpointingMixin(DataPositionMixin):
         engine = self.dist_engine
         assert engine is not None
         plan = read_plan(directory)
-        if plan is not None and not loads_by_itself(engine):
-            load_weights(engine, directory, plan, names)
-            return
+        if not loads_by_itself(engine):
+            plan = plan if plan is not None else self._plan_of_files(engine, directory)
+            if plan is not None:
+                load_weights(engine, directory, plan, names)
+                return
         # Of another program: HF and PEFT know the names, or the model loads them itself.
         with named_if_refused(directory), loading(engine.sharded):
             super()._load_from_checkpoint(str(directory))  # type: ignore[misc]
+
+    def _plan_of_files(self, engine: Engine, directory: Path) -> WeightPlan | None:
+        """The weights of another program's folder, if each rank can read its part; equal on all ranks. Collective."""
+        plan, problem = None, None
+        try:
+            plan = plan_of_files(engine, directory)
+        except CheckpointError as error:
+            problem = str(error)
+        agree(engine.mesh.world, problem, CheckpointError)
+        return plan
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """HF's; on a prepared model, names that do not fit are an error: what was not read would train on from its start."""
+        engine = self.dist_engine
+        if engine is not None and not hasattr(engine.model, "peft_config"):
+            folder = Path("the checkpoint")
+            refuse_missing(engine.sharded.whole, load_result.missing_keys, folder)
+            refuse_unknown(engine.sharded.whole, load_result.unexpected_keys, folder)
+        super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """HF's, for accelerate's scaler. Ours is in the training state, and a file of another run is not read."""
@@ -337,7 +393,8 @@ class CheckpointingMixin(DataPositionMixin):
         imported = foreign.load_foreign(engine, directory, program)
         if not imported.weights:
             self._restore_weights(directory)
-        taken = ["weights", *(["optimizer state"] if imported.optimizer else [])]
+        states = f"optimizer state of {imported.states}" if imported.states else "optimizer state"
+        taken = ["weights", *([states] if imported.optimizer else [])]
         scheduler = directory / _SCHEDULER
         if scheduler.is_file():
             schedule = read_schedule(scheduler)
@@ -404,3 +461,12 @@ class CheckpointingMixin(DataPositionMixin):
 def _is_theirs(method: Any) -> bool:
     """Whether the next class's method is an override, of a library or a user, and not HF's."""
     return bool(method.__module__ != "transformers.trainer")
+
+
+def _when(checkpoint: Path) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.written_at(checkpoint)))
+
+
+def _newest_in(root: Path) -> str:
+    newest, _ = folder.newest_complete(root)
+    return "" if newest is None else newest.name

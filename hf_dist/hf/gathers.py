@@ -11,6 +11,7 @@ from accelerate.utils.operations import recursively_apply
 
 from hf_dist import collectives
 from hf_dist.axes import Axes
+from hf_dist.checksum import as_bytes
 from hf_dist.hf.evaluation import even_rows
 from hf_dist.mesh import MeshAxis
 
@@ -79,9 +80,8 @@ class GathersMixin:
         return recursively_apply(self._gather, tensor, error_on_other_type=True)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        # torch reports a single row of a larger tensor as contiguous whatever its stride.
-        rows = (tensor[None] if tensor.ndim == 0 else tensor).clone(memory_format=torch.contiguous_format)
-        axis, own = self._data, rows.view(-1).view(torch.uint8)
+        rows = tensor[None] if tensor.ndim == 0 else tensor
+        axis, own = self._data, as_bytes(rows)
         full = torch.empty(axis.size * own.numel(), dtype=torch.uint8, device=own.device)
         full[axis.rank * own.numel() : (axis.rank + 1) * own.numel()] = own
         collectives.all_gather(axis, full).wait()

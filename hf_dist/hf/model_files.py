@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from hf_dist.agree import agree
+from hf_dist.checkpoint.check_names import refuse_unknown
 from hf_dist.checkpoint.model_files import ModelFiles, loaded_dtypes, read_plan, read_weights, register, whole_shapes
-from hf_dist.checkpoint.weight_plan import WeightPlan
+from hf_dist.checkpoint.safetensors_header import files_of_index, read_header
+from hf_dist.checkpoint.weight_plan import WEIGHTS, StoredTensor, WeightFile, WeightPlan
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.naming import buffer_parts, weight_plan_for
@@ -153,4 +155,35 @@ def load_weights(engine: Engine, folder: Path, plan: WeightPlan, names: set[str]
     engine.sharded.weights_changed()
 
 
-__all__ = ["hf_model_files", "load_weights", "read_plan", "trainer_files"]
+def plan_of_files(engine: Engine, folder: Path) -> WeightPlan | None:
+    """Where the safetensors files in `folder`, of another program, hold the model's weights, under the names of
+    `save_pretrained` (it splits experts, say, which the model holds as one tensor); None if they have other names. Local.
+
+    Raises `CheckpointError` for tensors that the model does not have.
+    """
+    model: Any = engine.sharded.whole
+    adapters = getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None) is not None
+    if not isinstance(model, PreTrainedModel) or adapters or own_way(engine.sharded):
+        return None
+    index = folder / f"{WEIGHTS}.index.json"
+    names = files_of_index(index) if index.is_file() else {WEIGHTS}
+    if not all((folder / name).is_file() for name in names):
+        return None
+    there = {
+        tensor: (name, entry) for name in sorted(names) for tensor, entry in read_header(folder / name).tensors.items()
+    }
+    files: dict[str, list[StoredTensor]] = {}
+    try:
+        wanted = [t for file in weight_plan_for(model, loaded_dtypes(engine.sharded)).files for t in file.tensors]
+    except CheckpointError:  # of a model that HF alone can write
+        return None
+    for tensor in wanted:
+        name, entry = there.pop(tensor.name, ("", {}))
+        if entry.get("shape") != list(tensor.shape):
+            return None
+        files.setdefault(name, []).append(tensor)
+    refuse_unknown(model, there, folder)
+    return WeightPlan(tuple(WeightFile.of(name, tensors) for name, tensors in files.items()))
+
+
+__all__ = ["hf_model_files", "load_weights", "plan_of_files", "read_plan", "trainer_files"]

@@ -7,6 +7,7 @@ adapters imports and changes nothing. Source: peft 0.21, `tuners/tuners_utils.py
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from hf_dist.sharding.prepared import OWNER
 
 __all__ = [
     "adapted_modules",
+    "converting",
     "inactive_adapters_trainable",
     "let_adapters_work",
     "refuse_packed",
@@ -109,6 +111,48 @@ def let_adapters_work(engine: Engine) -> None:
             refuse_method(module, "load_adapter", functools.partial(_load_adapter, me))
     if getattr(model, "_hf_peft_config_loaded", False):
         refuse_method(model, "add_adapter", functools.partial(_refuse, "add_adapter"))
+
+
+@contextmanager
+def converting(model: Any, first: str | None) -> Iterator[None]:
+    """Inside, `save_pretrained` may convert PiSSA, OLoRA and CorDA to LoRA: the adapter as it was initialised, in the folder
+    `first`, is read from its files. PEFT loads it into the model, whose parameters are spread. Local; None: nothing changes.
+    """
+    if first is None:
+        yield
+        return
+    from peft import PeftConfig
+    from peft.utils.save_and_load import load_peft_weights
+
+    folder = os.path.abspath(first)
+    weights: dict[str, torch.Tensor] = {}
+
+    def load(*_: Any, adapter_name: str, **__: Any) -> None:
+        model.peft_config[adapter_name] = PeftConfig.from_pretrained(folder)
+        weights.update(load_peft_weights(folder, device="cpu"))
+
+    def subtract(trained: Mapping[str, torch.Tensor], *_: Any) -> dict[str, torch.Tensor]:
+        # A B - A0 B0 = [A | A0] [B | -B0]^T, as LoraModel.subtract_mutated_init
+        signs = {"lora_A": (1, 0), "lora_B": (-1, 1)}
+        rows = [(name, value, signs[kind]) for name, value in trained.items() for kind in signs if kind in name]
+        return {name: torch.cat([value, sign * weights[name].to(value)], dim) for name, value, (sign, dim) in rows}
+
+    def forget(adapter_name: str) -> None:
+        model.peft_config.pop(adapter_name, None)
+
+    instead = (
+        (model, "load_adapter", load),
+        (model, "delete_adapter", forget),
+        (model.base_model, "subtract_mutated_init", subtract),
+    )
+    before = [vars(owner).get(name) for owner, name, _ in instead]
+    try:
+        for owner, name, function in instead:
+            vars(owner)[name] = function
+        yield
+    finally:
+        for (owner, name, _), own in zip(instead, before, strict=True):
+            vars(owner).pop(name) if own is None else vars(owner).update({name: own})
 
 
 def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None:

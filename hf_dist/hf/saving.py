@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_dist.engine import Engine
 from hf_dist.errors import CheckpointError
+from hf_dist.hf.peft import converting
 from hf_dist.hf.state_dict import full_state_dict
 from hf_dist.log import warn_once
 from hf_dist.on_one_rank import every_rank
@@ -235,7 +236,11 @@ def _save_pretrained(
     shards: weakref.ref[ShardedModel], trainer: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     sharded, engine = shards(), trainer()
-    stock = functools.partial(type(model).save_pretrained, model, *args, **kwargs)
+
+    def stock(**more: Any) -> Any:
+        with converting(model, kwargs.get("path_initial_model_for_weight_conversion")):
+            return type(model).save_pretrained(model, *args, **kwargs, **more)
+
     if sharded is None:
         return stock()
     writes = sharded.mesh.world.rank == 0

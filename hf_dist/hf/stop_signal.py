@@ -1,20 +1,28 @@
-"""SIGTERM and SIGUSR1: all ranks agree to stop at the same microbatch, save, and exit with a code that requests a restart."""
+"""SIGTERM and SIGUSR1: all ranks agree to stop at the same microbatch, save, and exit with a code that requests a restart.
+
+A job that hangs reaches no next microbatch: the watchdog hears of SIGTERM, too, and ends a job that has not moved since.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 
-from hf_dist import collectives
+from hf_dist import collectives, watchdog
 from hf_dist.mesh import MeshAxis
 
-RESTART_CODE = 75
-"""Exit code after a save on a signal: EX_TEMPFAIL of sysexits.h, "try again later"."""
+RESTART_CODE = watchdog.STOPPED
+"""Exit code after a save on a signal."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -30,9 +38,13 @@ class StopSignal:
     With more than 64 ranks it pauses between checks (two seconds at 4096 ranks); rank 0 sets the number of microbatches.
     """
 
-    def __init__(self, axis: MeshAxis) -> None:
+    def __init__(self, axis: MeshAxis, last: Callable[[], str] = str) -> None:
+        """`last()`: the name of the newest checkpoint, "" for none; for the words of a job that hangs. From any thread."""
         self._axis = axis
+        self.last = last
         self._told = 0
+        self._ear: tuple[socket.socket, socket.socket] | None = None
+        self._heard = False
         self._before: dict[int, Any] = {}
         self._asked: tuple[collectives.Handle, torch.Tensor] | None = None
         self._rest = 0
@@ -45,9 +57,29 @@ class StopSignal:
             return
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._note)
+        # A handler runs between two lines of Python. A main thread that waits in native code comes to none; this is written.
+        ears = socket.socketpair()
+        for ear in ears:
+            ear.setblocking(False)
+        other = signal.set_wakeup_fd(ears[1].fileno(), warn_on_full_buffer=False)
+        if other != -1:  # an event loop's
+            signal.set_wakeup_fd(other)
+        else:
+            self._ear = ears
+        _listening.add(self)
+        watchdog.obey(self)
+
+    def heard_to_end(self) -> bool:
+        """Whether this process has received SIGTERM, even if its main thread has not come to it. From any thread."""
+        if self._ear is not None:
+            with contextlib.suppress(OSError):
+                self._heard |= signal.SIGTERM in self._ear[0].recv(4096)
+        return self._heard or self._told == signal.SIGTERM
 
     def release(self) -> None:
         """Restore the previous signal handlers. Local."""
+        _listening.discard(self)
+        self._close_ear()
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python
         self._before = {}
@@ -65,7 +97,15 @@ class StopSignal:
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
         self._before = {}
+        self._close_ear()
         self._finish()
+
+    def _close_ear(self) -> None:
+        if self._ear is not None:
+            signal.set_wakeup_fd(-1)
+            for ear in self._ear:
+                ear.close()
+            self._ear = None
 
     def _finish(self) -> None:
         if self._asked is not None:  # gloo aborts a process that exits during a collective
@@ -102,3 +142,15 @@ class StopSignal:
         calls = self._calls * _REST_PER_RANK * self._axis.size / max(now - self._since, 1e-6)
         self._calls, self._since = 0, now
         return min(int(calls), 10_000)
+
+
+_listening: weakref.WeakSet[StopSignal] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """A pool of processes ends its own by SIGTERM: they must end, and the parent must not hear of it."""
+    for stop in list(_listening):
+        stop.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -37,6 +37,7 @@ from hf_dist.hf.evaluation import (
 )
 from hf_dist.hf.loss_probe import LABELS, LossKind, kind_of_loss, loss_kind_matters, of_all_labels
 from hf_dist.hf.pipeline import PipelineMixin
+from hf_dist.hf.repeated_trainings import RepeatedTrainingsMixin
 from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import parts_of_window, tell_router_loss
 from hf_dist.hf.signatures import show_stock
@@ -48,7 +49,9 @@ from hf_dist.optim.schedules import build_scheduler
 from hf_dist.ordinary import unprepare
 
 
-class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin):
+class DistTrainerMixin(
+    RepeatedTrainingsMixin, AgreedControlMixin, CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin
+):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
     Active if the arguments carry a config (`dist_config=`, `deepspeed=`, HF_DIST_CONFIG). Otherwise it behaves like its base.
@@ -306,6 +309,15 @@ class DistTrainerMixin(AgreedControlMixin, CheckpointingMixin, ReplicasMixin, Pi
             asked.bf16_full_eval, asked.fp16_full_eval, asked.logging_nan_inf_filter = saved
             # HF subtracts it from the time of every later evaluation, too, so their speed would be negative.
             self.__dict__.pop("model_preparation_time", None)
+            self._forget_loader(loader)
+
+    def _forget_loader(self, loader: Any) -> None:
+        """Let a loader go that HF makes for one evaluation: accelerate lists it for ever, with the random states it keeps."""
+        if (
+            loader not in getattr(self, "_eval_dataloaders", {}).values()
+            and loader is not self.callback_handler.train_dataloader
+        ):
+            self.accelerator._dataloaders[:] = [known for known in self.accelerator._dataloaders if known is not loader]
 
 
 def _loss_of_example(reference: weakref.ref[Any], model: nn.Module, batch: Mapping[str, Any]) -> Any:

@@ -317,3 +317,17 @@ def _warn_once(name: str, cause: str) -> None:
         name,
         cause,
     )
+
+
+def state_names(optimizer: torch.optim.Optimizer) -> frozenset[str] | None:
+    """What the class keeps for a matrix after its first steps, such as `exp_avg`; None if only it knows. Local."""
+    start, gradients = _toy()
+    try:
+        made = like(optimizer, [torch.nn.Parameter(start.clone())], _options(optimizer)[0])
+        parameter = made.param_groups[0]["params"][0]
+        for grads in gradients:
+            parameter.grad = grads.clone()
+            made.step()
+        return frozenset(made.state[parameter])
+    except Exception:  # third-party code
+        return None

@@ -35,10 +35,13 @@ _NO_VALUES = {
 _ANSWERS: dict[torch.dtype, Any] = {torch.bool: False}
 
 
-def meta_twin(module: nn.Module, *, real: bool = False) -> nn.Module:
+def meta_twin(
+    module: nn.Module, *, real: bool = False, shape_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None
+) -> nn.Module:
     """A copy with the same structure whose tensors have no memory; keeps `requires_grad`, ties and training mode. Local.
 
-    `real`: copy memory and elements too, for a model that does not run on meta.
+    `real`: copy memory and elements too, for a model that does not run on meta. `shape_of`: the shape of a parameter in the
+    copy, if not its own.
     """
     memo: dict[int, Any] = {}
     for owner in module.modules():
@@ -51,6 +54,8 @@ def meta_twin(module: nn.Module, *, real: bool = False) -> nn.Module:
                     else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
                 )
                 is_param = isinstance(tensor, nn.Parameter)
+                if is_param and shape_of is not None:
+                    twin = torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_param else twin
     return copy.deepcopy(module, memo)
 

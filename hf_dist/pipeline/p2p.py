@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dist import comm_log
+from hf_dist.checksum import as_bytes
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.pipeline.communication import Channel
@@ -118,7 +119,7 @@ class P2PTransport:
                     "shapes between stages must depend on those of the batch alone, and parameters must not be frozen or "
                     "unfrozen during training."
                 )
-        self._leave(ends, [_as_bytes(t) for t in tensors])
+        self._leave(ends, [as_bytes(t) for t in tensors])
 
     def can_post(self, channel: Channel, key: Any) -> bool:
         """See `runtime.Transport`."""
@@ -186,9 +187,9 @@ class P2PTransport:
     def _send_specs(self, ends: ChannelEnds, specs: list[TensorSpec]) -> None:
         numbers = [n for s in specs for n in (_DTYPES.index(s.dtype), s.requires_grad, len(s.shape), *s.shape)]
         head = torch.tensor([len(numbers)], device=self.device)
-        self._leave(ends, [_as_bytes(head)])
+        self._leave(ends, [as_bytes(head)])
         if numbers:
-            self._leave(ends, [_as_bytes(torch.tensor(numbers, device=self.device))])
+            self._leave(ends, [as_bytes(torch.tensor(numbers, device=self.device))])
 
     def _receive_specs(self, ends: ChannelEnds) -> list[TensorSpec]:
         def numbers(count: int) -> list[int]:
@@ -204,7 +205,3 @@ class P2PTransport:
             specs.append(TensorSpec(tuple(rest[3 : 3 + ndim]), _DTYPES[dtype], bool(grad)))
             del rest[: 3 + ndim]
         return specs
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

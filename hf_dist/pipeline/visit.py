@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_dist import collectives
 from hf_dist.boxes import TensorSlice
+from hf_dist.checksum import as_bytes
 from hf_dist.errors import ModelError
 from hf_dist.log import say_once
 from hf_dist.mesh import MeshAxis
@@ -137,7 +138,7 @@ class Visits:
         else:
             dtype, shape = self._shapes[name]
             tensor = torch.empty(shape, dtype=dtype, device=value.device)
-        collectives.broadcast(self.axis, tensor.view(-1).view(torch.uint8), source)
+        collectives.broadcast(self.axis, as_bytes(tensor), source)
         return tensor
 
     def _check(self) -> None:

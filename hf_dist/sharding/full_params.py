@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_dist import collectives
+from hf_dist.checksum import as_bytes
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.offload.resting import opened
@@ -215,7 +216,7 @@ def all_tensors(sharded: Any, *, frozen: bool = True) -> Iterator[tuple[str, tor
         for name, shape, dtype in collectives.broadcast_object(pp, rows, stage):
             tensor = next(own) if stage == pp.rank else torch.empty(shape, dtype=dtype, device=sharded.mesh.device)
             if pp.size > 1:
-                collectives.broadcast(pp, tensor.detach().contiguous().view(-1).view(torch.uint8), stage)
+                collectives.broadcast(pp, as_bytes(tensor), stage)
             yield name, tensor
 
 

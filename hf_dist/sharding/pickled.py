@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,25 +21,35 @@ from hf_dist.sharding.guard import make_readable
 from hf_dist.sharding.prepared import OWNER, own_class, raw_data
 from hf_dist.sharding.traces import Traces
 
-__all__ = ["copied_as_prepared", "forget_copies", "make_copies_ordinary"]
+__all__ = ["copied_as_prepared", "copied_without_weights", "forget_copies", "make_copies_ordinary"]
 
 ShardedModel = Any
 """The class in `runtime.py`; importing it here would be circular."""
 _REDUCE = "__reduce_ex__"
-_as_prepared = ContextVar("_as_prepared", default=False)
+_PREPARED, _ORDINARY = "as prepared", "ordinary"
+_structure: ContextVar[str] = ContextVar("_structure", default="")
 
 
-@contextmanager
-def copied_as_prepared() -> Iterator[None]:
+def copied_as_prepared() -> AbstractContextManager[None]:
     """Inside, `copy.deepcopy` keeps what preparing has changed in modules: for the planner, which runs such a copy on meta.
 
     The parameters have to be in deepcopy's `memo`. Local.
     """
-    token = _as_prepared.set(True)
+    return _copied(_PREPARED)
+
+
+def copied_without_weights() -> AbstractContextManager[None]:
+    """Inside, `copy.deepcopy` makes an ordinary model wherever the weights are, which have to be in its `memo`. Local."""
+    return _copied(_ORDINARY)
+
+
+@contextmanager
+def _copied(how: str) -> Iterator[None]:
+    token = _structure.set(how)
     try:
         yield
     finally:
-        _as_prepared.reset(token)
+        _structure.reset(token)
 
 
 def make_copies_ordinary(model: nn.Module, sharded: ShardedModel, traces: Traces) -> None:
@@ -69,12 +79,12 @@ class _Module:
     def __call__(self, protocol: Any) -> Any:
         module = self._module()
         assert module is not None
-        if _as_prepared.get():
+        if _structure.get() == _PREPARED:
             twin: nn.Module = object.__new__(type(module))
             twin.__dict__.update({key: value for key, value in module.__dict__.items() if key != _REDUCE})
             return twin.__reduce_ex__(protocol)
         sharded = self._sharded()
-        if sharded is not None:
+        if sharded is not None and _structure.get() != _ORDINARY:
             _check_whole(module, sharded)
         return self._traces.ordinary_twin(module).__reduce_ex__(protocol)
 

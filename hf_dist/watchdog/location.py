@@ -29,6 +29,7 @@ _ACTIVITIES = (
     ),  # not its wrappers, which also run code that is compiled or skipped
     ("/torch/_inductor/", "", "torch.compile"),
     ("/transformers/trainer.py", "training_step", "training step"),
+    ("/hf_dist/hf/trainer.py", "training_step", "training step"),
     ("/transformers/trainer.py", "evaluation_loop", "evaluation"),
     ("/transformers/trainer.py", "get_batch_samples", "data loader"),
     ("/transformers/trainer_callback.py", "call_event", "callbacks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from hf_dist.on_one_rank import REMEDY
 from hf_dist.sizes import size_text
 from hf_dist.watchdog.location import MAY_TAKE_LONG, Location
 
-__all__ = ["Status", "called_alone", "describe_stall", "ended_first", "late_words", "lost_rank", "numbers"]
+__all__ = ["Status", "called_alone", "describe_stall", "ended_first", "late_words", "lost_rank", "numbers", "unheeded"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Status:
     location: Location = field(default_factory=Location)
     rss: int = 0
     """Resident host memory of the process in bytes."""
+    told: float = -1.0
+    """Seconds since the process received SIGTERM; negative if it has not."""
     silent: float = 0.0
     """Seconds since the rank sent this status."""
     ended: bool = False
@@ -107,6 +110,30 @@ def called_alone(statuses: Sequence[Status], *, patience: float, world: int) -> 
     return ranks, f"{callers[0].location.called} was called by {numbers(ranks)} alone; {where}. {REMEDY}."
 
 
+def unheeded(statuses: Sequence[Status], patience: float, limit: float) -> str | None:
+    """Why a job that was told to end must do so without a save: nothing has moved for `patience` seconds; None if it need not.
+
+    A rank that does what may take minutes gets `limit` seconds at one line, one that saves as long as it takes. Everything is
+    waited for while a rank moves.
+    """
+    here = [s for s in statuses if not s.ended]
+    told = max((s.told for s in here), default=-1.0)
+    if told < patience or any(s.still + s.silent < _patience_with(s, patience, limit) for s in here):
+        return None
+    late = [s for s in here if not s.waits] or here[:1]
+    return f"SIGTERM came {told:.0f} s ago, and nothing has moved since: {'; '.join(late_words(s, False) for s in late[:3])}"
+
+
+def _patience_with(status: Status, patience: float, limit: float) -> float:
+    if status.waits or not _takes_long(status):
+        return patience
+    return math.inf if "saving" in _takes_long(status) else max(patience, limit)
+
+
+def _takes_long(status: Status) -> list[str]:
+    return sorted(set(status.location.activity.split(" > ")) & MAY_TAKE_LONG)
+
+
 def _ranks(statuses: Sequence[Status]) -> str:
     return numbers(s.rank for s in statuses)
 
@@ -120,7 +147,7 @@ def late_words(status: Status, absent: bool | None = None) -> str:
         return f"{status.who} has ended: {_why_ended(status)}{before}"
     if absent or (absent is None and status.silent > 1 and not status.waits):
         return f"{status.who} does not answer: {_why_silent(status)}{before}"
-    often = sorted(set(status.location.activity.split(" > ")) & MAY_TAKE_LONG)
+    often = _takes_long(status)
     rightly = f" ({often[0]} may legitimately take this long)" if often else ""
     still = f", at the same line for {status.still:.0f} s" if status.still >= 1 else ", and moves"
     return f"{status.who} is late, in: {status.location}{still}{rightly}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import socket
@@ -10,20 +11,36 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from hf_dist import comm_log, failure, machine, mesh, on_one_rank
 from hf_dist.launch import detect_launch
 from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
-from hf_dist.watchdog.report import Status, called_alone, describe_stall, ended_first, late_words, lost_rank, numbers
+from hf_dist.watchdog.report import (
+    Status,
+    called_alone,
+    describe_stall,
+    ended_first,
+    late_words,
+    lost_rank,
+    numbers,
+    unheeded,
+)
 from hf_dist.watchdog.wire import Collector, Sender
 
-__all__ = ["start", "watch"]
+__all__ = ["STOPPED", "obey", "start", "watch"]
 
+STOPPED = 75
+"""Exit code of a job that a signal has ended and that may be started again: EX_TEMPFAIL of sysexits.h."""
 _KEY = "hf_dist/watchdog"
 _SILENT_TICKS = 3
+_HEED_SECONDS = 10.0
+"""How long a job that was told to end may stand still: schedulers kill after half a minute."""
+_ALONE_SECONDS = 60.0
+"""The `limit` of one process, which waits for nobody."""
 _watchdog: Watchdog | None = None
 
 
@@ -42,12 +59,41 @@ def start(seconds: float) -> None:
         _watchdog.start()
 
 
+def _forget() -> None:
+    """In a forked child, which has no such thread."""
+    global _watchdog
+    _watchdog = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def watch(engine: Any) -> None:
     """Have reports name the modules of `engine.model`, its step, and where the caller's thread is. Engines are held weakly."""
     if _watchdog is not None:
         _watchdog.engines.add(engine)
         _watchdog.thread = threading.get_ident()
         _watchdog.introduce()
+
+
+class Told(Protocol):
+    """What hears the signals of this process."""
+
+    last: Callable[[], str]
+    """The name of the newest checkpoint, or ""."""
+
+    def heard_to_end(self) -> bool:
+        """Whether SIGTERM has come."""
+
+
+def obey(told: Told) -> None:
+    """End the job, with exit code 75, if `told` has heard SIGTERM and no rank moves. `told` is held weakly. Local."""
+    global _watchdog
+    if _watchdog is None and detect_launch().world_size == 1:
+        _watchdog = Watchdog(_ALONE_SECONDS, 0, 1, None)
+        _watchdog.start()
+    if _watchdog is not None:
+        _watchdog.told = weakref.ref(told)
 
 
 class Watchdog(threading.Thread):
@@ -63,7 +109,9 @@ class Watchdog(threading.Thread):
         self.thread = threading.get_ident()
         """The one that trains: not the main thread where Ray Train runs the loop, and that one only waits."""
         self._store = store
-        self._listeners = (0, world - 1)
+        self.told: weakref.ref[Told] | None = None
+        self._told_at: float | None = None
+        self._listeners = (0, world - 1) if store is not None else ()
         self._collector: Collector | None = None
         self._senders: dict[int, Sender] = {}
         self._names: dict[int, str] = {}
@@ -84,13 +132,17 @@ class Watchdog(threading.Thread):
             self._store.set(self._key(rank), json.dumps([address, self._collector.port, token]))
         failure.on_leave(self.leave)
         failure.explain_with(self.explain_loss)
+        if store is not None:
+            failure.same_error_with(self._first_at)
         atexit.register(self.leave, "")
         os.register_at_fork(after_in_child=self._close)  # a data loader's worker would keep the connections open
 
     @property
     def tick(self) -> float:
         """Seconds between two statuses."""
-        return min(5.0, max(0.2, self.limit / 12))
+        if self._told_at is not None:
+            return 1.0
+        return 5.0 if self.limit <= 0 else min(5.0, max(0.2, self.limit / 12))
 
     def run(self) -> None:
         """Until the process ends. An error of ours must not disturb training: that look is left out, and the next one comes.
@@ -111,6 +163,8 @@ class Watchdog(threading.Thread):
             failure.leave_waiting(self._departure.reason)
         pause = min(self.tick, 1.0) if self._departure.reason else self.tick
         if self._collector is None:
+            if self.world == 1:
+                self._end_if_unheeded([status])
             self._stop.wait(pause)
             return
         self._collector.poll(pause)
@@ -127,6 +181,11 @@ class Watchdog(threading.Thread):
             self._seen, self._since = seen, time.monotonic()
         step = max((e.global_steps for e in self.engines), default=-1)
         still = time.monotonic() - self._since
+        told = self.told() if self.told is not None else None
+        if told is None or not told.heard_to_end():
+            self._told_at = None
+        elif self._told_at is None:
+            self._told_at = time.monotonic()
         return Status(
             self.rank,
             socket.gethostname(),
@@ -135,6 +194,7 @@ class Watchdog(threading.Thread):
             still=still,
             location=location,
             rss=machine.resident_nbytes(),
+            told=-1.0 if self._told_at is None else time.monotonic() - self._told_at,
         )
 
     def _location(self) -> Location:
@@ -174,17 +234,19 @@ class Watchdog(threading.Thread):
 
     def _hear(self) -> None:
         """What is known of ranks that have ended: by the two that listen from their connections, by the others from these."""
+        for rank, sender in list(self._senders.items()):
+            for message in sender.hear():  # the last rank listens, too, and rank 0 judges its calls
+                if self.rank in message.get("alone", ()):
+                    self._end_lone_call(str(message["text"]))
+                if "stopped" in message:
+                    failure.leave_stopped("", STOPPED)
+                if "lost" in message and self._collector is None:
+                    self._departure.note(str(message["lost"]), left_well=bool(message["left_well"]))
+                elif message.get("left") == "":
+                    self._goodbyes.add(rank)
         if self._collector is None:
-            for rank, sender in list(self._senders.items()):
-                for message in sender.hear():
-                    if self.rank in message.get("alone", ()):
-                        self._end_lone_call(str(message["text"]))
-                    if "lost" in message:
-                        self._departure.note(str(message["lost"]), left_well=bool(message["left_well"]))
-                    elif message.get("left") == "":
-                        self._goodbyes.add(rank)
             gone = [r for r, sender in self._senders.items() if not sender.is_open and r not in self._goodbyes]
-            if len(gone) == len(set(self._listeners)):
+            if gone and len(gone) == len(set(self._listeners)):
                 self._departure.note(f"{numbers(gone)} ended without a word")
             return
         ended = [s for s in self._statuses() if s.ended]
@@ -245,6 +307,7 @@ class Watchdog(threading.Thread):
         first = next((s for s in statuses if s.rank == 0), None)
         if self.rank != 0 and first is not None and not first.ended and first.silent < silence:
             return  # rank 0 speaks
+        self._end_if_unheeded(statuses)
         alone = called_alone(statuses, patience=self.limit / 6, world=self.world)
         if alone is not None:
             assert self._collector is not None
@@ -264,12 +327,32 @@ class Watchdog(threading.Thread):
             self._stalled_at = began
             self._next_report = now + 2 * max(self.limit, now - began)  # ever rarer
 
+    def _end_if_unheeded(self, statuses: list[Status]) -> None:
+        if any(s.ended and s.last_words == failure.STOPPED for s in statuses):  # the other listener has said why
+            failure.leave_stopped("", STOPPED)
+        why = unheeded(statuses, _HEED_SECONDS, self.limit) if len(statuses) == self.world else None
+        told = self.told() if self.told is not None else None
+        if why is None:
+            return
+        last = told.last() if told is not None else ""
+        saved = f"the newest checkpoint is {last}" if last else "there is no checkpoint"
+        if self._collector is not None:
+            self._collector.tell({"stopped": True})
+        failure.leave_stopped(f"hf_dist: {why}. Leaving without a save, with exit code {STOPPED}; {saved}.", STOPPED)
+
     def _end_lone_call(self, text: str) -> None:
         """This rank has made a call alone: its main thread raises, or this process leaves where that cannot."""
         if self._location().waits_for == "every rank to make the same call":
             on_one_rank.tell(text)
         else:
             failure.leave_alone(text)
+
+    def _first_at(self, place: str) -> int:
+        """The first rank that came to an error of this place."""
+        digest = hashlib.sha256(place.encode()).hexdigest()[:16]
+        key = f"{self._key(self.rank).rpartition('/')[0]}/error/{digest}"
+        found = self._store.compare_set(key, "", str(self.rank))
+        return int(found)
 
     def explain_loss(self) -> tuple[str, str]:
         """(which rank ended first and why, or who does not come, and its traceback), as far as this rank hears of it within

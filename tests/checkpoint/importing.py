@@ -36,15 +36,29 @@ def resumed(folder: Path, recipe: str, stage: int, checkpoint: str, micro: int =
     return {"logs": logged(trainer)[AT:], "said": [line for line in said if "was written by" in line]}
 
 
-def refused(folder: Path, checkpoint: str) -> str:
+def refused(folder: Path, checkpoint: str, recipe: str = "even") -> str:
     """The error a user sees."""
     from hf_dist.errors import CheckpointError
 
     try:
-        resumed(folder, "even", 3, checkpoint)
+        resumed(folder, recipe, 3, checkpoint)
     except CheckpointError as error:
         return str(error)
     return "nothing"
+
+
+def file_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder as they are stored."""
+    from safetensors.torch import load_file
+
+    return dict(load_file(checkpoint / "model.safetensors"))
+
+
+def write_file(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """As `save_pretrained`, in one file."""
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def named_state(checkpoint: Path, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], Any]:

@@ -208,11 +208,11 @@ def round_trip(family: str, dtype: torch.dtype, stage: int, stock: Path, root: P
 
 def wrong_import(holder: Holder, stock: dict[str, torch.Tensor]) -> list[str]:
     """A stock state dict, mapped, filled into slices as an import of another program's checkpoint does."""
-    from hf_dist.checkpoint.foreign import _MappedSource
+    from hf_dist.checkpoint.foreign_sources import MappedSource
     from hf_dist.checkpoint.training_state import fill_weights
 
     forget(holder)
-    source = _MappedSource({f"weights.{name}": p for name, p in stock.items()})
+    source = MappedSource({f"weights.{name}": p for name, p in stock.items()})
     fill_weights(holder.sharded.groups, source.stored, source.read)
     return wrong_weights(holder, stock)
 

@@ -283,6 +283,23 @@ def test_inspect_knows_the_checkpoints_of_others(files: list[str], kind: str, tm
     assert found.step == (7 if "trainer_state.json" in files else None)
 
 
+def test_inspect_lists_the_checkpoints_of_a_run_and_counts_its_final_model_once(tmp_path: Path) -> None:
+    for place in ("", "checkpoint-10", "checkpoint-2"):
+        (tmp_path / place).mkdir(exist_ok=True)
+        save_file({"w": torch.zeros(3, 4)}, tmp_path / place / "model.safetensors")
+        (tmp_path / place / "trainer_state.json").write_text('{"global_step": 10}')
+    (tmp_path / "checkpoint-12").mkdir()
+    found = describe(tmp_path)
+    assert found.kind == "output folder of a run" and found.complete
+    assert found.weights["parameters"] == 12
+    assert sorted(found.files) == ["model.safetensors", "trainer_state.json"]
+    assert [(each["name"], each["complete"]) for each in found.checkpoints] == [
+        ("checkpoint-2", True), ("checkpoint-10", True), ("checkpoint-12", False)
+    ]  # fmt: skip
+    text = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+    assert "checkpoint-10: step 10, complete" in text and "checkpoint-12: step 12, NOT COMPLETE" in text
+
+
 def test_the_command_exports(tmp_path: Path) -> None:
     save_stock(make_model("llama"), tmp_path / "in", 4000)
     result = RUNNER.invoke(app, ["export", str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bf16"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hf_dist.checkpoint import foreign
 from tests.checkpoint import importing
 from tests.checkpoint.importing import AT
 from tests.harness import run_ranks
@@ -151,3 +153,92 @@ def test_only_tensors_and_numbers_are_unpickled(
     torch.save({**named[0], "more": Path("x")}, folder / "pytorch_model_fsdp.bin")
     message = ranks(tmp_path / "jobs", 2, ("refused", {"checkpoint": str(folder)}))[0]
     assert "written by FSDP" in message and "cannot be read (UnpicklingError" in message
+
+
+def test_a_stock_mixture_of_experts_goes_on_though_its_file_holds_experts_one_by_one(tmp_path: Path) -> None:
+    (log,) = ranks(tmp_path / "stock", 1, ("stock", {"recipe": "moe"}))
+    checkpoint = tmp_path / "stock" / "0" / f"checkpoint-{AT}"
+    job = {"recipe": "moe", "stage": 3, "checkpoint": str(checkpoint)}
+    same(ranks(tmp_path, 2, ("resumed", job))[0], log[AT:], "weights, optimizer state, schedule")
+    weights = importing.file_of(checkpoint)
+    named = {
+        "without": {k: v for k, v in weights.items() if ".experts.1." not in k},
+        "more": {**weights, "extra": torch.ones(2)},
+    }
+    for name, changed in named.items():
+        folder = without_state(checkpoint, tmp_path / name / "checkpoint-3")
+        shutil.copy(checkpoint / "optimizer.pt", folder)
+        importing.write_file(folder, changed)
+    jobs = [("refused", {"checkpoint": str(tmp_path / name / "checkpoint-3"), "recipe": "moe"}) for name in named]
+    lacking, more = ranks(tmp_path / "refused", 2, *jobs)
+    assert "does not hold model.layers." in lacking and "experts" in lacking
+    assert "holds 1 tensors that the model does not have: extra." in more
+
+
+Change = Callable[[Any, Any, Any], None]
+CHANGES: dict[str, tuple[Change, str]] = {
+    "weights more": (lambda w, s, g: w.update(extra=torch.ones(2)), "1 tensors that the model does not have: extra"),
+    "half of the states": (
+        lambda w, s, g: [s.pop(name) for name in sorted(s)[::2]],
+        " of 10 parameters, this run trains 20: model.embed_tokens.weight, ",
+    ),
+    "one state": (
+        lambda w, s, g: s.pop(sorted(s)[0]),
+        "of 19 parameters, this run trains 20: model.embed_tokens.weight is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_import_counts_what_it_reads(
+    stock: tuple[Path, list[Any]], named: tuple[Any, Any, Any], sharded: bool, tmp_path: Path
+) -> None:
+    """Missing and unknown names are an error with the names; states of nobody, or of another optimizer, are said."""
+
+    def written(name: str, change: Change) -> str:
+        folder = without_state(stock[0], tmp_path / name / "checkpoint-3")
+        weights, state, groups = dict(named[0]), {k: dict(v) for k, v in named[1].items()}, named[2]
+        change(weights, state, groups)
+        if sharded:
+            run_ranks(importing.write_sharded, 2, (str(folder), weights, state, groups))
+        else:
+            torch.save(weights, folder / "pytorch_model_fsdp.bin")
+            torch.save({"state": state, "param_groups": groups}, folder / "optimizer.bin")
+        return str(folder)
+
+    refusals = [("refused", {"checkpoint": written(name, change)}) for name, (change, _) in CHANGES.items()]
+    for message, (_, words) in zip(ranks(tmp_path / "refused", 2, *refusals), CHANGES.values(), strict=True):
+        assert words in message
+
+    def wrapped(weights: Any, state: Any, groups: Any) -> None:
+        for values in (weights, state):
+            for name in list(values):
+                values[name.replace("layers.0.", "layers.0._orig_mod.")] = values.pop(name)
+
+    def momentum(weights: Any, state: Any, groups: Any) -> None:
+        for name, values in state.items():
+            state[name] = {"momentum_buffer": values["exp_avg"]}
+
+    jobs = [
+        ("resumed", {"recipe": "even", "stage": 3, "checkpoint": written(change.__name__, change)})
+        for change in (wrapped, momentum, lambda weights, state, groups: state.clear())
+    ]
+    compiled, other, none = ranks(tmp_path / "taken", 2, *jobs)
+    same(compiled, stock[1], "weights, optimizer state, schedule")
+    assert "it is another optimizer's (momentum_buffer; this run's AdamW has exp_avg, exp_avg_sq)" in other["said"][0]
+    assert "not taken: optimizer state: there is none" in none["said"][0]
+
+
+def test_of_several_universal_folders_the_one_is_read_that_deepspeed_reads(
+    stock: tuple[Path, list[Any]], named: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    folder = without_state(stock[0], tmp_path / "checkpoint-3")
+    importing.write_universal(folder, named[0], named[1], flat=False)
+    shutil.copytree(folder / "global_step3_universal", folder / "global_step20_universal")
+    for file in (folder / "global_step20_universal").rglob("fp32.pt"):
+        torch.save({"param": torch.load(file)["param"] * 2, "cat_dim": 0}, file)
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder)}
+    same(ranks(tmp_path / "named", 2, ("resumed", job))[0], stock[1], "DeepSpeed (universal)")
+    (folder / "latest_universal").unlink()
+    found = foreign._universal_folder(folder)
+    assert found is not None and found.parent.name == "global_step20_universal", "by its step, not by its letters"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dist.checkpoint import folder
-from hf_dist.checkpoint.publish import publish
+from hf_dist.checkpoint import folder, lock
+from hf_dist.checkpoint.publish import publish, recover
 from hf_dist.errors import CheckpointError
+from tests.checkpoint.test_publish import Killed, killed_at
+from tests.covering import FULL_GRID
 
 STATES = (
     "model.safetensors",
@@ -93,47 +95,136 @@ def test_copies_links_and_folders_of_another_kind_are_a_users(tmp_path: Path) ->
     assert (tmp_path / "elsewhere" / "config.json").exists()
 
 
-CALLS = st.lists(
-    st.tuples(st.sampled_from(["save", "edit", "damage", "copy", "rename", "roll back", "clean"]), st.integers(0, 9)),
-    max_size=14,
+WALKS = 300 if FULL_GRID else 60
+ACTS = (
+    "save",
+    "edit",
+    "damage",
+    "copy",
+    "copy as a number",
+    "rename",
+    "roll back",
+    "clean",
+    "kill",
+    "second job",
+    "resume",
+    "limit",
 )
+CALLS = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 9)), max_size=16)
 
 
-@settings(max_examples=80, deadline=None)
-@given(CALLS, st.sampled_from([None, 1, 2, 3]))
-def test_no_walk_loses_a_users_file_or_the_newest_state(calls: list[Any], limit: int | None) -> None:
+class Run:
+    """A run's folder as a user and several jobs treat it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.step, self.limit = root, 0, 2
+        self.whole: list[str] = []
+        """Names of the run's own complete checkpoints, the last written at the end."""
+        self.users: dict[Path, str] = {}
+        """Files that the user made -> what is in them."""
+
+    def act(self, call: str, pick: int, number: int) -> None:
+        """One of `ACTS`."""
+        chosen = self.root / self.whole[pick % len(self.whole)] if self.whole else None
+        if call == "limit":
+            self.limit = pick
+        elif call == "save":
+            self.step += 1
+            save(self.root, f"checkpoint-{self.step}", self.limit)
+            self._saved(f"checkpoint-{self.step}")
+        elif call == "kill":
+            self._killed(pick)
+        elif call == "resume":
+            recover(self.root)
+            newest, _ = folder.newest_complete(self.root)
+            self.step = self.step if newest is None else int((folder.read_manifest(newest) or {})["step"])
+        elif call == "second job":
+            self._second_job(pick)
+        elif chosen is not None and chosen.exists():
+            getattr(self, f"_{call.replace(' ', '_')}")(chosen, number)
+
+    def _saved(self, name: str) -> None:
+        self.whole = [n for n in self.whole if (self.root / n).exists() and n != name] + [name]
+
+    def _killed(self, pick: int) -> None:
+        """In the middle of a save; the next start cleans up."""
+        name = f"checkpoint-{self.step + 1}"
+        with killed_at(pick), suppress(Killed):
+            save(self.root, name, self.limit)
+            self.step += 1
+        recover(self.root)
+        if (self.root / name).is_dir() and not folder.incomplete(self.root / name):
+            self._saved(name)
+            self.step = int(name.rpartition("-")[2])
+        self.whole = [n for n in self.whole if (self.root / n).exists()]
+
+    def _second_job(self, pick: int) -> None:
+        """It comes while the first one writes, cleans up, and leaves."""
+        final = self.root / f"checkpoint-{self.step + 1}"
+        lock.claim(lock.writing_of(final))
+        working = folder.begin(final)
+        (working / "half").write_text("")
+        held = dict(lock._held)
+        lock._held.clear()  # as in another process of this machine
+        try:
+            recover(self.root)
+            assert (working / "half").exists()
+        finally:
+            lock._held.update(held)
+            lock.release(lock.writing_of(final))
+            shutil.rmtree(working)
+
+    def _edit(self, chosen: Path, number: int) -> None:
+        (chosen / "README.md").write_text(f"note {number}" * (number % 3))
+
+    def _damage(self, chosen: Path, number: int) -> None:
+        if len(self.whole) > 1:
+            (chosen / STATES[0]).write_text("")
+            self.whole.remove(chosen.name)
+
+    def _copy(self, chosen: Path, number: int) -> None:
+        shutil.copytree(chosen, self.root / f"checkpoint_{number}")
+        self._keep(self.root / f"checkpoint_{number}")
+
+    def _copy_as_a_number(self, chosen: Path, number: int) -> None:
+        shutil.copytree(chosen, self.root / f"checkpoint-{1000 + number}")
+        self._keep(self.root / f"checkpoint-{1000 + number}")
+
+    def _rename(self, chosen: Path, number: int) -> None:
+        if len(self.whole) > 1:
+            chosen.rename(self.root / f"best-{number}")
+            self._keep(self.root / f"best-{number}")
+            self.whole.remove(chosen.name)
+
+    def _roll_back(self, chosen: Path, number: int) -> None:
+        self.step = int(chosen.name.rpartition("-")[2])
+
+    def _clean(self, chosen: Path, number: int) -> None:
+        if len(self.whole) > 1:
+            shutil.rmtree(chosen)
+            self.whole.remove(chosen.name)
+
+    def _keep(self, made: Path) -> None:
+        self.users |= {path: path.read_text() for path in made.rglob("*") if path.is_file()}
+
+    def check(self) -> None:
+        """Nothing of the user's is lost, and the newest state of the run is found (itself, or a copy of it)."""
+        for path, text in self.users.items():
+            assert path.read_text() == text
+        if self.whole:
+            newest, _ = folder.newest_complete(self.root)
+            assert newest is not None
+            assert folder.written_at(newest) >= folder.written_at(self.root / self.whole[-1])
+
+
+@settings(max_examples=WALKS, deadline=None)
+@given(CALLS)
+def test_no_walk_loses_a_users_file_or_the_newest_state(calls: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as name:
-        root, step, whole = Path(name), 0, list[str]()
-        users: set[Path] = set()
+        run = Run(Path(name))
         for number, (call, pick) in enumerate(calls):
-            chosen = root / whole[pick % len(whole)] if whole else None
-            if call == "save":
-                step += 1
-                final = save(root, f"checkpoint-{step}", limit)
-                whole = [n for n in whole if (root / n).exists() and n != final.name] + [final.name]
-            elif call == "roll back" and chosen is not None:
-                step = int(chosen.name.rpartition("-")[2])
-            elif chosen is None or not chosen.exists():
-                continue
-            elif call == "edit":
-                (chosen / "README.md").write_text(f"note {number}" * pick)
-            elif call == "damage" and len(whole) > 1:
-                (chosen / STATES[0]).write_text("")
-                whole.remove(chosen.name)
-            elif call == "copy":
-                users.add(root / f"checkpoint_{number}")
-                shutil.copytree(chosen, root / f"checkpoint_{number}")
-            elif call == "rename" and len(whole) > 1:
-                users.add(root / f"best-{number}")
-                chosen.rename(root / f"best-{number}")
-                whole.remove(chosen.name)
-            elif call == "clean" and len(whole) > 1:
-                shutil.rmtree(chosen)
-                whole.remove(chosen.name)
-            assert all(path.is_dir() for path in users)
-            if whole:
-                newest = next(p for p in folder.numbered(root, "-") if not folder.incomplete(p))
-                assert newest.name == whole[-1]
+            run.act(call, pick, number)
+            run.check()
 
 
 def test_a_manifest_with_a_time_that_is_none_is_refused(tmp_path: Path) -> None:

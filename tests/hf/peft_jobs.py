@@ -177,6 +177,33 @@ def train(folder: Path, kind: str, stage: int | None, checkpointing: bool = Fals
     return record
 
 
+def converted(folder: Path, init: str, stage: int | None) -> Record:
+    """An adapter whose initialisation changes the base, trained and saved as LoRA of the base as it was."""
+    accelerator = accelerator_of(stage)
+    model = adapted(lora(init_lora_weights=init))
+    first = folder / f"first{accelerator.process_index}"
+    model.save_pretrained(first)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3, eps=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch = rows(accelerator.process_index, accelerator.num_processes, False)
+    for _ in range(2):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = accelerator.unwrap_model(model)
+    whole.save_pretrained(folder / "lora", path_initial_model_for_weight_conversion=str(first))
+    accelerator.wait_for_everyone()
+    with torch.no_grad():
+        record = {"loss": float(accelerator.reduce(model(**batch).loss, "mean")), "adapters": list(whole.peft_config)}
+    if accelerator.is_main_process:
+        from peft import PeftModel
+
+        plain = PeftModel.from_pretrained(base_model(), folder / "lora")
+        record["reloaded"] = float(plain(**rows(0, 1, False)).loss)
+        record["rank"] = plain.peft_config["default"].r
+    return record
+
+
 @torch.no_grad()
 def measured(accelerator: Any, model: Any, batch: Any, how: str) -> float:
     """The loss with and without adapters."""

@@ -48,10 +48,12 @@ def job_of(kind: str, stage: int | None, checkpointing: bool) -> Job:
 
 HALF = [(JOBS + "half_merged", {"kind": kind}) for kind in ("lora", "dora")]
 LOADED = [(JOBS + "loaded", {"stage": stage}) for stage in (1, 3)]
-ON_RANKS: list[Job] = [*(job_of(*case) for case in CASES), *HALF, *LOADED, (JOBS + "errors", {})]
+CONVERTED = [(JOBS + "converted", {"init": init, "stage": stage}) for init, stage in (("pissa", 3), ("olora", 1))]
+ON_RANKS: list[Job] = [*(job_of(*case) for case in CASES), *HALF, *LOADED, *CONVERTED, (JOBS + "errors", {})]
 ALONE: list[Job] = [
     *(job_of(kind, None, False) for kind in {case[0]: 0 for case in CASES}),
     (LOADED[0][0], {"stage": 0}),
+    *((name, {**job, "stage": None}) for name, job in CONVERTED),
 ]
 Outcomes = Callable[..., Any]
 
@@ -185,3 +187,13 @@ def test_quantised_weights_that_no_shard_can_hold_are_refused_by_name(
     model[0].weight = weight()
     with pytest.raises(ModelError, match=f"0.weight is .*{says}.*train an adapter"):
         prepare_quantised(model)
+
+
+@pytest.mark.parametrize("job", CONVERTED, ids=lambda job: job[1]["init"])
+def test_an_adapter_that_changes_its_base_is_saved_as_lora_of_the_base_as_it_was(job: Job, outcomes: Outcomes) -> None:
+    here, alone = outcomes(job), outcomes((job[0], {**job[1], "stage": None}), alone=True)
+    assert here["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE)
+    assert here["reloaded"] == pytest.approx(here["loss"], rel=1e-4), "the file and the trained model compute the same"
+    assert here["reloaded"] == pytest.approx(alone["reloaded"], rel=TOLERANCE)
+    assert here["adapters"] == outcomes(job, rank=1)["adapters"] == ["default"]
+    assert here["rank"] == 8, "twice that of the adapter"

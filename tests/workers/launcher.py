@@ -92,7 +92,9 @@ def _child(worker: str, case: str, folder: str, rank: int, world: int, port: int
     try:
         cases[case](folder)
     except SystemExit as error:
-        code = int(error.code or 0)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
