@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hf_dist.checkpoint import folder
+from hf_dist.checkpoint.foreign import program_of
 
 __all__ = ["why_not"]
 
@@ -13,10 +14,11 @@ _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*")
 _DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
 
 
-def why_not(directory: Path) -> str | None:
+def why_not(directory: Path, *, loads_itself: bool = False) -> str | None:
     """Why the Trainer cannot go on from `directory`, with the way to use it; None if it can. Local.
 
-    The Trainer counts its steps in `trainer_state.json`, which it and hf_dist write.
+    The Trainer counts its steps in `trainer_state.json`, which it and hf_dist write. `loads_itself`: it is a user's or a
+    library's Trainer, with its own files for weights.
     """
     if not directory.exists():
         return f"{directory} does not exist. {_beside(directory.parent, directory.parent.name or '.')}"
@@ -24,15 +26,16 @@ def why_not(directory: Path) -> str | None:
         return _FILES.get(
             directory.suffix, "{path} is a file; resume_from_checkpoint takes a checkpoint's folder."
         ).format(path=directory)
-    if (directory / folder.TRAINER_STATE).is_file() or (directory / folder.MANIFEST).is_file():
+    counted = (directory / folder.TRAINER_STATE).is_file() or (directory / folder.MANIFEST).is_file()
+    if counted and (loads_itself or program_of(directory) or _has(*_WEIGHTS, folder.STATE)(directory)):
         return None
     written = next((words for found, words in _PROGRAMS if found(directory)), None)
     if written is not None:
         return f"{directory} {written.format(path=directory)}"
     inside = ", ".join(sorted(p.name for p in directory.iterdir())[:6]) or "nothing"
+    lacks = "weights" if counted else folder.TRAINER_STATE
     return (
-        f"{directory} is no checkpoint of a Trainer: it has no {folder.TRAINER_STATE} (there is {inside}). "
-        f"{_beside(directory, 'it')}"
+        f"{directory} is no checkpoint of a Trainer: it has no {lacks} (there is {inside}). {_beside(directory, 'it')}"
     )
 
 
@@ -55,6 +58,10 @@ _FILES = {
     "torch.load(path)['state_dict'] into the model and start without resume_from_checkpoint.",
 }
 _PROGRAMS: tuple[tuple[Callable[[Path], bool], str], ...] = (
+    (
+        _has("*_model_states.pt", "*_optim_states.pt", "zero/*/fp32.pt"),
+        "is a part of a checkpoint of DeepSpeed, without the Trainer's counts: name the folder above it.",
+    ),
     (
         _has(".metadata", "*.distcp", "step-*/.metadata"),
         "is a folder of torch's distributed checkpoints (torchtitan writes such), without a Trainer's state. `"

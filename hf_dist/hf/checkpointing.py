@@ -176,7 +176,7 @@ class CheckpointingMixin(DataPositionMixin):
                 elif found is None:
                     problem = f"No valid checkpoint found in output directory ({root})"
             if found is not None:
-                problem = why_not(Path(found))
+                problem = why_not(Path(found), loads_itself=_is_theirs(super()._load_from_checkpoint))  # type: ignore[misc]
                 try:
                     check_trainer_state(Path(found))
                 except CheckpointError as error:

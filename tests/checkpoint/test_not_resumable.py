@@ -16,6 +16,12 @@ FOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("Megatron", "Convert"),
     ),
     "megatron's step": (("mp_rank_00/model_optim_rng.pt",), ("Megatron",)),
+    "deepspeed's part": (("mp_rank_00_model_states.pt",), ("DeepSpeed", "the folder above")),
+    "counts alone": (
+        ("trainer_state.json", "notes.txt"),
+        ("it has no weights (there is notes.txt, trainer_state.json)",),
+    ),
+    "torchtitan with counts": (("trainer_state.json", ".metadata"), ("distributed checkpoints",)),
     "lightning": (("last.ckpt",), ("Lightning", "ckpt_path")),
     "accelerate": (("random_states_0.pkl", "model.safetensors", "optimizer.bin"), ("save_state", "load_state")),
     "a model": (("config.json", "model.safetensors"), ("without a training state", "from_pretrained")),
@@ -49,13 +55,17 @@ def test_a_foreign_folder_is_named_with_the_way_to_use_it(name: str, tmp_path: P
 def test_what_is_not_there_is_answered_with_what_is(tmp_path: Path) -> None:
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        for file in ("trainer_state.json", "model.safetensors"):
+            (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
     text = why_not(tmp_path / "checkpoint-3")
     assert text == (
         f"{tmp_path}/checkpoint-3 does not exist. In {tmp_path.name} lie checkpoint-2, checkpoint-4; the newest complete one "
         "is checkpoint-4."
     )
     assert why_not(tmp_path / "checkpoint-4") is None
+    (tmp_path / "checkpoint-4" / "model.safetensors").rename(tmp_path / "checkpoint-4" / "own.ckpt")
+    assert "Lightning" in str(why_not(tmp_path / "checkpoint-4"))
+    assert why_not(tmp_path / "checkpoint-4", loads_itself=True) is None, "the Trainer has its own files"
     (tmp_path / "last.ckpt").write_text("")
     assert "Trainer.fit(ckpt_path=...)" in str(why_not(tmp_path / "last.ckpt"))
     assert "takes a checkpoint's folder" in str(why_not(tmp_path / "checkpoint-4" / "trainer_state.json"))
