@@ -110,7 +110,5 @@ def test_the_last_lines_hold_the_text_and_the_frame_of_what_was_raised(case: str
         assert "PLANTED" in output, output
         return
     last = output[-6000:]
-    assert ("its text cannot be made" in last or "unprintable" in last) if kind == "silent" else "PLANTED" in last, (
-        output
-    )
+    assert "<exception str() failed>" in last if kind == "silent" else "PLANTED" in last, output
     assert re.search(rf"^\[rank {number}\] .*in plant$", output, re.MULTILINE), output

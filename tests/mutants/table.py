@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_parallelism, of_sharding, of_steps, of_storage
+from tests.mutants import of_ends, of_parallelism, of_sharding, of_steps, of_storage
 from tests.mutants.mutant import Mutant
 
-MUTANTS: list[Mutant] = [*of_sharding.MUTANTS, *of_steps.MUTANTS, *of_parallelism.MUTANTS, *of_storage.MUTANTS]
+MUTANTS: list[Mutant] = [
+    *of_sharding.MUTANTS,
+    *of_steps.MUTANTS,
+    *of_parallelism.MUTANTS,
+    *of_storage.MUTANTS,
+    *of_ends.MUTANTS,
+]
