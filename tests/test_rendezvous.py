@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -177,3 +178,25 @@ def test_gloo_takes_the_interface_that_the_other_machines_reach(
     monkeypatch.setattr(rendezvous, "interface_of", {"10.0.0.5": "eth7", "10.9.9.9": "eth0"}.get)
     rendezvous.prepare_start()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+@pytest.mark.parametrize("who", ["mute", "closes", "store", "nobody"])
+def test_what_answers_at_the_port_is_told_from_a_store(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER", timedelta(seconds=2 if who == "store" else 0.5))
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+
+    def close_each() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    if who == "closes":
+        threading.Thread(target=close_each, daemon=True).start()
+    elif who != "mute":
+        server.close()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if who == "store" else None
+    assert rendezvous._is_strange("127.0.0.1", port) is (who in ("mute", "closes"))
+    assert rendezvous._can_listen(port) is (who == "nobody")
+    server.close()
+    del store

@@ -132,9 +132,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "the port of another program is taken for a store",
         "rendezvous.py",
-        "            answered.set()\n        asking.clear()\n",
-        "            pass\n        answered.set()\n",
-        (_ENDS + "a_port_that_another_program_has_is_named_on_every_rank",),
+        "            return False\n    return True\n\n\ndef _leave_agent_store",
+        "            return False\n    return False\n\n\ndef _leave_agent_store",
+        ("test_rendezvous.py",),
     ),
     Mutant(
         "every rank prints the traceback of an error of all",
@@ -149,13 +149,6 @@ MUTANTS: list[Mutant] = [
         "flat if flat.stride() == (1,) else",
         "flat if flat.is_contiguous() else",
         ("test_agree.py",),
-    ),
-    Mutant(
-        "a search counts data ranks where HF shares trials among processes",
-        "hf/repeated_trainings.py",
-        "with _counted(self.args, processes=True):",
-        "with _counted(self.args, processes=False):",
-        ("hf/test_repeated_trainings.py",),
     ),
     Mutant(
         "evaluations leave their loaders behind",
