@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from collections import UserDict
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from hf_dist.agree import together
 from hf_dist.checksum import as_bytes, batch_digest, checksum
+from hf_dist.errors import CheckpointError
+from hf_dist.mesh import MeshAxis
 from tests.harness import run_ranks
 
 
@@ -93,6 +99,54 @@ def test_a_failure_or_an_interrupt_on_one_rank_reaches_all(tmp_path: Path) -> No
     assert first["writer is gone"], "its mesh and its copies of all states would stay"
     assert last["writer is gone"]
     assert torch.equal(first["weights"], last["weights"]), "permuted values are other values"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    depth=st.integers(1, 3), signals=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["SIGINT", "SIGTERM"])), max_size=3),
+    fails=st.integers(0, 9),
+)  # fmt: skip
+def test_a_signal_waits_for_the_end_of_the_outermost_block_and_a_second_one_does_not(
+    depth: int, signals: list[tuple[int, str]], fails: int
+) -> None:
+    """Whatever comes at which line of the block, nested or not, and whether the block fails by itself."""
+    done, heard = 0, list[str]()
+
+    def handler(number: int, _: Any) -> None:
+        heard.append(f"{signal.Signals(number).name} after {done}")
+        raise KeyboardInterrupt
+
+    def block() -> None:
+        nonlocal done
+        for line in range(6):
+            for _ in [name for at, name in signals if at == line]:
+                signal.raise_signal(signal.Signals[_])
+            if line == fails:
+                raise OSError("disk")
+            done += 1
+
+    def nested(level: int) -> None:
+        with together(MeshAxis("alone", 1, 0, None), str, CheckpointError):
+            nested(level - 1) if level else block()
+
+    before = [signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        nested(depth)
+        raised: type[BaseException] | None = None
+    except (KeyboardInterrupt, CheckpointError) as error:
+        raised = type(error)
+    finally:
+        after = [signal.signal(n, old) for n, old in zip((signal.SIGINT, signal.SIGTERM), before, strict=True)]
+    assert after == [handler, handler], "given back"
+    came = [name for at, name in sorted(signals, key=lambda one: one[0]) if at <= fails]
+    twice = next((i for i, name in enumerate(came) if name in came[:i]), None)
+    if not came:
+        assert raised is (CheckpointError if fails < 6 else None) and done == min(fails, 6)
+    elif twice is None:
+        assert raised is KeyboardInterrupt and done == min(fails, 6), "the block came to its end"
+    else:
+        assert raised is KeyboardInterrupt
+        assert heard[0].startswith(came[twice]), "the second of a kind acts at once"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
