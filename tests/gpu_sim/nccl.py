@@ -176,7 +176,7 @@ class Communicators:
     def send_specs(self, transport: Any, ends: Any, specs: Any) -> None:
         """The numbers travel as they would; what they say goes another way, since no tensor here has elements."""
         numbers = torch.zeros(16, dtype=torch.int64, device=transport.device)
-        transport._leave(ends, [p2p._as_bytes(numbers)])
+        transport._leave(ends, [p2p.as_bytes(numbers)])
         name, _ = self._of(ends.group)
         self._asked[name] += 1
         with _disable_current_modes():
