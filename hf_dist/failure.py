@@ -101,9 +101,8 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
         told = _told_by(rank, error)
         if told is None or told == rank:
-            _leave_word(
-                print_traceback(error)
-            )  # at once: the launcher's summary may appear half a minute later, or never
+            # At once: the launcher's summary may appear half a minute later, or never.
+            _leave_word(print_traceback(error))
         else:
             print_error(
                 f"[rank {rank}] {type(error).__name__}, at the same line as on rank {told}: {_first_line(error)}"

@@ -63,6 +63,8 @@ def claim(path: Path) -> None:
     token = uuid.uuid4().hex
     while not _made(path, token):
         other = _read(path)
+        if other is None and path.is_symlink():
+            raise CheckpointError(f"{path} is a link to nothing. Delete it.")
         if other is None:
             continue  # gone meanwhile
         if _lives(path, other):

@@ -164,6 +164,12 @@ def test_a_folder_without_the_right_to_write_claims_nothing(tmp_path: Path) -> N
     assert not lock.holds(tmp_path / "file" / lock.OUTPUT)
 
 
+def test_a_link_to_nothing_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / lock.OUTPUT).symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="link to nothing"):
+        lock.claim(tmp_path / lock.OUTPUT)
+
+
 def test_what_another_job_writes_is_not_cleaned_up(tmp_path: Path, job: Callable[[], Job]) -> None:
     writes, dead = job(), job()
     for each, name in ((writes, "checkpoint-2"), (dead, "checkpoint-4")):
