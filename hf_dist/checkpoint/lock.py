@@ -69,7 +69,9 @@ def claim(path: Path) -> None:
             continue  # gone meanwhile
         if _lives(path, other):
             raise CheckpointError(_says(path, other))
-        _take_from_the_dead(path, other)
+        if _taken(path, other, token):
+            say(f"{path}: taken over from {_who(other)}, which has ended")
+            break
     if (_read(path) or {}).get("token") == token:
         _hold(path, token)
 
@@ -116,9 +118,10 @@ def _release_all(_: float | None = None) -> None:
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
-def _facts(token: str) -> dict[str, Any]:
+def _text(token: str) -> str:
+    """Who writes, for the file."""
     job = next((f"{name} {os.environ[name]}" for name in _JOBS if os.environ.get(name)), "")
-    return {
+    facts = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "process": machine.process_identity(os.getpid()),
@@ -126,11 +129,12 @@ def _facts(token: str) -> dict[str, Any]:
         "job": job,
         "token": token,
     }
+    return json.dumps(facts) + "\n"
 
 
 def _made(path: Path, token: str) -> bool:
     """Whether the file is ours now, or none can be made here; False if another has it."""
-    text = json.dumps(_facts(token)) + "\n"
+    text = _text(token)
     whole = path.with_name(f"{path.name}.{token}")
     try:
         whole.write_text(text, encoding="utf-8")
@@ -190,24 +194,41 @@ def _time_of(path: Path) -> int | None:
         return None
 
 
-def _take_from_the_dead(path: Path, other: Mapping[str, Any]) -> None:
-    """Remove a dead job's file; one that another job has made meanwhile stays."""
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+def _taken(path: Path, other: Mapping[str, Any], token: str) -> bool:
+    """Put a file of ours in the place of a dead job's; False if another job was faster: look again.
+
+    Only who holds the ticket of the dead file may replace it, in one step. Two that removed it and made their own would both
+    believe to have it: the slower one removes the file of the faster one. A ticket outlives its replacement only if its holder
+    died, and is taken over like the file. So who makes it and still finds the dead job's file is the only one.
+    """
+    ticket = _ticket(path, other)
+    while not _made(ticket, token):
+        holder = _read(ticket)
+        if holder is None or _lives(ticket, holder):
+            time.sleep(0.01)
+            return False
+        if _taken(ticket, holder, token):
+            break
+    own = path.with_name(f"{path.name}.{token}")
     try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return
+        if _read(path) != other:
+            return False
+        own.write_text(_text(token), encoding="utf-8")
+        os.replace(own, path)
     except OSError as error:
         raise CheckpointError(
-            f"{path}: left by {_who(other)}, which has ended, and cannot be removed: {error}"
+            f"{path}: left by {_who(other)}, which has ended, and cannot be replaced: {error}"
         ) from error
-    if _read(aside) == other:
-        say(f"{path}: taken over from {_who(other)}, which has ended")
-    else:
-        with contextlib.suppress(OSError):
-            os.link(aside, path)
-    with contextlib.suppress(OSError):
-        aside.unlink()
+    finally:
+        for made in (own, ticket):
+            with contextlib.suppress(OSError):
+                made.unlink()
+    return True
+
+
+def _ticket(path: Path, other: Mapping[str, Any]) -> Path:
+    """The right to replace this file of `other`."""
+    return path.with_name(f"{path.name}.{other.get('token', 'damaged')}.taken")
 
 
 def _who(other: Mapping[str, Any]) -> str:

@@ -50,7 +50,8 @@ class Run:
             if key != _STEP and not (
                 f.is_like(value)
                 and value.dtype == began[key].dtype
-                and value.data_ptr() - began[key].data_ptr() == (f.start - first.start) * value.element_size()
+                and _memory(value) == _memory(began[key])
+                and value.storage_offset() - began[key].storage_offset() == f.start - first.start
             ):
                 return False
         self.fragments.append(f)
@@ -86,6 +87,11 @@ class Run:
                 state[_STEP].fill_(number)
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage. Two storages can lie side by side by chance; a view over both is an error."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def groups_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     """ids of the tensors in each param group, to detect that user code moved one since the runs were found."""
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
@@ -113,7 +119,7 @@ def lay_side_by_side(fragments: Iterable[Fragment], optimizer: torch.optim.Optim
         for key in (k for k, value in state.items() if f.is_like(value)):
             places.setdefault((id(f.group), key, state[key].dtype), []).append((f, state))
     for (_, key, dtype), having in places.items():
-        origins = {state[key].data_ptr() - f.start * dtype.itemsize for f, state in having}
+        origins = {(_memory(state[key]), state[key].storage_offset() - f.start) for f, state in having}
         if len(origins) > 1:
             flat = host_zeros(having[0][0].group.master.elements.numel(), dtype, pin=False)
             for f, state in having:

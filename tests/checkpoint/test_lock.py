@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -147,15 +148,45 @@ def test_the_file_is_kept_fresh_and_its_loss_is_noticed(tmp_path: Path) -> None:
 
 
 def test_of_many_that_come_together_one_gets_it(tmp_path: Path, job: Callable[[], Job]) -> None:
+    jobs = [job() for _ in range(4)]
+    for number in range(5):
+        path = tmp_path / str(number) / lock.OUTPUT
+        dead = job()
+        dead("claim", path)
+        dead.kill()
+        for each in jobs:  # all before the first answer
+            os.write(each._ask, f"claim {path}\n".encode())
+        answers = [each._lines.readline().rstrip("\n") for each in jobs]
+        assert answers.count("") == 1, answers
+        assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("dead_on_the_way", [False, True])
+def test_who_is_late_does_not_take_what_a_faster_job_has_taken(
+    dead_on_the_way: bool, tmp_path: Path, job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process sees that the file's job has ended; before it does anything about it, another job takes the file."""
     path = tmp_path / lock.OUTPUT
-    dead = job()
+    dead, faster = job(), job()
     dead("claim", path)
     dead.kill()
-    jobs = [job() for _ in range(4)]
-    for each in jobs:  # all before the first answer
-        os.write(each._ask, f"claim {path}\n".encode())
-    answers = [each._lines.readline().rstrip("\n") for each in jobs]
-    assert answers.count("") == 1, answers
+    if dead_on_the_way:  # a job that ended with its ticket
+        died = job()
+        died("claim", lock._ticket(path, lock._read(path) or {}))
+        died.kill()
+    lives, passed = lock._lives, []
+
+    def late(asked: Path, other: Mapping[str, Any]) -> bool:
+        result = lives(asked, other)
+        if not result and not passed:
+            passed.append(faster("claim", path))
+        return result
+
+    monkeypatch.setattr(lock, "_lives", late)
+    with pytest.raises(CheckpointError, match="is being written by another job"):
+        lock.claim(path)
+    assert passed == [""] and faster("holds", path) == "True"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_folder_without_the_right_to_write_claims_nothing(tmp_path: Path) -> None:

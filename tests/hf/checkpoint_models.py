@@ -130,6 +130,7 @@ def limited(folder: Path, async_save: bool, limit: int) -> list[str]:
         folder, "tied", 3, {"checkpoint": {"async_save": async_save}}, max_steps=3, save_total_limit=limit
     )
     trainer.train()
+    trainer.accelerator.wait_for_everyone()  # the first rank's claim of the folder is gone
     return sorted(path.name for path in folder.iterdir())
 
 

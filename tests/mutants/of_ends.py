@@ -30,10 +30,10 @@ MUTANTS: list[Mutant] = [
         ("checkpoint/test_lock.py",),
     ),
     Mutant(
-        "a claim that another job made meanwhile is removed",
+        "a claim that another job made meanwhile is replaced",
         "checkpoint/lock.py",
-        "            os.link(aside, path)\n",
-        "            pass\n",
+        "        if _read(path) != other:\n            return False\n",
+        "",
         ("checkpoint/test_lock.py",),
     ),
     Mutant(

@@ -107,6 +107,31 @@ def test_states_that_were_replaced_are_the_ones_stepped(monkeypatch: pytest.Monk
     assert differences(states(engine), states(expected)) == []
 
 
+def test_states_that_lie_side_by_side_by_chance_are_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an allocator may place tensors: each is a storage of its own, and a view over two of them does not exist."""
+    engine, expected = make_engine(), make_engine()
+    for i in range(4):
+        if i == 1:
+            for key in ("exp_avg", "exp_avg_sq"):
+                put_side_by_side(engine, key)
+        step(engine, True, i)
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_kernel, "_applies", lambda batch, optimizer: False)
+            step(expected, True, i)
+    assert differences(states(engine), states(expected)) == []
+
+
+def put_side_by_side(engine: Any, key: str) -> None:
+    """Give the states of each group addresses like those of one buffer, but storages of their own."""
+    buffers: dict[int, bytearray] = {}
+    for f in engine.fragments.fragments:
+        size = f.group.master.elements.numel() * 4
+        buffer = buffers.setdefault(id(f.group), bytearray(size))
+        state = engine.optimizer.state[f.tensor]
+        apart = torch.frombuffer(buffer, dtype=torch.float32, count=f.stop - f.start, offset=f.start * 4)
+        state[key] = apart.copy_(state[key])
+
+
 def test_a_parameter_that_was_moved_to_another_group_has_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """As code that freezes decay or slows a layer in the middle of a training does."""
     engine, expected = make_engine(), make_engine()
