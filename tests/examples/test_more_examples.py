@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.covering import FULL_GRID
-from tests.examples.running import REPO, TIMEOUT_S, run, start, train
+from tests.examples.running import REPO, TIMEOUT_S, config_of, run, start, train
 
 in_full = pytest.mark.skipif(
     not FULL_GRID, reason="HF_DIST_FULL_GRID=1 runs it; the suite trains the same by other tests"
@@ -55,7 +55,7 @@ def test_lora_trains_saves_and_merges(tmp_path: Path) -> None:
 def test_a_loop_without_a_trainer_runs_under_accelerate_launch_and_goes_on(tmp_path: Path) -> None:
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     options = ["--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "3", "--max_per_package", "12"]
-    script = ["examples/no_trainer.py", "--dist_config", "configs/zero3.json", *options]
+    script = ["examples/no_trainer.py", "--dist_config", config_of("zero3.json", tmp_path), *options]
     said = run(*launcher, *script, "--num_epochs", "1", ACCELERATE_USE_CPU="true")
     assert "epoch 0: held-out loss" in said
     alone = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]  # "on any number of processes"
