@@ -12,13 +12,15 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hf_dist.watchdog import departure, thread, watch
 from hf_dist.watchdog.departure import Departure
 from hf_dist.watchdog.location import Location, find_location
-from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers
+from hf_dist.watchdog.report import Status, describe_stall, lost_rank, numbers, who_is_late
+from hf_dist.watchdog.thread import Watchdog
 from hf_dist.watchdog.wire import Collector, Sender
 from tests import processes
 from tests.workers.launcher import launch
@@ -45,6 +47,33 @@ def test_the_rank_that_works_is_late_and_its_stack_is_shown() -> None:
     assert "train.py:88 in pad" in text
     assert "a.py:1" not in text, "stacks of those that only wait are noise"
     assert "ranks 0-1, 3: waits for the gather of weights in: training step > forward, model.layers.3" in text
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "called", "ends"),
+    [
+        ("every rank to make the same call", "save() at a.py:1", "raises"),
+        ("the gather of weights", "the forward of the model at a.py:1", "leaves"),
+        ("a barrier", "", "goes on"),  # it has caught the error of the first verdict
+        ("", "", "goes on"),
+    ],
+)
+def test_a_verdict_on_a_lone_call_ends_that_call_only(
+    waits_for: str, called: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = ["goes on"]
+    monkeypatch.setattr("hf_dist.on_one_rank.tell", lambda text: happened.append("raises"))
+    monkeypatch.setattr("hf_dist.failure.leave_alone", lambda text: happened.append("leaves"))
+    here = SimpleNamespace(_location=lambda: Location("", "", waits_for, (), called))
+    Watchdog._end_lone_call(here, "save() was called by rank 0 alone")  # type: ignore[arg-type]
+    assert happened[-1] == ends
+
+
+@pytest.mark.parametrize("location", [WAITS, WORKS])
+def test_a_stopped_rank_is_late_even_if_it_has_just_said_that_it_waits(location: Location) -> None:
+    stopped = Status(1, "a", 5, 3, 0, location, silent=0.5, state="T")
+    words = who_is_late([stopped, Status(2, location=WAITS, silent=0.5, state="S")], silence=4)
+    assert words.startswith("rank 1 (pid 5 on a) does not answer: it is stopped (SIGSTOP") and "rank 2" not in words
 
 
 @pytest.mark.parametrize(

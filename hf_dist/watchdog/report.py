@@ -41,6 +41,11 @@ class Status:
     """The kernel's state letter of the process, such as T for stopped; empty if it is on another machine."""
 
     @property
+    def stands(self) -> bool:
+        """Whether the process is known not to run: stopped, held by a debugger, or ended."""
+        return self.state in ("T", "t", "Z")
+
+    @property
     def waits(self) -> bool:
         """Whether the rank waits for other ranks."""
         return bool(self.location.waits_for)
@@ -145,12 +150,20 @@ def late_words(status: Status, absent: bool | None = None) -> str:
     )
     if status.ended:
         return f"{status.who} has ended: {_why_ended(status)}{before}"
-    if absent or (absent is None and status.silent > 1 and not status.waits):
+    if absent or (absent is None and (status.stands or (status.silent > 1 and not status.waits))):
         return f"{status.who} does not answer: {_why_silent(status)}{before}"
     often = _takes_long(status)
     rightly = f" ({often[0]} may legitimately take this long)" if often else ""
     still = f", at the same line for {status.still:.0f} s" if status.still >= 1 else ", and moves"
     return f"{status.who} is late, in: {status.location}{still}{rightly}"
+
+
+def who_is_late(statuses: Sequence[Status], silence: float) -> str:
+    """The ranks that do not come, and why; empty if all wait, as far as is known. `silence`: as in `describe_stall`.
+
+    A process that is stopped does not come, whatever it said last: on a busy machine it may have spoken a moment ago.
+    """
+    return "; ".join(late_words(s) for s in statuses if s.silent > silence or not s.waits or s.stands)
 
 
 def _late(status: Status, absent: bool) -> list[str]:

@@ -24,10 +24,10 @@ from hf_dist.watchdog.report import (
     called_alone,
     describe_stall,
     ended_first,
-    late_words,
     lost_rank,
     numbers,
     unheeded,
+    who_is_late,
 )
 from hf_dist.watchdog.wire import Collector, Sender
 
@@ -341,10 +341,14 @@ class Watchdog(threading.Thread):
         failure.leave_stopped(f"hf_dist: {why}. Leaving without a save, with exit code {STOPPED}; {saved}.", STOPPED)
 
     def _end_lone_call(self, text: str) -> None:
-        """This rank has made a call alone: its main thread raises, or this process leaves where that cannot."""
-        if self._location().waits_for == "every rank to make the same call":
+        """This rank has made a call alone: its main thread raises, or this process leaves where that cannot.
+
+        On a busy machine the same verdict may come again, after the script has caught the error: it goes on then.
+        """
+        location = self._location()
+        if location.waits_for == "every rank to make the same call":
             on_one_rank.tell(text)
-        else:
+        elif location.called:
             failure.leave_alone(text)
 
     def _first_at(self, place: str) -> int:
@@ -372,5 +376,4 @@ class Watchdog(threading.Thread):
                 return found, (first.last_words or "") if speaks else ""
             time.sleep(0.05)
         # Its own location is in the handler of an error by now; what it reported when it waited is in the log.
-        late = [s for s in statuses if s.silent > _SILENT_TICKS * self.tick + 1 or not s.waits]
-        return "; ".join(late_words(s) for s in late), ""
+        return who_is_late(statuses, _SILENT_TICKS * self.tick + 1), ""

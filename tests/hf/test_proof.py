@@ -56,7 +56,7 @@ def test_an_equal_layout_is_found_equal(name: str, tmp_path: Path) -> None:
     assert proof.equal, proof
     assert not proof.differs
     assert proof.precision == ("bf16" if "bf16" in name else "fp32")
-    assert len(proof.rows) == 7
+    assert len(proof.rows) == 8
     for row in proof.rows:
         # bf16 is allowed what bf16 costs one process, no more
         assert FP32 <= row.allowed < 0.05
@@ -195,6 +195,7 @@ def test_the_table_says_what_was_compared(tmp_path: Path) -> None:
         "gradient norm",
         "saved, read by from_pretrained",
         "resumed",
+        "evaluation of 3 rows",
     ):
         assert words in result.stdout
     assert result.stdout.rstrip().endswith("\nequal")
@@ -219,11 +220,12 @@ def ranks(**changes: Any) -> list[dict[str, Any]]:
         "next": {"going on": (2.0, 0.1), "resumed": (2.0, 0.1)},
         "reloaded": {"a": 0.0, "b": 0.0},
         "skipped": 0,
+        "evaluation": 1.5,
     }
     return [one | changes, one]
 
 
-ALONE = {"plain": {"losses": [4.0, 3.0, 2.0], "norms": [1.0, 0.5, 0.1]}}
+ALONE = {"plain": {"losses": [4.0, 3.0, 2.0], "norms": [1.0, 0.5, 0.1], "evaluation": 1.5}}
 
 
 def test_the_verdict_is_equal_only_if_every_row_is() -> None:
@@ -235,6 +237,8 @@ def test_the_verdict_is_equal_only_if_every_row_is() -> None:
         {"reloaded": {"a": 0.0, "b": math.nan}},
         {"next": {"going on": (2.0, 0.1), "resumed": (2.1, 0.1)}},
         {"next": {"going on": (2.1, 0.1), "resumed": (2.1, 0.1)}},
+        {"evaluation": 1.501},
+        {"evaluation": math.nan},
     ):
         assert not compare(job(), ALONE, ranks(**change)).equal, change
 
@@ -246,7 +250,7 @@ def test_the_first_step_and_the_first_tensor_that_differ_are_named() -> None:
 
 
 def test_a_half_precision_is_allowed_what_it_costs_one_process() -> None:
-    same = {"losses": [4.04, 3.0, 2.0], "norms": [1.0, 0.5, 0.1], "differences": [{"a": 2e-3}, {"a": 3e-3}]}
+    same = {**ALONE["plain"], "losses": [4.04, 3.0, 2.0], "differences": [{"a": 2e-3}, {"a": 3e-3}]}
     half = job(layout={"bf16": {"enabled": True}})
     proof = compare(half, {**ALONE, "same": same}, ranks(losses=[4.04, 3.0]))
     assert proof.equal

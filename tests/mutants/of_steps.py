@@ -184,6 +184,13 @@ MUTANTS: list[Mutant] = [
         ("hf/test_last_rows.py",),
     ),
     Mutant(
+        "an evaluation counts the rows that fill up the last batch",
+        "hf/gathers.py",
+        "return super().gather_for_metrics(input_data, use_gather_object)",
+        "return self.gather(input_data)",
+        ("hf/test_proof.py::test_an_equal_layout_is_found_equal[zero3]",),
+    ),
+    Mutant(
         "a replica that skips the step of a meeting keeps its old weights",
         "engine.py",
         "if moved or not overflow:",

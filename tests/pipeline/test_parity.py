@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model(**batch).loss / MICROBATCHES
 
 
-def plain(model: nn.Module, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain(
+    model: nn.Module, batches: list[dict[str, Any]], loss_of: Callable[[Any, Any], torch.Tensor] = loss_of
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses = []
     for batch in batches:
         loss = loss_of(model, batch)

@@ -127,6 +127,9 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
     going, resumed = first["next"]["going on"], first["next"]["resumed"]
     rows.append(_numbers("next step, loss", [expected["losses"][-1]], [going[0]], allowed.losses))
     rows.append(_numbers("resumed, loss and norm", going, resumed, FP32))
+    if math.isfinite(expected["evaluation"]):  # a row without labels has no loss
+        what = f"evaluation of {job.window + 1} rows"
+        rows.append(_numbers(what, [expected["evaluation"]], [first["evaluation"]], allowed.losses))
     by_itself = alone.get("itself", {})
     if TWICE in by_itself:
         once, again = by_itself[TWICE]

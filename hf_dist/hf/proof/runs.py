@@ -88,9 +88,9 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     look = _looks_at(job, differences, reference=reference)
     found = Training(job, job.steps + 1, job.layout, look, save_at=job.steps)(_output(job))
     saved = checkpoint_of(_output(job), job.steps)
-    resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps)(_output(job), saved)
+    resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps, evaluates=False)(_output(job), saved)
     result: dict[str, Any] = {key: found[key][: job.steps] for key in ("losses", "norms")}
-    result |= {"differences": differences, "skipped": found["skipped"]}
+    result |= {"differences": differences, "skipped": found["skipped"], "evaluation": found["evaluation"]}
     result["next"] = {
         "going on": (found["losses"][-1], found["norms"][-1]),
         "resumed": (resumed["losses"][-1], resumed["norms"][-1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from hf_dist.hf.proof.data import Batch, joined
 from hf_dist.hf.proof.job import Job
 from hf_dist.hf.trainer import DistTrainer
 
-__all__ = ["Look", "Training", "checkpoint_of", "clip", "rows_of", "whole_step"]
+__all__ = ["Look", "Training", "checkpoint_of", "clip", "one_row_more", "rows_of", "whole_step"]
 
 
 Look = Callable[[int, nn.Module, Engine | None], None]
@@ -37,9 +38,12 @@ class Training:
     """Called on every rank after each step."""
     save_at: int = 0
     """The step after which a checkpoint is written; 0 for none."""
+    evaluates: bool = True
+    """Whether the rows of `one_row_more` are evaluated at the end."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
-        """Train from the start or from a checkpoint: `losses` and `norms` of its steps, and how many were `skipped`."""
+        """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and the
+        loss of an `evaluation` at the end."""
         model = self.job.make_model()
         optimizer = self.job.make_optimizer(model)
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -49,6 +53,7 @@ class Training:
             model=model,
             args=self._arguments(folder),
             train_dataset=rows_of(self.job.batches()),
+            eval_dataset=one_row_more(self.job),
             data_collator=_collate,
             optimizers=(optimizer, constant),
             callbacks=[looks],
@@ -61,21 +66,22 @@ class Training:
             "losses": [float(entry["loss"]) for entry in steps],
             "norms": [float(entry["grad_norm"]) for entry in steps],
             "skipped": trainer.dist_engine.skipped_steps if self.config else 0,
+            "evaluation": float(trainer.evaluate()["eval_loss"]) if self.evaluates else math.nan,
         }
 
     def _arguments(self, folder: str) -> Any:
         common: dict[str, Any] = dict(
             max_grad_norm=self.job.clip,
             max_steps=self.steps,
+            per_device_eval_batch_size=1,
             logging_steps=1,
             logging_nan_inf_filter=False,
-            save_strategy="steps" if self.save_at else "no",
-            save_steps=self.save_at or 1,
             remove_unused_columns=False,
             disable_tqdm=True,
             report_to=[],
             use_cpu=True,
         )
+        common |= dict(save_strategy="steps" if self.save_at else "no", save_steps=self.save_at or 1)
         if self.config is None:
             rows, parts = whole_step(self.job)
             return TrainingArguments(
@@ -157,6 +163,11 @@ def rows_of(batches: list[Batch]) -> list[Batch]:
         for batch in batches
         for i in range(len(next(iter(batch.values()))))
     ]
+
+
+def one_row_more(job: Job) -> list[Batch]:
+    """Rows for an evaluation, one by one, so that each counts alike in every layout: one more than data ranks can share."""
+    return rows_of(job.batches())[: job.window + 1]
 
 
 def _collate(rows: list[Mapping[str, torch.Tensor]]) -> Batch:
