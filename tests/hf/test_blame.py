@@ -156,8 +156,9 @@ def test_the_first_tensor_is_the_first_of_the_model_where_ranks_hold_every_other
         "next": {"going on": (3.0, 0.1), "resumed": (3.0, 0.1)},
         "reloaded": dict.fromkeys(names, 0.0),
         "skipped": 0,
+        "evaluation": 2.0,
     }
     ranks = [{**one, "differences": [dict.fromkeys(held, 1.0)]} for held in (names[2::2], names[1::2])]
-    alone = {"plain": {"losses": [4.0, 3.0], "norms": [1.0, 0.1]}}
+    alone = {"plain": {"losses": [4.0, 3.0], "norms": [1.0, 0.1], "evaluation": 2.0}}
     single = Job("", "X", {}, {}, "AdamW", {}, 0.0, 1, 1, 1)
     assert compare(single, alone, ranks).differs == names[1:]

@@ -43,7 +43,7 @@ class Training:
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
         """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and the
-        loss of an `evaluation` at the end."""
+        loss of an `evaluation` at the end: NaN if HF computes none, as for a forward whose signature names no labels."""
         model = self.job.make_model()
         optimizer = self.job.make_optimizer(model)
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -66,7 +66,7 @@ class Training:
             "losses": [float(entry["loss"]) for entry in steps],
             "norms": [float(entry["grad_norm"]) for entry in steps],
             "skipped": trainer.dist_engine.skipped_steps if self.config else 0,
-            "evaluation": float(trainer.evaluate()["eval_loss"]) if self.evaluates else math.nan,
+            "evaluation": trainer.evaluate().get("eval_loss", math.nan) if self.evaluates else math.nan,
         }
 
     def _arguments(self, folder: str) -> Any:
