@@ -72,7 +72,7 @@ def claim(path: Path) -> None:
         if _taken(path, other, token):
             say(f"{path}: taken over from {_who(other)}, which has ended")
             break
-    if (_read(path) or {}).get("token") == token:
+    if _is_of(path, token):
         _hold(path, token)
 
 
@@ -80,7 +80,7 @@ def holds(path: Path) -> bool:
     """Whether this process has claimed `path`, and no other job has taken it over since."""
     path = Path(os.path.abspath(path))
     token = _held.get(path)
-    return token is not None and (_read(path) or {}).get("token") == token
+    return token is not None and _is_of(path, token)
 
 
 def is_claimed(path: Path) -> bool:
@@ -211,6 +211,8 @@ def _taken(path: Path, other: Mapping[str, Any], token: str) -> bool:
             break
     own = path.with_name(f"{path.name}.{token}")
     try:
+        if not _is_of(ticket, token):
+            raise OSError(f"nothing can be written in {path.parent}")
         if _read(path) != other:
             return False
         own.write_text(_text(token), encoding="utf-8")
@@ -220,10 +222,17 @@ def _taken(path: Path, other: Mapping[str, Any], token: str) -> bool:
             f"{path}: left by {_who(other)}, which has ended, and cannot be replaced: {error}"
         ) from error
     finally:
-        for made in (own, ticket):
+        with contextlib.suppress(OSError):
+            own.unlink()
+        if _is_of(ticket, token):
             with contextlib.suppress(OSError):
-                made.unlink()
+                ticket.unlink()
     return True
+
+
+def _is_of(path: Path, token: str) -> bool:
+    """Whether the file was made with this token."""
+    return (_read(path) or {}).get("token") == token
 
 
 def _ticket(path: Path, other: Mapping[str, Any]) -> Path:
@@ -268,7 +277,7 @@ def _beat() -> None:
                 _beating = None
                 return
             for path, token in _held.items():
-                if (_read(path) or {}).get("token") == token:
+                if _is_of(path, token):
                     with contextlib.suppress(OSError):
                         os.utime(path)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 from torch.autograd.graph import saved_tensors_hooks
-from torch.library import custom_op
 
 from hf_dist.activation import describe_checkpointing, set_up_checkpointing
 from hf_dist.activation.checkpoint import BlockCheckpoint
@@ -185,7 +185,7 @@ def test_selective_checkpointing_runs_no_matrix_product_twice() -> None:
     assert selective == kept < all_again
 
 
-@custom_op("testing::attention", mutates_args=())
+@library.custom_op("testing::attention", mutates_args=())
 def drawing_attention(hidden: torch.Tensor, dropout_p: float) -> torch.Tensor:
     """Stands for the kernels of GPUs, which draw their dropout themselves."""
     return hidden * torch.empty_like(hidden).bernoulli_(1 - dropout_p) if dropout_p else hidden.clone()

@@ -189,6 +189,22 @@ def test_who_is_late_does_not_take_what_a_faster_job_has_taken(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_full_disk_takes_nothing_from_the_dead_and_leaves_the_ticket_of_another_job(
+    tmp_path: Path, job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / lock.OUTPUT
+    dead, faster = job(), job()
+    dead("claim", path)
+    dead.kill()
+    faster("claim", lock._ticket(path, lock._read(path) or {}))
+    before = sorted(tmp_path.iterdir())
+    made = iter([False, True])  # the file is there; a ticket cannot be made
+    monkeypatch.setattr(lock, "_made", lambda path, token: next(made))
+    with pytest.raises(CheckpointError, match="nothing can be written"):
+        lock.claim(path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_folder_without_the_right_to_write_claims_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     lock.claim(tmp_path / "file" / lock.OUTPUT)

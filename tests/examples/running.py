@@ -45,7 +45,7 @@ def run(*command: str, is_real: bool = False, **variables: str) -> str:
 
 
 def config_of(name: str, output: Path) -> str:
-    """The shipped config of this name, without bf16: torch's bf16 products take 10 to 90 times those of fp32 on processors
+    """The shipped config of this name, without bf16: torch's bf16 products take 4 to 90 times those of fp32 on processors
     that have none (`HF_DIST_FULL_GRID=1`: as it is). Other tests train in bf16, with small models."""
     path = Path("configs", name)
     if FULL_GRID:
