@@ -12,14 +12,19 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["FULL_GRID", "PAIRS", "Cell", "cells", "chosen"]
+import pytest
+
+__all__ = ["FULL_GRID", "FULL_GRID_ONLY", "PAIRS", "Cell", "cells", "chosen", "some_of"]
 
 FULL_GRID = os.environ.get("HF_DIST_FULL_GRID") == "1"
 PAIRS = 2 if FULL_GRID else 1
 """The strength of a grid beside others of the same mechanism: every value once, every pair with HF_DIST_FULL_GRID=1."""
+FULL_GRID_ONLY = pytest.mark.skipif(not FULL_GRID, reason="runs with HF_DIST_FULL_GRID=1")
+"""A test that finds no planted fault which a cheaper one does not find."""
 Cell = dict[str, Any]
 """Axis -> value."""
 Case = TypeVar("Case")
+Name = TypeVar("Name")
 
 
 def cells(
@@ -36,6 +41,16 @@ def cells(
     """
     product = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return chosen([cell for cell in product if allowed(cell)], lambda cell: cell, strength, full=full)
+
+
+def some_of(cases: Mapping[Name, Case], *names: Name, full: bool = FULL_GRID) -> dict[Name, Case]:
+    """Those of the named `cases` that run by default: `names`, in the order of `cases`. `full`: every case.
+
+    `KeyError` for a name that is none of theirs.
+    """
+    if missing := set(names) - set(cases):
+        raise KeyError(f"no such cases: {missing}")
+    return {name: case for name, case in cases.items() if full or name in names}
 
 
 def chosen(

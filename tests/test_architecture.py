@@ -57,6 +57,12 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of one file."""
+    return tuple(ast.walk(parse(path)))
+
+
 def python_files(*folders: str) -> list[Path]:
     """Every Python file of these folders of the repository, sorted."""
     return sorted(path for folder in folders for path in (REPO / folder).rglob("*.py"))
@@ -83,9 +89,14 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(REPO).parent.parts)
 
 
-def imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[ast.AST, str], ...]:
     """Every imported dotted name with its node, wherever it stands (also in functions and under TYPE_CHECKING)."""
-    for node in ast.walk(parse(path)):
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -106,7 +117,7 @@ def package_imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
 
 def functions(path: Path) -> Iterator[Function]:
     """Every def of a file, nested ones too."""
-    return (node for node in ast.walk(parse(path)) if isinstance(node, Function))
+    return (node for node in nodes(path) if isinstance(node, Function))
 
 
 def definitions(node: ast.AST, public: bool = True) -> Iterator[tuple[Function | ast.ClassDef, bool]]:
@@ -209,7 +220,7 @@ def test_only_the_axes_divide_the_world() -> None:
         f"{at(path, node)}: {ast.unparse(node)}"
         for path in python_files("hf_dist")
         if relative(path) not in {"hf_dist/axes.py", "hf_dist/config/convert.py"}
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod)
         if re.search(r"world|processes", ast.unparse(node.left))
     ]
@@ -224,7 +235,7 @@ def distributed_uses(path: Path) -> Iterator[tuple[ast.AST, str]]:
     for node, name in imports(path):
         if name == "torch.distributed" or name.startswith("torch.distributed."):
             yield node, name
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
             yield node, "torch.distributed"
 
@@ -279,7 +290,7 @@ def test_calls_pass_few_arguments() -> None:
     problems = [
         f"{at(path, node)}: {ast.unparse(node.func)}(...) gets {count} arguments"
         for path in python_files("hf_dist", "examples")
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and (count := len(node.args) + len(node.keywords)) > MAX_ARGUMENTS
     ]
     check(problems, f"No call with more than {MAX_ARGUMENTS} arguments: group what belongs together.")
@@ -366,10 +377,10 @@ def test_time_outs_are_those_of_a_machine_that_has_time() -> None:
     problems = [
         f"{at(path, node)}: {ast.unparse(node)}"
         for path in python_files("tests")
-        for node in ast.walk(parse(path))
         if relative(path) != "tests/processes.py"
         and not path.stem.startswith("bench_")
         and "/sweep/" not in relative(path)
+        for node in nodes(path)
         if counts_the_clock(node)
     ]
     check(problems, "Use tests.processes.run, or hf_dist.patience.Patience.")
@@ -389,8 +400,8 @@ def test_ranks_that_fail_apart_are_brought_together() -> None:
     problems = [
         f"{at(path, node)}: {ast.unparse(node)}"
         for path in python_files("tests")
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "traceback.format_exc"
         if relative(path) not in {"tests/attempts.py", "tests/gpu_sim/server.py", "tests/sharding/loop.py"}
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "traceback.format_exc"
     ]
     check(problems, "Use tests.attempts.attempts.")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.covering import cells
+from tests.covering import cells, some_of
 
 GRID = {"world": (1, 2, 3, 4), "stage": (0, 1, 2, 3), **dict.fromkeys(("a", "b", "c", "d"), (False, True))}
 
@@ -38,3 +38,11 @@ def test_a_cover_is_small_and_the_same_every_time(strength: int, most: int) -> N
 
 def test_the_full_grid_is_the_product() -> None:
     assert len(cells(GRID, full=True)) == 4 * 4 * 2**4
+
+
+def test_named_cases_keep_their_order_and_a_name_without_a_case_is_told() -> None:
+    grid = {"a": 1, "b": 2, "c": 3}
+    assert list(some_of(grid, "c", "a", full=False)) == ["a", "c"]
+    assert some_of(grid, "a", full=True) == grid
+    with pytest.raises(KeyError, match="no such cases"):
+        some_of(grid, "d", full=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_dist.patience import Patience
-from tests.covering import FULL_GRID
+from tests.covering import some_of
 from tests.workers.ending import LAYOUTS, PLANTED
 from tests.workers.launcher import launch
 
@@ -32,7 +32,7 @@ def test_a_job_that_hangs_ends_when_it_is_told_and_names_its_last_checkpoint(tmp
     assert line.endswith("Leaving without a save, with exit code 75; the newest checkpoint is checkpoint-1.")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, "z3", "tp"))
 def test_out_of_memory_between_two_steps_is_told_with_a_plan_and_ends_the_job(layout: str, tmp_path: Path) -> None:
     _, output = ended(f"memory_{layout}", tmp_path, sends_sigterm=False)
     assert "[rank 1] torch.OutOfMemoryError: CUDA out of memory (made up)" in output
@@ -98,8 +98,8 @@ def test_a_second_job_in_the_folder_of_the_first_ends_and_the_first_goes_on(tmp_
     assert codes == [0, 0] and "resuming from" in output, output
 
 
-SOME = list(PLANTED) if FULL_GRID else list(PLANTED)[:: len(PLANTED) // 7]
-"""By default every seventh or so: each kind and each place once."""
+SOME = some_of(PLANTED, "closed-backward-0")
+"""By default the words of a lost peer; `test_watchdog.py` has other places."""
 
 
 @pytest.mark.parametrize("case", SOME)

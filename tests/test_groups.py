@@ -24,6 +24,7 @@ from hf_dist.estimate.planner import Planner, Workload
 from hf_dist.groups import num_groups
 from hf_dist.mesh import ParallelMesh, build_mesh
 from hf_dist.pipeline.p2p import make_channels
+from tests.covering import some_of
 from tests.harness import run_ranks
 from tests.tensor.on_ranks import HIDDEN, llama
 
@@ -145,6 +146,11 @@ COMMUNICATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Config, and fields of the model."""
+COMMUNICATORS = some_of(
+    COMMUNICATORS,
+    *("second copy", "tied over stages", "heads of keys between neighbours", "sequences both ways"),
+    "slices of copies that train alone",
+)  # each kind of group once
 
 
 def _completed(more: dict[str, Any]) -> dict[str, Any]:

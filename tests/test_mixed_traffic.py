@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_dist.sizes import size_text
-from tests.covering import FULL_GRID
+from tests.covering import some_of
 from tests.harness import run_ranks
 from tests.tensor.on_ranks import LENGTH, ROWS, llama, mixture
 
@@ -76,9 +76,8 @@ CASES: dict[str, dict[str, Any]] = {
         "hf_dist": {"sequence_regions": False},
     },
 }
-LEFT_OUT = ("tp2-dp2-z1-recomputed", "cp4-copies", "tp2-ep2-z1-plain", "pp2-tp2-z1-recomputed", "pp2-tp2-plain")
-"""Each of their settings is in another case, too."""
-CASES = {name: case for name, case in CASES.items() if FULL_GRID or name not in LEFT_OUT}
+CASES = some_of(CASES, "cp2-ring-copies", "tp2-ep2-z3", "pp2-tp2-z3-interleaved-early")
+"""By default every axis: copies, spread experts, and stages that split their sequences."""
 SEQ = LENGTH + 1
 AXES = ("shard", "edp", "dp_replicate", "cp_replicate", "tp", "cp", "pp")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_dist.sizes import size_text
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, some_of
 from tests.harness import run_ranks
 from tests.scale import mixed
 from tests.scale.engines import Case, config_of
@@ -36,19 +36,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Rank and config."""
 CASES["hsdp-accumulated"][1]["zero_optimization"]["mics_shard_size"] = 8
-LEFT_OUT = ("stage2-accumulated", "stage3-last-rank", "stage3-reduced-once")
-"""Each of their settings is in another case, too."""
-CASES = {name: case for name, case in CASES.items() if FULL_GRID or name not in LEFT_OUT}
+# One whose weights are whole, one that shards them, one that copies the shards; `test_mixed_traffic.py` has more.
+CASES = some_of(CASES, "stage2-reduced-once", "stage3", "hsdp-accumulated")
 
+BLOCKS = 4 if FULL_GRID else 2
 # Heads wider and narrower than the rest, so that the peak is at the loss, at the head or in the blocks; and blocks whose
 # gradient finds no room beside the head's.
 PEAKS = {
-    "loss": Case(2048, 7168, 4, 16, 4, 128256, seq=1024),
-    "head": Case(2048, 7168, 4, 16, 4, 128256, seq=64),
-    "blocks": Case(2048, 7168, 4, 16, 4, 32000, seq=4096),
-    "not checkpointed": Case(2048, 7168, 4, 16, 4, 32000, seq=4096, checkpointing=False),
-    "no room": Case(8192, 28672, 4, 64, 8, 128256, seq=4096),
-    "no room, not checkpointed": Case(8192, 28672, 4, 64, 8, 128256, seq=1024, checkpointing=False),
+    "loss": Case(2048, 7168, BLOCKS, 16, 4, 128256, seq=1024),
+    "head": Case(2048, 7168, BLOCKS, 16, 4, 128256, seq=64),
+    "blocks": Case(2048, 7168, BLOCKS, 16, 4, 32000, seq=4096),
+    "not checkpointed": Case(2048, 7168, BLOCKS, 16, 4, 32000, seq=4096, checkpointing=False),
+    "no room": Case(8192, 28672, BLOCKS, 64, 8, 128256, seq=4096),
+    "no room, not checkpointed": Case(8192, 28672, BLOCKS, 64, 8, 128256, seq=1024, checkpointing=False),
 }
 
 
@@ -61,8 +61,8 @@ def measure_all(rank: int, world: int) -> dict[str, dict[str, Any]]:
 
 
 LOSSES: dict[str, Any] = {"chunks": None, "as it is": False}
-PEAKED = [("loss", "chunks"), ("head", "chunks"), ("blocks", "as it is")]
-PEAKED = [(name, loss) for name in PEAKS for loss in LOSSES] if FULL_GRID else PEAKED
+# By default the two that are about the ends; `STAGED` has peaks in the blocks.
+PEAKED = [(name, loss) for name in PEAKS for loss in LOSSES] if FULL_GRID else [("loss", "chunks"), ("head", "chunks")]
 
 
 def measure_peaks(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]]:
@@ -75,16 +75,29 @@ def measure_peaks(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]
     }
 
 
-@functools.cache
-def peaks() -> dict[tuple[str, str], dict[str, Any]]:
-    """In a process of its own, as `measured`."""
-    return run_ranks(measure_peaks, 1)[0]
+def measure_parts(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """Everything of these names."""
+    parts: dict[str, Any] = {"cases": measure_all, "peaks": measure_peaks, "mixtures": measure_mixed}
+    return {name: parts[name](rank, world) for name in names}
 
 
 @functools.cache
-def measured() -> dict[str, dict[str, Any]]:
+def found_by(*names: str) -> dict[str, Any]:
     """In a process of its own: tensors without elements make wrong memories (probes, caches)."""
-    return run_ranks(measure_all, 1)[0]
+    return run_ranks(measure_parts, 1, (names,))[0]
+
+
+def found(name: str) -> Any:
+    """One of the parts. What starts once is dearer than a case, so few cases share a process."""
+    return found_by(name)[name] if FULL_GRID else found_by("cases", "peaks", "mixtures")[name]
+
+
+def peaks() -> dict[tuple[str, str], dict[str, Any]]:
+    return found("peaks")
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    return found("cases")
 
 
 cases = pytest.mark.parametrize("case", CASES)
@@ -125,7 +138,7 @@ JOBS = {
     "experts": mixed.Job("experts", 64, {"ep": 4}, seq=64),
     "experts, long rows": mixed.Job("experts", 64, {"ep": 8, "cp": 2}, seq=4096),
 }
-JOBS = {name: job for name, job in JOBS.items() if FULL_GRID or len(job.sizes) > 1}  # these have every axis
+JOBS = some_of(JOBS, "experts, long rows")  # `test_mixed_traffic.py` has every axis, but no peaks
 # Rows long enough that activations count, and heads that do.
 LONG = Case(512, 1792, 4, 8, 2, 4000, checkpointing=False)
 STAGED = {
@@ -142,8 +155,8 @@ STAGED = {
     ),
 }  # fmt: skip
 PLACES = [(name, place) for name, job in STAGED.items() for place in range(job.sizes["pp"])]
-if not FULL_GRID:  # a first stage, a last one, and one of the middle
-    PLACES = [("interleaved", 0), ("zb_h1", 1), ("tp-pp", 2)]
+if not FULL_GRID:  # one of the middle, that has the other axes, too
+    PLACES = [("tp-pp", 2)]
 MIXED = Case(256, 512, 4, 8, 4, 1024, checkpointing=False)
 
 
@@ -164,19 +177,17 @@ def _place(job: str, place: int) -> str:
 def measure_mixed(rank: int, world: int) -> dict[str, tuple[list[str], float]]:
     """What differs from the plan, and the peak over the planned one, job by job."""
     forget_launcher()
-    found = {}
+    differs = {}
     jobs = {name: (job, experts if job.model else MIXED.llama) for name, job in JOBS.items()}
     jobs |= {_place(*key): (replace(STAGED[key[0]], place=key[1]), LONG.llama) for key in PLACES}
     for name, (job, make) in jobs.items():
         got, plan = mixed.measure(job, make), mixed.planned(job, make)
-        found[name] = mixed.differences(job, got, plan), got["peak"] / plan["peak"]
-    return found
+        differs[name] = mixed.differences(job, got, plan), got["peak"] / plan["peak"]
+    return differs
 
 
-@functools.cache
 def mixtures() -> dict[str, tuple[list[str], float]]:
-    """In a process of its own, as `measured`."""
-    return run_ranks(measure_mixed, 1)[0]
+    return found("mixtures")
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -305,7 +305,10 @@ class StagePass:
             return trees.mapped(self._true, output)
         for key, value in output.items():
             if self.start and isinstance(value, (tuple, list)) and key.endswith(_LISTS) and not self._layout:
-                output[key] = AbsentOutput.of(next(iter(value), torch.zeros(())), self.model_name)
+                tensors = (
+                    x for x in trees.leaves(value) if isinstance(x, torch.Tensor)
+                )  # None for an earlier stage's block
+                output[key] = AbsentOutput.of(next(tensors, torch.zeros(())), self.model_name)
             elif any(self._true(x) is not x for x in trees.leaves(value)):
                 output[key] = trees.mapped(self._true, value)
         return output

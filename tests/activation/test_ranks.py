@@ -11,7 +11,7 @@ import torch
 from hf_dist.loss import tiles
 from tests.activation.families import VOCAB
 from tests.activation.on_ranks import run_cases, run_trainer_jobs
-from tests.covering import FULL_GRID, cells, chosen
+from tests.covering import FULL_GRID, cells, some_of
 from tests.harness import run_ranks
 
 CHECKPOINTING = {
@@ -30,20 +30,19 @@ NAMED |= {"tiled and host": {**TILED, **CHECKPOINTING["on the host"]}}
 
 
 def few(kinds: tuple[str, ...], names: list[str]) -> list[tuple[int, int, str, str]]:
-    """World, stage, kind, section: every kind and every section at both stages; every two of them in the full grid.
-
-    By default a kind runs at each stage on one number of ranks: what it is compared with is then run once.
-    """
-    grid = cells(
-        {"world": WORLDS, "stage": STAGES, "kind": kinds, "name": names},
-        allowed=lambda cell: FULL_GRID or cell["world"] == WORLDS[(kinds.index(cell["kind"]) + cell["stage"]) % 2],
-    )
-    grid = chosen(grid, lambda cell: {name: (cell[name], cell["stage"]) for name in ("world", "kind", "name")}, 1)
+    """World, stage, kind, section: all of them."""
+    grid = cells({"world": WORLDS, "stage": STAGES, "kind": kinds, "name": names}, 4)
     return [(cell["world"], cell["stage"], cell["kind"], cell["name"]) for cell in grid]
 
 
-SAME_BITS = few(KINDS, ["as it is", *CHECKPOINTING])
-ROUNDED = few((*KINDS, "tied"), ["tiled", "tiled and host"])
+if FULL_GRID:
+    SAME_BITS = few(KINDS, ["as it is", *CHECKPOINTING])
+    ROUNDED = few((*KINDS, "tied"), ["tiled", "tiled and host"])
+else:  # every kind and every section at one of the ends, beside each other: what they are compared with is run once
+    SAME_BITS = [(1, 0, "whole", "on the host"), (1, 0, "whole", "selective"), (1, 0, "gpt2", "every block")]
+    SAME_BITS += [(2, 3, "lora", "every second"), (2, 3, "frozen", "all"), (2, 3, "frozen", "as it is")]
+    ROUNDED = [(1, 0, "whole", "tiled and host"), (1, 0, "gpt2", "tiled"), (2, 3, "lora", "tiled and host")]
+    ROUNDED += [(2, 3, "tied", "tiled")]
 RTOL = 1e-5
 
 
@@ -89,28 +88,32 @@ def test_tiles_change_nothing_beyond_rounding(records: Any, world: int, stage: i
             assert float((found["weights"][name_] - weight).norm() / weight.norm().clamp(min=1e-12)) < RTOL, name_
 
 
+TRAININGS: dict[str, dict[str, Any]] = {
+    "off": {"config": AS_IT_IS},
+    "by default": {},
+    "with checkpointing": {"config": {**TILED, **CHECKPOINTING["all"]}},
+    "smoothed": {"label_smoothing_factor": 0.1},
+}
+TRAININGS = some_of(TRAININGS, "off", "by default", "smoothed")
+
+
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """At stage 3 on two ranks: tiles off, on by default, on by name with checkpointing; then with label smoothing."""
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """At stage 3 on two ranks: tiles off, on by default, on by name with checkpointing; with label smoothing."""
     job = "tests.activation.on_ranks:train_and_evaluate"
     common: dict[str, Any] = {"recipe": "plain", "stage": 3, "max_steps": 2}
-    jobs = [
-        (job, {**common, "config": AS_IT_IS}),
-        (job, {**common}),
-        (job, {**common, "config": {**TILED, **CHECKPOINTING["all"]}}),
-        (job, {**common, "label_smoothing_factor": 0.1}),
-    ]
+    jobs = [(job, {**common, **changes}) for changes in TRAININGS.values()]
     found: list[dict[str, Any]] = run_ranks(
         run_trainer_jobs, 2, (jobs, str(tmp_path_factory.mktemp("trainer"))), timeout=480
     )[0]
     for record in found:
         assert isinstance(record, dict), record
-    return found
+    return dict(zip(TRAININGS, found, strict=True))
 
 
-@pytest.mark.parametrize("which", [1, 2], ids=["by default", "with checkpointing"])
-def test_the_trainer_gives_the_same_with_tiles_and_without(trainings: list[dict[str, Any]], which: int) -> None:
-    plain, found = trainings[0], trainings[which]
+@pytest.mark.parametrize("which", [name for name in TRAININGS if name not in ("off", "smoothed")])
+def test_the_trainer_gives_the_same_with_tiles_and_without(trainings: dict[str, dict[str, Any]], which: str) -> None:
+    plain, found = trainings["off"], trainings[which]
     assert found["tiled"] and not plain["tiled"]
     for key in ("losses", "norms", "eval_loss"):
         assert found[key] == pytest.approx(plain[key], rel=RTOL), key
@@ -118,8 +121,8 @@ def test_the_trainer_gives_the_same_with_tiles_and_without(trainings: list[dict[
         assert float((found["weights"][name] - weight).norm() / weight.norm().clamp(min=1e-12)) < RTOL, name
 
 
-def test_label_smoothing_turns_tiles_off(trainings: list[dict[str, Any]]) -> None:
-    assert not trainings[3]["tiled"] and trainings[3]["losses"] != trainings[0]["losses"]
+def test_label_smoothing_turns_tiles_off(trainings: dict[str, dict[str, Any]]) -> None:
+    assert not trainings["smoothed"]["tiled"] and trainings["smoothed"]["losses"] != trainings["off"]["losses"]
 
 
 def test_the_switches_are_read_from_the_folder_of_configs() -> None:

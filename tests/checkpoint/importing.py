@@ -7,31 +7,49 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.hf.lifecycle import SAVING, logged
+from tests.covering import FULL_GRID
+from tests.hf.lifecycle import logged
 from tests.hf.on_ranks import dist_trainer
 from tests.hf.recipes import RECIPES
 
 AT = 3
-"""The step whose checkpoint is taken; six are trained."""
-STEPS: dict[str, Any] = {"max_steps": 6, **SAVING}
+"""The step whose checkpoint is taken; the schedule is of six."""
+LAST = 6 if FULL_GRID else 5
+"""Where runs stop: the second step after the checkpoint is the first whose loss depends on the optimizer's state."""
+STEPS: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": AT}
+
+
+class StopsAfter(TrainerCallback):
+    """A run that is longer ends here."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """On every rank."""
+        control.should_training_stop = control.should_training_stop or state.global_step >= self.step
 
 
 def stock(folder: Path, recipe: str) -> list[tuple[Any, ...]]:
-    """The stock Trainer in one process, a checkpoint after each step: its log."""
+    """The stock Trainer in one process, with a checkpoint on the way: its log."""
     trainer = RECIPES[recipe].build(Trainer, TrainingArguments, folder, 4, **STEPS)
+    trainer.add_callback(StopsAfter(LAST))
     trainer.train()
     return logged(trainer)
 
 
-def resumed(folder: Path, recipe: str, stage: int, checkpoint: str, micro: int = 2, **changes: Any) -> dict[str, Any]:
-    """Resume from a checkpoint of another program and train to the end."""
+def resumed(
+    folder: Path, recipe: str, stage: int, checkpoint: str, micro: int = 2, last: int = LAST, **changes: Any
+) -> dict[str, Any]:
+    """Resume from a checkpoint of another program and train to the end, or to step `last`."""
     said: list[str] = []
     import hf_dist.hf.checkpointing as checkpointing
 
     checkpointing.say = said.append
     trainer = dist_trainer(recipe, stage, folder, per_device_train_batch_size=micro, max_steps=6, **changes)
+    trainer.add_callback(StopsAfter(last))
     trainer.train(resume_from_checkpoint=checkpoint)
     return {"logs": logged(trainer)[AT:], "said": [line for line in said if "was written by" in line]}
 

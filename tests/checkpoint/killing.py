@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.covering import FULL_GRID
 from tests.hf.layout_jobs import matrices, sequences, stages
 from tests.hf.on_ranks import record_of
 
-STEPS, WORLD = 5, 4
+STEPS, WORLD = (5, 4) if FULL_GRID else (4, 2)
 OFFLOAD = {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "offload_optimizer": {"device": "cpu"}}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages, in the background": (1, {**stages(2), "checkpoint": {"async_save": True}}),
@@ -25,15 +26,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Name -> ZeRO stage and the other keys."""
 
 
-def trainer_of(folder: str, layout: str, base: Any = None) -> Any:
-    """Five steps, a checkpoint after each, two kept."""
+def trainer_of(folder: str, layout: str, base: Any = None, saves: str = "steps") -> Any:
+    """A few steps, a checkpoint after each, two kept."""
     from hf_dist import DistTrainer, DistTrainingArguments
     from tests.hf.recipes import RECIPES
 
     stage, keys = LAYOUTS[layout]
     return RECIPES["even"].build(
         base or DistTrainer, DistTrainingArguments, Path(folder), 2, gradient_accumulation_steps=2, max_steps=STEPS,
-        save_strategy="steps", save_steps=1, save_total_limit=2, dist_config={"zero_optimization": {"stage": stage}, **keys},
+        save_strategy=saves, save_steps=1, save_total_limit=2, dist_config={"zero_optimization": {"stage": stage}, **keys},
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def whole_and_resumed(
     rank: int, world: int, whole: str, folders: list[str], layout: str
 ) -> tuple[Record, list[tuple[int, Record]]]:
     """All steps without a break; for each folder, the step after which "auto" goes on, and what the run has made of it."""
-    trainer = trainer_of(whole, layout)
+    trainer = trainer_of(whole, layout, saves="no")
     trainer.train()
     expected, found = record_of(trainer), []
     for folder in folders:

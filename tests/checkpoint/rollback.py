@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from hf_dist.errors import CheckpointError
+from tests.covering import FULL_GRID
 from tests.offload.training import OPTIMIZERS, Net, differences, make_engine, param_groups, states, train
+
+BEFORE, AFTER = (range(3), (3, 4)) if FULL_GRID else (range(1), (3,))
+"""Of pipelines: steps that a load takes back, and those that show the moments it has brought."""
+LENGTH: dict[str, Any] = {} if FULL_GRID else {"max_steps": 4}
+"""Of the Trainer's runs."""
 
 
 class History(torch.optim.SGD):
@@ -146,7 +152,7 @@ def other_optimizers(rank: int, world: int, root: str) -> dict[str, Any]:
 
 
 def stages(rank: int, world: int, root: str) -> tuple[float, list[float]]:
-    """The same rollback over two pipeline stages; the largest difference of a weight two steps on.
+    """The same rollback over two pipeline stages; the largest difference of a weight after the next steps.
 
     Also the next random number of two ranks that read different rows and save, and once they share rows and have loaded that.
     """
@@ -162,14 +168,14 @@ def stages(rank: int, world: int, root: str) -> tuple[float, list[float]]:
         return hf_dist.initialize(model, config=config, optimizer=optimizer_for(model), example_batch=batch)
 
     def weights(found: Any) -> torch.Tensor:
-        for step in (3, 4):
+        for step in AFTER:
             found.train_batch(iter(step_batches("Llama", 4, step)))
         with hf_dist.gathered(found.model):
             return torch.cat([p.detach().flatten().clone() for p in found.model.parameters()])
 
     first = engine()
     first.save_checkpoint(where)
-    for step in range(3):
+    for step in BEFORE:
         first.train_batch(iter(step_batches("Llama", 4, step)))
     first.load_checkpoint(where)
     second = engine()
@@ -219,13 +225,13 @@ def with_trainer(rank: int, world: int, root: str) -> dict[str, Any]:
     from tests.hf.on_ranks import dist_trainer
 
     folder = Path(root)
-    trainer = dist_trainer("plain", 2, folder, save_strategy="steps", save_steps=1)
+    trainer = dist_trainer("plain", 2, folder, save_strategy="steps", save_steps=2, **LENGTH)
     trainer.train()
     whole = logged(trainer)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    other = dist_trainer("plain", 2, folder / "sgd", optim="sgd", learning_rate=0.3)
+    other = dist_trainer("plain", 2, folder / "sgd", optim="sgd", learning_rate=0.3, **LENGTH)
     other.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    alone = dist_trainer("plain", 2, folder / "alone", optim="sgd", learning_rate=0.3)
+    alone = dist_trainer("plain", 2, folder / "alone", optim="sgd", learning_rate=0.3, **LENGTH)
     alone.train()
     rates = [[row[3] for row in logged(run)][2:] for run in (other, alone)]
     return {"whole": whole[2:], "again": logged(trainer)[-len(whole[2:]) :], "rates": rates}

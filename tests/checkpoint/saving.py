@@ -159,26 +159,26 @@ def read_only(rank: int, world: int, root: str) -> str:
 
 
 def other_writers(rank: int, world: int, root: str, kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """`another_writer` of every kind."""
-    return {what: another_writer(rank, world, str(Path(root, what)), what) for what in kinds}
+    """`another_writer` of every kind, one after the other on one engine."""
+    engine = start(3)
+    train(engine, 0, 1)
+    return {what: another_writer(engine, str(Path(root, what)), what) for what in kinds}
 
 
-def another_writer(rank: int, world: int, root: str, what: str) -> dict[str, Any]:
+def another_writer(engine: Any, root: str, what: str) -> dict[str, Any]:
     """Somebody loses, renames or adds a tensor of the weight file of the second save, before the folder has its name."""
     import safetensors.torch
 
     from hf_dist.checkpoint import model_files
     from hf_dist.errors import CheckpointError
 
-    engine = start(3)
-    train(engine, 0, 1)
     engine.save_checkpoint(Path(root) / "checkpoint-1")
     write = model_files.write_weights
 
     def broken(folder: Path, *args: Any, **more: Any) -> None:
         write(folder, *args, **more)
         path = folder / "model.safetensors"
-        if rank == 0:
+        if engine.mesh.world.rank == 0:
             tensors = safetensors.torch.load_file(path)
             value = tensors.pop("model.norm.weight") if what != "added" else tensors["model.norm.weight"]
             tensors |= {"norm.weight": value.clone()} if what in ("renamed", "added") else {}

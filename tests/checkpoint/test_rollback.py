@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import rollback
-from tests.covering import FULL_GRID
+from tests.covering import some_of
 from tests.harness import run_ranks
 
 DISK = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
@@ -30,9 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "open-window-z1": {"stage": 1, "gradient_accumulation_steps": 2},
     "open-window-z3-bf16": {"stage": 3, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
 }
-# Every optimizer, stage and place of states is in one of the others, with states in the checkpoint or without.
-FULL_ONLY = ("adamw-z1", "adamw-z2", "adamw-z3", "momentum", "adagrad", "disk", "open-window-z1")
-CASES = {name: case for name, case in CASES.items() if FULL_GRID or name not in FULL_ONLY}
+# States of other shapes, a scale, an open window; Adagrad is below, and every place of states in `offload/test_checkpoints.py`.
+CASES = some_of(CASES, "state-of-other-shapes-from-step-2", "fp16", "open-window-z3-bf16")
 
 
 @pytest.fixture(scope="module")

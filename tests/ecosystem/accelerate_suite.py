@@ -9,12 +9,13 @@ import functools
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from tests.attempts import attempts
+from tests.covering import FULL_GRID
 
 _SCRIPT = """init_state_check process_execution_check test_split_between_processes_list test_split_between_processes_nested_dict
 test_split_between_processes_tensor test_split_between_processes_evenly rng_sync_check dl_preparation_check
@@ -25,6 +26,10 @@ _OPS = """test_gather test_gather_object test_gather_non_contiguous test_broadca
 test_reduce_mean test_reduce_max test_op_checker test_copy_tensor_to_devices"""
 _METRICS = """test_gather_for_metrics_with_non_tensor_objects_iterable_dataset test_gather_for_metrics_with_iterable_dataset
 test_gather_for_metrics_drop_last"""
+
+
+HOW = list(itertools.product((False, True), repeat=3)) if FULL_GRID else [(False,) * 3, (True,) * 3]
+"""Split batches, dispatched batches, a sync with each batch."""
 
 
 def _module(name: str) -> Any:
@@ -51,7 +56,7 @@ def functions() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "sync.test_dataloader_break", sync.test_dataloader_break
     for name in ("test_distributed_sync", "test_distributed_sync_multiple_fwd"):
         yield f"sync.{name}", lambda name=name: getattr(sync, name)(_accelerator())
-    for how in itertools.product((False, True), repeat=3):
+    for how in HOW:
         for name in ("test_gradient_accumulation", "test_gradient_accumulation_with_opt_and_scheduler"):
             yield f"sync.{name}-{'-'.join(map(str, how))}", lambda name=name, how=how: getattr(sync, name)(*how)
     for name in _LOOP.split():
@@ -70,8 +75,13 @@ def _state() -> Any:
     return importlib.import_module("accelerate.state").PartialState()
 
 
-def outcomes(rank: int, world: int, config: str | None, folder: str) -> dict[str, str]:
-    """What each function raised, empty where it passed; stock without a config, else ours under the stock names."""
+def outcomes(
+    rank: int, world: int, config: str | None, folder: str, names: Collection[str] | None = None
+) -> dict[str, str]:
+    """What each function raised, empty where it passed; stock without a config, else ours under the stock names.
+
+    `names`: only these.
+    """
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(folder)
     if config is not None:
@@ -86,6 +96,6 @@ def outcomes(rank: int, world: int, config: str | None, folder: str) -> dict[str
         call()
         return ""
 
-    names, calls = zip(*functions(), strict=True)
-    found = attempts(rank, world, (functools.partial(run, call) for call in calls))
-    return {name: error.strip() for name, error in zip(names, found, strict=True)}
+    calls = {name: call for name, call in functions() if names is None or name in names}
+    found = attempts(rank, world, (functools.partial(run, call) for call in calls.values()))
+    return {name: error.strip() for name, error in zip(calls, found, strict=True)}

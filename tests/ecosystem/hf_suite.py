@@ -28,7 +28,7 @@ from typing import Any
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
-from tests import processes
+from tests import forked, processes
 
 FILES = (
     "tests/trainer/test_trainer.py",
@@ -77,8 +77,13 @@ def read_report(path: Path) -> Outcomes:
     return found
 
 
-def run_file(checkout: Path, file: str, column: str, more: list[str], folder: Path, limit: float) -> Outcomes:
-    """The tests of one file: with the stock classes, or ours at a ZeRO stage, or ours with what the tests name."""
+def run_file(
+    checkout: Path, file: str, column: str, more: list[str], folder: Path, limit: float, is_real: bool = True
+) -> Outcomes:
+    """The tests of one file: with the stock classes, or ours at a ZeRO stage, or ours with what the tests name.
+
+    `is_real`: not forked.
+    """
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     # Without the checkout's conftest: it puts the checkout's `src` before the installed version.
@@ -91,7 +96,7 @@ def run_file(checkout: Path, file: str, column: str, more: list[str], folder: Pa
     paths = [str(checkout), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     try:
-        done = processes.run(command, cwd=checkout, env=env, timeout=limit)
+        done = (processes if is_real else forked).run(command, cwd=checkout, env=env, timeout=limit)
     except subprocess.TimeoutExpired as late:
         raise RuntimeError(f"{file}: not done after {limit:.0f} s:\n{late.stdout!r:.4000}") from late
     if not report.exists():
@@ -142,7 +147,7 @@ def add_missing(module: Any, names: list[str]) -> None:
 
 
 def columns_of(
-    checkout: Path, columns: list[str], files: list[str], more: list[str], limit: float
+    checkout: Path, columns: list[str], files: list[str], more: list[str], limit: float, is_real: bool = True
 ) -> dict[str, Outcomes]:
     """The outcomes of all files, by column."""
     found: dict[str, Outcomes] = {}
@@ -151,7 +156,7 @@ def columns_of(
             outcomes = found.setdefault(column, {})
             for file in files:
                 if (checkout / file).exists():
-                    outcomes.update(run_file(checkout, file, column, more, Path(folder), limit))
+                    outcomes.update(run_file(checkout, file, column, more, Path(folder), limit, is_real))
     return found
 
 

@@ -25,7 +25,8 @@ IDS = torch.arange(3, 11).reshape(1, 8)
 def trained(folder: Path, stage: int, layout: dict[str, Any] | None = None) -> Any:
     """One step of a small model; a rank that waits for 12 seconds is reported, one that is alone after 2."""
     config = {**runs.config_of(stage), **(layout or {}), "hf_dist": {"stall_report_seconds": 12}}
-    args = runs.arguments(folder, None, False, DistTrainingArguments, max_steps=1, ddp_timeout=60, dist_config=config)
+    changes = dict(max_steps=1, ddp_timeout=60 if layout is None else 30)  # which is what one waits that is left alone
+    args = runs.arguments(folder, None, False, DistTrainingArguments, **changes, dist_config=config)
     trainer = runs.over(stage, Trainer)(make_model("llama"), args, train_dataset=texts(8), data_collator=pad)
     trainer.train()
     return trainer

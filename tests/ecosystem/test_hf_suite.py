@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import FULL_GRID
 from tests.ecosystem import hf_distributed
 from tests.ecosystem.hf_suite import FILES, HERE, Outcome, columns_of, differences, read_reasons, table
 
@@ -30,7 +31,9 @@ class Tests(unittest.TestCase):
 def test_a_test_that_passes_stock_and_not_under_us_is_listed(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_small.py").write_text(SUITE)
-    found = columns_of(tmp_path, ["stock", "stage 1"], ["tests/test_small.py", "tests/absent.py"], [], 200)
+    found = columns_of(
+        tmp_path, ["stock", "stage 1"], ["tests/test_small.py", "tests/absent.py"], [], 200, is_real=FULL_GRID
+    )
     assert {name: outcome.result for name, outcome in found["stock"].items()} == {
         "Tests.test_of_the_class": "passed", "Tests.test_equal": "passed", "Tests.test_of_what_is_gone": "failed",
     }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import needs
-from tests.covering import FULL_GRID
+from tests.covering import some_of
 from tests.ecosystem.launching import launch
 from tests.ecosystem.on_ranks import nothing_asked, run_scripts
 from tests.ecosystem.tiny import save_example_models, save_models, words
@@ -54,8 +54,9 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
          "--lora_target_modules", "all-linear", "--lora_r", "4", "--lora_dropout", "0"],
     ),
 }  # fmt: skip
-if not FULL_GRID:  # `test_parity.py` has it with a reference model
-    del SCRIPTS["dpo"]
+# Each way to name a config. The rest are other classes of Trainer under the same substitution: `test_parity.py`,
+# `test_saving.py` and `../hf/test_generation.py` train with them.
+SCRIPTS = some_of(SCRIPTS, "language_modelling", "no_trainer")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,11 @@ MODULE = """
 import json, sys
 from pathlib import Path
 import torch
+from accelerate import Accelerator as by_name
+from accelerate.accelerator import Accelerator
 from transformers import Trainer, TrainingArguments, HfArgumentParser
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig as declared
 from tests.hf.recipes import make_model, pad, texts
 
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[1:])
@@ -119,9 +124,13 @@ trainer.train()
 stage = trainer.accelerator.engine.sharded.placements.params.name
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 found = {"name": __name__, "argv": sys.argv[1][:12], "world": args.world_size, "stage": stage, "losses": losses}
+found["imported"] = [by_name.__name__, Accelerator.__name__, HfDeepSpeedConfig({}).is_zero3(), declared is HfDeepSpeedConfig]
 Path(f"rank{args.process_index}.json").write_text(json.dumps(found))
 """
-"""A script of somebody else: it writes how it was run, a file per rank (lines of two ranks would mix on one pipe)."""
+"""A script of somebody else: it writes how it was run and what it imported.
+
+A file per rank: lines of two ranks would mix on one pipe.
+"""
 
 
 @pytest.mark.timeout(300)
@@ -129,8 +138,8 @@ Path(f"rank{args.process_index}.json").write_text(json.dumps(found))
     ("launcher", "named", "by", "is_real"),
     [
         ("torchrun", ["-m", "package.module"], "argument", False),
-        ("accelerate", ["package/module.py"], "argument", True),
-        ("accelerate", ["-m", "package.module"], "--config", False),
+        ("accelerate", ["package/module.py"], "argument", False),
+        ("accelerate", ["-m", "package.module"], "--config", True),
         ("hf-dist", ["-m", "package.module"], "YAML", False),
     ],
 )
@@ -150,4 +159,7 @@ def test_a_script_or_module_under_a_launcher(
     assert len(found) == 2
     for rank in found:
         assert len(set(rank.pop("losses"))) == 2
+        # A loop of accelerate's is sharded where the job has a config, not where a Trainer is given one.
+        accelerator = "Accelerator" if by == "argument" else "DistAccelerator"
+        assert rank.pop("imported") == [accelerator, accelerator, False, True]
         assert rank == {"name": "__main__", "argv": "--output_dir", "world": 2, "stage": "SHARD"}

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 import hf_dist
 from hf_dist import DistAccelerator, DistSeq2SeqTrainer, DistTrainer, DistTrainerMixin, DistTrainingArguments
 from tests import processes
+from tests.covering import FULL_GRID_ONLY
 from tests.ecosystem.loops import config_of
 from tests.ecosystem.runs import arguments
 from tests.harness import run_ranks
@@ -79,6 +80,7 @@ def test_every_method_shows_the_arguments_of_the_stock_one(ours: type, stock: ty
             assert names(getattr(ours, name)) == names(method), name
 
 
+@FULL_GRID_ONLY  # an interpreter of its own; the module of `test_run.py` that has one looks at the same names
 def test_every_way_to_import_the_accelerator_gives_ours() -> None:
     code = """
 import os

@@ -22,13 +22,8 @@ KINDS = [
     *(("sft", False), ("sft", True), ("packed", False)),
     *(("dpo", False), ("dpo", True), ("reward", False), ("grpo", False)),
 ]
-# What a trainer makes of rows is another thing where a rank has a part of each; split matrices are below it.
-OF_LAYOUT = {
-    "cp": [
-        kind for kind in KINDS if kind[0] in ("raw", "two_models", "packed", "dpo", "reward", "grpo") and not kind[1]
-    ],
-    "tp": [("raw", True), ("by_hand", False), ("sft", True), ("dpo", True), ("grpo", False)],
-}
+# Two models and a trainer's own metrics where a rank has a part of each row; adapters and generation over split matrices.
+OF_LAYOUT = {"cp": [("two_models", False), ("packed", False)], "tp": [("raw", True), ("grpo", False)]}
 CASES = [(layout, kind) for layout in LAYOUTS for kind in (KINDS if FULL_GRID else OF_LAYOUT[layout])]
 TOLERANCE = 1e-5
 

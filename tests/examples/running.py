@@ -58,6 +58,11 @@ def config_of(name: str, output: Path) -> str:
     return str(written)
 
 
+def on_few_texts(script: str) -> list[str]:
+    """The words that run an example which reads the standard library: on a few packages of it by default."""
+    return [script] if FULL_GRID else ["tests/examples/on_few_texts.py", script]
+
+
 def start(
     script: str, config: str, output: Path, *arguments: str, processes: int = 2
 ) -> subprocess.CompletedProcess[str]:

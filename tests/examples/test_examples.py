@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, FULL_GRID_ONLY
+from tests.ecosystem.tiny import save_example_models
 from tests.examples.running import REPO, TIMEOUT_S, run, train
 
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
+# By default the examples' own files are the text: to look through the standard library costs every process half a second.
+TEXT = ("--vocab_size", "512", *(() if FULL_GRID else ("--text_dir", "examples")))
+LITTLE = "60000" if FULL_GRID else "20000"
 
 
 def test_all_configs_are_described_in_their_readme() -> None:
@@ -22,7 +26,10 @@ def test_all_configs_are_described_in_their_readme() -> None:
 # By default accelerate's launcher, which is torchrun's agent, is the one that is started for real: `ecosystem/test_run.py`.
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_text_classification_trains_saves_and_classifies(tmp_path: Path) -> None:
-    small = ("--max_per_label", "16", "--num_labels", "4", "--max_length", "32")
+    small = ["--max_per_label", "16", "--num_labels", "4", "--max_length", "32"]
+    if not FULL_GRID:  # another encoder than that of 22 million parameters
+        save_example_models(tmp_path / "models")
+        small += ["--model_name_or_path", str(tmp_path / "models" / "encoder")]
     said = train("finetune_text_classification.py", "zero3.json", tmp_path, *small, is_real=FULL_GRID)
     assert "accuracy before:" in said
     said = run("examples/classify.py", str(tmp_path), "Run a coroutine in the event loop.")
@@ -34,31 +41,32 @@ def test_text_classification_trains_saves_and_classifies(tmp_path: Path) -> None
     "config", ["pp_zero1.json", *["zero2.json", "zero3_fp32.json", "zero3_offload.json"] * FULL_GRID]
 )
 def test_causal_lm_trains_samples_and_saves(tmp_path: Path, config: str) -> None:
-    small = ("--max_characters", "100000", "--block_size", "32", "--vocab_size", "512", "--sample_tokens", "4")
-    said = train("train_clm.py", config, tmp_path, *small)
+    small = ("--max_characters", "100000" if FULL_GRID else LITTLE, "--block_size", "32", "--sample_tokens", "4")
+    said = train("train_clm.py", config, tmp_path, *small, *TEXT)
     assert "perplexity before:" in said
     assert "sample: 'def " in said
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_mixture_has_its_experts_on_two_processes(tmp_path: Path) -> None:
-    small = ("--max_characters", "60000", "--block_size", "32", "--vocab_size", "512", "--logging_steps", "1")
-    said = train("mixture.py", "experts.json", tmp_path, *small)
+    small = ("--max_characters", LITTLE, "--block_size", "32", "--logging_steps", "1")
+    said = train("mixture.py", "experts.json", tmp_path, *small, *TEXT)
     assert "8 of 16 experts of 4 layers (Qwen3MoeExperts) on each of 2 ranks" in said
     assert "rows of the busiest expert over the mean:" in said
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@FULL_GRID_ONLY  # the same script as above, with a config that `tests/test_configs.py` trains with
 def test_matrices_are_cut_between_two_processes(tmp_path: Path) -> None:
-    small = ("--max_characters", "60000", "--block_size", "32", "--vocab_size", "512", "--logging_steps", "1")
-    said = train("train_clm.py", "tp_zero2.json", tmp_path, *small)
+    small = ("--max_characters", LITTLE, "--block_size", "32", "--logging_steps", "1")
+    said = train("train_clm.py", "tp_zero2.json", tmp_path, *small, *TEXT)
     assert "2 ranks = dp_replicate 1 x dp_shard 1 x tp 2" in said
     assert "of the parameters are split (tp_plan of" in said
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_long_packed_rows_are_shared_by_two_processes(tmp_path: Path) -> None:
-    small = ("--max_characters", "60000", "--block_size", "256", "--vocab_size", "512")
+    small = ("--max_characters", LITTLE, "--block_size", "256", *TEXT)
     batch = ("--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1")
     said = train("long_text.py", "long_context.json", tmp_path, *small, *batch)
     assert "each row on 2 ranks (ulysses 2)" in said

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.covering import FULL_GRID
-from tests.examples.running import REPO, TIMEOUT_S, config_of, run, start, train
+from tests.examples.running import REPO, TIMEOUT_S, config_of, on_few_texts, run, start, train
 
 in_full = pytest.mark.skipif(
     not FULL_GRID, reason="HF_DIST_FULL_GRID=1 runs it; the suite trains the same by other tests"
@@ -55,7 +55,7 @@ def test_lora_trains_saves_and_merges(tmp_path: Path) -> None:
 def test_a_loop_without_a_trainer_runs_under_accelerate_launch_and_goes_on(tmp_path: Path) -> None:
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     options = ["--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "3", "--max_per_package", "12"]
-    script = ["examples/no_trainer.py", "--dist_config", config_of("zero3.json", tmp_path), *options]
+    script = [*on_few_texts("examples/no_trainer.py"), "--dist_config", config_of("zero3.json", tmp_path), *options]
     said = run(*launcher, *script, "--num_epochs", "1", ACCELERATE_USE_CPU="true")
     assert "epoch 0: held-out loss" in said
     alone = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]  # "on any number of processes"
@@ -75,13 +75,14 @@ def test_lightning_trains_and_saves_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_stopped_run_goes_on_with_other_processes_and_another_stage(tmp_path: Path) -> None:
-    stopped = start("resume_elsewhere.py", "zero3_fp32.json", tmp_path, "--stop_after", "5")
+    epochs = ("--num_train_epochs", "2" if FULL_GRID else "1")  # of 20 steps
+    stopped = start("resume_elsewhere.py", "zero3_fp32.json", tmp_path, "--stop_after", "5", *epochs)
     assert stopped.returncode != 0
     assert "SIGUSR1: stopped after step" in stopped.stdout, stopped.stdout[-8000:]
-    resumed = start("resume_elsewhere.py", "zero1.json", tmp_path, processes=1)
+    resumed = start("resume_elsewhere.py", "zero1.json", tmp_path, *epochs, processes=1)
     assert resumed.returncode == 0, resumed.stdout[-8000:]
     assert "resuming from" in resumed.stdout
-    assert "40 steps on 1 processes" in resumed.stdout
+    assert f"{20 * int(epochs[1])} steps on 1 processes" in resumed.stdout
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -105,7 +106,8 @@ def test_rewards_come_over_http_from_a_server_that_is_away_for_a_moment(tmp_path
     server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_dist.run"]
-    asked = ["examples/grpo_remote_rewards.py", "--deepspeed", "configs/zero3_fp32.json", "--output_dir", str(tmp_path)]
+    asked = [*on_few_texts("examples/grpo_remote_rewards.py"), "--deepspeed", "configs/zero3_fp32.json"]
+    asked += ["--output_dir", str(tmp_path)]
     small = ["--use_cpu", "--max_steps", "2", "--max_completion_length", "4", "--bf16", "False"]
     url = f"http://127.0.0.1:{server.server_address[1]}/score"
     said = run(*launcher, *asked, *small, REWARD_URL=url, ACCELERATE_USE_CPU="true")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, FULL_GRID_ONLY, some_of
 from tests.experts import life_jobs
 from tests.harness import run_ranks
 from tests.hf.on_ranks import run_jobs
@@ -40,9 +40,9 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "generated-split": (HERE + "generated", {"stage": 1, "config": life_jobs.SPLIT}),
 }
 """`split`: on four ranks, of which two cut the matrices."""
-LEFT_OUT = ("trained-z1", "generated-z1", "bf16", "bf16-gathered")
-"""Stage 1 is in `saved-split` and `generated-split`; fp16 has a scale besides, and bf16 is in `parity/test_mixed.py`."""
-JOBS = {name: job for name, job in JOBS.items() if FULL_GRID or name not in LEFT_OUT}
+# What a run saves and resumes, half precision, and files beside cut matrices are in `parity/test_mixed.py`, `hf/test_proof.py`
+# and `hf/test_lifetimes.py`, too.
+JOBS = some_of(JOBS, "saved", "streamed", "generated-z3", "trained-split")
 WORLDS = {2: [name for name in JOBS if "split" not in name], 4: [name for name in JOBS if "split" in name]}
 
 
@@ -94,20 +94,22 @@ def test_the_trainer_gives_the_numbers_of_one_process(
     assert (load.ranks, load.first_step, load.last_step) == (2, 1, len(found["losses"]))
 
 
-@pytest.mark.parametrize("dtype", [name for name in JOBS if name in ("bf16", "fp16")])
+@FULL_GRID_ONLY
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_is_as_close_as_gathering(dtype: str, outcomes: Any) -> None:
     spread, gathered = outcomes(dtype)[0], outcomes(f"{dtype}-gathered")[0]
     assert spread["losses"] == pytest.approx(gathered["losses"], rel=3e-3)
     assert spread["norms"] == pytest.approx(gathered["norms"], rel=3e-2)
 
 
-@pytest.mark.parametrize("name", ["saved", "saved-split"])
+@pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("saved")])
 def test_the_folder_is_the_one_of_save_pretrained_byte_for_byte(name: str, outcomes: Any) -> None:
     folders = outcomes(name)[0]
     ours, theirs = (Path(folders[key], "model.safetensors").read_bytes() for key in ("ours", "stock"))
     assert ours == theirs
 
 
+@FULL_GRID_ONLY
 def test_a_resumed_run_is_the_one_without_a_break_bit_for_bit(outcomes: Any) -> None:
     for rank in outcomes("resumed"):
         whole, run = rank["whole"], rank["runs"][3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, some_of
 from tests.experts import spread_jobs
 from tests.experts.spread_jobs import Setting
 from tests.harness import run_ranks
@@ -58,14 +58,16 @@ WIDE = [
     Setting("deepseek-apart", "deepseek_v3", ep=4, checkpointing=True),
     Setting("hsdp-offload", ep=2, sections={"zero_optimization": {"mics_shard_size": 2, **HOST}}),
 ]  # fmt: skip
-SOME = {
-    "pp-zb_h1-z1": "eager", "pp-interleaved-z3": "grouped_mm", "tp-plain": "grouped_mm", "tp-regions-shared-experts": None,
-}  # fmt: skip
-"""The interleaved order has 1f1b's in it, as that has gpipe's; `parity/test_mixed.py` has adapters beside cut matrices."""
-TWICE = ("starved", "starved-adapters")
-"""What they set is in others, two by two."""
-THIN = [setting for setting in WIDE if SOME.get(setting.name, "") == setting.experts]
-AT = {2: SETTINGS if FULL_GRID else [s for s in SETTINGS if s.name not in TWICE], 4: WIDE if FULL_GRID else THIN}
+# Of four ranks the order that cuts a backward in two, and matrices outside of regions; `parity/test_mixed.py` has the others.
+SOME = ("pp-zb_h1-z1-eager", "tp-plain-grouped_mm")
+# Of two: each kind of rows, adapters, what is freed at once. What rests on the host is there, too; `test_life.py` has windows.
+HERE = ("starved-recomputed", "ranks-with-other-lengths", "adapters", "in-backward")
+AT = {
+    2: list(some_of({setting.name: setting for setting in SETTINGS}, *HERE).values()),
+    4: list(some_of({f"{setting.name}-{setting.experts}": setting for setting in WIDE}, *SOME).values()),
+}
+STAGES = (0, 3) if FULL_GRID else (3,)
+"""Whose bytes are counted."""
 
 
 @functools.cache
@@ -105,7 +107,7 @@ def rest(folder: str) -> list[Any]:
 def everything_else(rank: int, world: int, folder: str) -> dict[str, Any]:
     """On a rank."""
     return {
-        **{f"traffic {stage}": spread_jobs.traffic(rank, world, stage) for stage in (0, 3)},
+        **{f"traffic {stage}": spread_jobs.traffic(rank, world, stage) for stage in STAGES},
         "loads": spread_jobs.loads_of_a_step(rank, world),
         "life": spread_jobs.lived(rank, world, folder),
         "hung": spread_jobs.hung(rank, world),
@@ -117,7 +119,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return rest(str(tmp_path_factory.mktemp("spread")))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_tokens_take_the_bytes_that_the_routing_says_and_experts_none(stage: int, outcomes: list[Any]) -> None:
     for rank in outcomes:
         found = rank[f"traffic {stage}"]
@@ -128,7 +130,7 @@ def test_tokens_take_the_bytes_that_the_routing_says_and_experts_none(stage: int
         assert 4 * found["held"] <= found["resident"] <= 4 * found["held"] * 1.05  # fp32, once; slots are aligned
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_plan_is_the_run(stage: int, outcomes: list[Any]) -> None:
     for rank in outcomes:
         found = rank[f"traffic {stage}"]

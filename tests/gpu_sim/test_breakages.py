@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import some_of
 from tests.gpu_sim import library
 from tests.gpu_sim.server import simulate
 from tests.gpu_sim.training import Report, Setting
@@ -20,6 +21,8 @@ FOUND: dict[str, tuple[Setting, str, str]] = {
     "the wait for a reduction": (Setting(stage=2), "race", "reduce_scatter"),
 }
 """What is taken out -> where, and what the report must say."""
+# The one that is freed too early is read too early, too; `test_trainers.py` has a race of the host.
+FOUND = some_of(FOUND, "the wait before weights are freed")
 
 
 @pytest.mark.parametrize("without", FOUND)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import Cell, cells, chosen
+from tests.covering import FULL_GRID, Cell, cells
 from tests.gpu_sim import library
 from tests.gpu_sim.server import simulate
 from tests.gpu_sim.training import Report, Setting
@@ -36,13 +36,19 @@ def exists(cell: Cell) -> bool:
     return not (cell["in_backward"] and cell["dtype"] == "fp16")
 
 
-def settings(cell: Cell) -> Cell:
-    """Every value of every axis, and every place of states where weights are whole, and where they are shards."""
-    return {**cell, "rest": (cell["stage"] == 3, cell["offload"])}
-
-
 EVERY = cells(AXES, allowed=exists, full=True)
-GRID = chosen(EVERY, settings, 1)
+FEW: list[Cell] = [
+    dict(
+        stage=2, accumulation=2, checkpointing="none", replicas=1, offload="optimizer", in_backward=False, budget=False,
+        lora=False, dtype="fp16", between="generation",
+    ),
+    dict(
+        stage=3, accumulation=1, checkpointing="host", replicas=2, offload="both", in_backward=True, budget=True,
+        lora=True, dtype="bf16", between="evaluation",
+    ),
+]  # fmt: skip
+"""What each axis does beyond the plain steps of `test_trainers.py` (stages 0 and 1) and `test_sequences.py` (stage 3)."""
+GRID = EVERY if FULL_GRID else [cell for cell in EVERY if cell in FEW]
 
 
 def setting(cell: Cell) -> Setting:
@@ -53,7 +59,7 @@ def name(cell: Cell) -> str:
     on = [
         f"{axis}-{value}"
         for axis, value in cell.items()
-        if value not in (False, "none", "nothing", 1) or axis == "stage"
+        if value is True or value not in (False, "none", "nothing", 1) or axis == "stage"
     ]
     return "-".join(on)
 

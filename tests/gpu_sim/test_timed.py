@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import FULL_GRID_ONLY, some_of
 from tests.gpu_sim import costs, library
 from tests.gpu_sim.replay import Outcome
 from tests.gpu_sim.server import simulate
@@ -18,7 +19,7 @@ from tests.gpu_sim.trace import COMPUTE
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
 
 CASE = replace(LAYERS, layers=4, vocabulary=32000)
-LIMITS = {"zero0": 1.06, "zero1": 1.04, "zero3": 1.05}
+LIMITS = some_of({"zero0": 1.06, "zero1": 1.04, "zero3": 1.05}, "zero3")  # it gathers, too
 """Of step / compute alone with the shipped configs: the ends, which nothing hides, are a larger part of few layers."""
 
 
@@ -41,5 +42,6 @@ def test_what_shows_is_what_layouts_are_chosen_by(engine: str) -> None:
     assert found.exposed == pytest.approx(run.seconds - run.busy[COMPUTE], rel=0.3)
 
 
+@FULL_GRID_ONLY
 def test_reductions_that_are_waited_for_at_once_show() -> None:
     assert outcome("zero0").seconds < 0.92 * outcome("zero0", overlaps=False).seconds

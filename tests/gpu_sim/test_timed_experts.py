@@ -6,13 +6,14 @@ import functools
 
 import pytest
 
+from tests.covering import FULL_GRID
 from tests.gpu_sim import library
 from tests.gpu_sim.server import simulate
 from tests.gpu_sim.timed_experts import Timed, expected_exchange
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
 
-MODEL, LAYERS, TOKENS = "qwen3-30b", 2, 4096
+MODEL, LAYERS, TOKENS = "qwen3-30b", 2 if FULL_GRID else 1, 4096
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import FULL_GRID
 from tests.gpu_sim import library
 from tests.gpu_sim.server import simulate
 from tests.gpu_sim.training import Report
@@ -19,7 +20,7 @@ def reported(job: str, *args: Any) -> Report:
     return simulate(f"tests.gpu_sim.trainers:{job}", *args)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 3] if FULL_GRID else [0])
 def test_the_trainer_without_a_launcher_trains_on_the_gpu_and_the_host_waits_for_nothing(stage: int) -> None:
     found = reported("train", stage)
     assert found.kernels > 100
@@ -27,7 +28,7 @@ def test_the_trainer_without_a_launcher_trains_on_the_gpu_and_the_host_waits_for
     assert found.waits == []
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 3] if FULL_GRID else [1])
 def test_a_checkpoint_in_the_background_reads_what_has_arrived(stage: int) -> None:
     assert reported("save", stage).faults == []
 

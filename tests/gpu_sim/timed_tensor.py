@@ -8,7 +8,7 @@ With `tp_overlap_comm` backward's sums go on beside the weight gradients. As in 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -60,17 +60,20 @@ def marked_inputs() -> Iterator[None]:
         yield
 
 
-def run(rank: int, meet: str, size: int, networks: list[float], case: Case) -> dict[tuple[float, Variant], Outcome]:
+def run(
+    rank: int, meet: str, size: int, networks: list[float], case: Case, variants: Sequence[Variant] = VARIANTS
+) -> dict[tuple[float, Variant], Outcome]:
     """The last of some steps of every variant. `networks`: bytes per second of a rank."""
     from hf_dist.sharding.units import find_unit_modules
     from hf_dist.tensor_parallel.choose import choose_plan
 
     with torch.device("meta"):
         model = case.llama()
-    for regions in (False, True):  # verified with elements, and remembered for when there are none
+    for regions in sorted({regions for regions, _ in variants}):
+        # Verified with elements, and remembered for when there are none.
         choose_plan(model, size, find_unit_modules, None, regions)
     return {
-        (network, variant): _steps(rank, size, network, case, *variant) for network in networks for variant in VARIANTS
+        (network, variant): _steps(rank, size, network, case, *variant) for network in networks for variant in variants
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from tests.gpu_sim.recorder import where
 from tests.gpu_sim.trace import HOST
 from tests.gpu_sim.training import SMALL, STEADY, Report, Setting, model_of, report
 
-STEPS = 4
+STEPS = 3
+MODEL = replace(SMALL, layers=2)
 
 
 def train(rank: int, meet: str, stage: int) -> Report:
-    """`python train.py` on a machine with a GPU; the last of four steps."""
+    """`python train.py` on a machine with a GPU; the last of some steps."""
     from transformers import TrainerCallback
 
     from hf_dist import DistTrainer, DistTrainingArguments
@@ -46,7 +48,11 @@ def train(rank: int, meet: str, stage: int) -> Report:
             return {"input_ids": ids, "labels": ids}
 
         trainer = DistTrainer(
-            model=model_of(Setting()), args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Marks()]
+            model=model_of(Setting(), MODEL),
+            args=arguments,
+            train_dataset=rows,
+            data_collator=collate,
+            callbacks=[Marks()],
         )
         trainer.train()
         del recorder.trace.entries[recorder.trace.marks["over"] :]
@@ -60,7 +66,7 @@ def save(rank: int, meet: str, stage: int, waits: bool = True) -> Report:
 
     with simulated_rank(4, rank) as (recorder, _), recorder, tempfile.TemporaryDirectory() as folder:
         config = {**Setting(stage=stage).config(), "checkpoint": {"async_save": True}}
-        engine = hf_dist.initialize(model_of(Setting()), config=config, device=GPU)
+        engine = hf_dist.initialize(model_of(Setting(), MODEL), config=config, device=GPU)
         recorder.trace.mark("built")
         started, may_write = threading.Event(), threading.Event()
 

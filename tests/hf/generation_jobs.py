@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def generate(model: Any, rank: int, how: str) -> list[list[int]]:
     return tokens
 
 
+@functools.cache
 def alone(family: str, rank: int, how: str) -> list[list[int]]:
     """The same in one process."""
     return generate(generating(family), rank, how)

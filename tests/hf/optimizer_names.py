@@ -119,6 +119,14 @@ def parted(rank: int, world: int, names: list[str], folder: str, stage: int, res
     return attempts_by_name(rank, world, {name: functools.partial(trained, name) for name in names})
 
 
+def on_two(
+    rank: int, world: int, stages: dict[str, tuple[int, ...]], names: list[str], rates: tuple[int, ...], folder: str
+) -> tuple[dict[str, dict[int, Outcome | str]], dict[str, Outcome | str], dict[int, list[list[float]]]]:
+    """`sweep`, the steps of `parted` before the save, and `shown_rates`; one spawn for all."""
+    swept = sweep(rank, world, stages, folder)
+    return swept, parted(rank, world, names, folder, 1, False), shown_rates(rank, world, folder, rates)
+
+
 def alone(name: str, folder: str) -> Outcome:
     """The same by the stock Trainer in this process."""
     from transformers import Trainer, TrainingArguments

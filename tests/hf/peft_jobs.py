@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import transformers as tf
 
+from tests.covering import FULL_GRID
 from tests.hf.recipes import CLASSES, SMALL, VOCAB
 
 Record = dict[str, Any]
-ROWS, LENGTH, STEPS = 4, 8, 4
+ROWS, LENGTH, STEPS = 4, 8, 4 if FULL_GRID else 2
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -141,7 +142,7 @@ def accelerator_of(stage: int | None, config: Any = None) -> Any:
 
 
 def train(folder: Path, kind: str, stage: int | None, checkpointing: bool = False, config: Any = None) -> Record:
-    """Four steps; the adapter is switched after two where there is another. Then adapters off, saved, and merged."""
+    """A few steps; the adapter is switched after half of them where there is another. Then adapters off, saved, and merged."""
     accelerator = accelerator_of(stage, config)
     model = quantised(folder) if kind == "quantised" else KINDS[kind]()
     if checkpointing:
@@ -155,7 +156,7 @@ def train(folder: Path, kind: str, stage: int | None, checkpointing: bool = Fals
     batch = rows(accelerator.process_index, accelerator.num_processes, kind == "score")
     record: Record = {"losses": [], "norms": []}
     for step in range(STEPS):
-        if step == 2 and "second" in model.peft_config:
+        if step == STEPS // 2 and "second" in model.peft_config:
             model.set_adapter("second")
         loss = model(**batch).loss
         accelerator.backward(loss)

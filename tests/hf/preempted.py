@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist import DistTrainer, DistTrainingArguments
+from tests.covering import FULL_GRID
 from tests.hf.lifecycle import logged
 from tests.hf.recipes import RECIPES
 
@@ -62,10 +63,10 @@ class Watched(DistTrainer):
 def watched(folder: Path, async_save: bool = False, **changes: Any) -> Watched:
     """Eight steps of three microbatches in two epochs, an evaluation after every second; random numbers in model and data.
 
-    Two batches per evaluation and rank.
+    Two batches per evaluation and rank. By default six steps.
     """
     config = {"zero_optimization": {"stage": 3}, "checkpoint": {"async_save": async_save}, **changes.pop("config", {})}
-    changes = {"eval_strategy": "steps", "eval_steps": 2, **changes}
+    changes = {"eval_strategy": "steps", "eval_steps": 2, **({} if FULL_GRID else {"max_steps": 6}), **changes}
     trainer: Watched = RECIPES["random_collator"].build(
         Watched, DistTrainingArguments, folder, 2, dist_config=config, **changes
     )

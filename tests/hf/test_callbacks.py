@@ -67,14 +67,14 @@ def rows(count: int = 16) -> list[dict[str, torch.Tensor]]:
 
 
 def trainer_in(folder: Path, reporter: TrainerCallback | None = None, **changes: Any) -> DistTrainer:
-    """A DistTrainer that logs every second of four steps, each of two microbatches of two rows."""
+    """A DistTrainer that logs the second of two steps, each of two microbatches of two rows."""
     settings: dict[str, Any] = {
         "dist_config": {"zero_optimization": {"stage": 3}},
         "use_cpu": True,
         "report_to": [],
         "disable_tqdm": True,
         "save_strategy": "no",
-        "max_steps": 4,
+        "max_steps": 2,
         "logging_steps": 2,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -90,12 +90,21 @@ def training_logs(trainer: DistTrainer) -> list[dict[str, Any]]:
     return [record for record in trainer.state.log_history if "loss" in record]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[DistTrainer, list[dict[str, Any]]]:
+    """A trainer after its training on rows in their order, and its training log."""
+    trainer = trainer_in(tmp_path_factory.mktemp("trained"), train_sampling_strategy="sequential")
+    trainer.train()
+    return trainer, training_logs(trainer)
+
+
 # ---- the log of a Trainer
 
 
 def test_history_and_reporters_get_the_same_values_in_training_logs_only(tmp_path: Path) -> None:
     reporter = Reporter()
-    trainer = trainer_in(tmp_path, reporter, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    every_second = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    trainer = trainer_in(tmp_path, reporter, max_steps=4, **every_second)
     trainer.train()
     records = training_logs(trainer)
     assert len(records) == 2
@@ -111,12 +120,11 @@ def test_history_and_reporters_get_the_same_values_in_training_logs_only(tmp_pat
     json.dumps(trainer.state.log_history)
 
 
-def test_padding_is_not_counted(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path, train_sampling_strategy="sequential")
-    trainer.train()
+def test_padding_is_not_counted(trained: tuple[DistTrainer, list[dict[str, Any]]]) -> None:
+    trainer, records = trained
     flops = TrainingFlops.of(trainer.model)
-    assert flops is not None
-    for record in training_logs(trainer):
+    assert flops is not None and records
+    for record in records:
         tokens, pairs = sum(LENGTHS) / len(LENGTHS), sum(n * n for n in LENGTHS) / len(LENGTHS)
         assert record["tokens_per_second_per_rank"] / record["samples_per_second"] == pytest.approx(tokens, rel=1e-9)
         wanted = flops.total(1, 0) * tokens + flops.total(0, 1) * pairs
@@ -150,9 +158,10 @@ def test_training_again_after_an_error_counts_every_batch_once(tmp_path: Path) -
     assert not any(isinstance(owner, ThroughputCallback) for owner in owners)
 
 
-def test_a_loss_that_the_program_logs_by_itself_passes_unchanged(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-    trainer.train()
+def test_a_loss_that_the_program_logs_by_itself_passes_unchanged(
+    trained: tuple[DistTrainer, list[dict[str, Any]]],
+) -> None:
+    trainer, _ = trained
     trainer.log({"loss": 1.0})
     assert not trainer.state.log_history[-1].keys() & (SPLIT | SPEED | MEMORY)
 
@@ -336,11 +345,13 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING], ids=["own logger speaks", "own logger kept quiet"])
 def test_the_start_up_report_is_shown_once_for_each_configuration(tmp_path: Path, lines: Lines, level: int) -> None:
     log.logger.setLevel(level)
-    trainer = trainer_in(tmp_path)
+    trainer = trainer_in(tmp_path, max_steps=1)
     trainer.train()
     trainer.train()
     assert len(lines.reports) == 1
-    other = trainer_in(tmp_path, dist_config={"zero_optimization": {"stage": 1}}, gradient_accumulation_steps=1)
+    other = trainer_in(
+        tmp_path, dist_config={"zero_optimization": {"stage": 1}}, gradient_accumulation_steps=1, max_steps=1
+    )
     other.train()
     assert len(lines.reports) == 2
     assert lines.reports[0] != lines.reports[1]
@@ -354,7 +365,7 @@ def train_one_rank(folder: Path) -> None:
     """Train under torchrun; rank 1 holds more memory. Writes the training log."""
     rank = int(os.environ["RANK"])
     ballast = torch.ones((rank * 256) << 20, dtype=torch.uint8)
-    trainer = trainer_in(folder)
+    trainer = trainer_in(folder, max_steps=4)
     trainer.train()
     (folder / f"log-{rank}.json").write_text(json.dumps(training_logs(trainer)), encoding="utf-8")
     del ballast

@@ -1,4 +1,8 @@
-"""Under torchrun and accelerate: a killed or stopped rank, a stopped launcher, a lost node; the run goes on by itself."""
+"""Under torchrun and accelerate: a killed or stopped rank, a stopped launcher, a lost node; the run goes on by itself.
+
+By default a killed rank under accelerate, which starts torch's launcher, and a job that is stopped under torchrun. That all
+ranks follow one that is told to stop is in `test_preemption.py`, that fewer ranks continue a run in `test_resume_elsewhere.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import pytest
 from hf_dist.patience import crowding
 from hf_dist.ports import HeldPort
 from tests import forked, processes
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, FULL_GRID_ONLY
 from tests.harness import ROOT
 from tests.workers.elastic import LAST
 
@@ -71,9 +75,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Log:
     return log(folder)
 
 
+@FULL_GRID_ONLY
 @pytest.mark.timeout(2 * LIMIT)
 def test_torchrun_restarts_all_when_a_rank_is_killed_and_the_run_resumes_by_itself(whole: Log, tmp_path: Path) -> None:
-    code, output = torchrun(tmp_path, "killed", "--max-restarts", "2", is_real=FULL_GRID)
+    code, output = torchrun(tmp_path, "killed", "--max-restarts", "2", is_real=True)
     assert code == 0, output
     assert "resuming from" in output
     again = log(tmp_path)
@@ -81,6 +86,7 @@ def test_torchrun_restarts_all_when_a_rank_is_killed_and_the_run_resumes_by_itse
     assert numbers(again) == numbers(whole)
 
 
+@FULL_GRID_ONLY
 @pytest.mark.timeout(2 * LIMIT)
 def test_a_rank_that_is_told_to_stop_takes_the_others_along_and_all_are_restarted(whole: Log, tmp_path: Path) -> None:
     code, output = torchrun(tmp_path, "told", "--max-restarts", "1")
@@ -101,7 +107,7 @@ def test_a_launcher_that_is_told_to_stop_gives_the_ranks_time_to_save(case: str,
     assert numbers(log(tmp_path)) == numbers(whole)
 
 
-@pytest.mark.skipif(not FULL_GRID, reason="HF_DIST_FULL_GRID=1 runs it; by default a stopped job says its code above")
+@FULL_GRID_ONLY  # a stopped job says its code above
 @pytest.mark.timeout(2 * LIMIT)
 def test_exit_codes_tell_the_launcher_that_a_restart_helps(tmp_path: Path) -> None:
     code, output = torchrun(tmp_path, "told")
@@ -109,6 +115,7 @@ def test_exit_codes_tell_the_launcher_that_a_restart_helps(tmp_path: Path) -> No
     assert "exitcode  : 75" in output and "exitcode  : -15" not in output, output
 
 
+@FULL_GRID_ONLY
 @pytest.mark.timeout(2 * LIMIT)
 def test_a_lost_node_leaves_the_rest_to_go_on_with_the_same_global_batch(whole: Log, tmp_path: Path) -> None:
     port = HeldPort()

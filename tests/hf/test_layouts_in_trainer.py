@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, FULL_GRID_ONLY
 from tests.harness import run_ranks
 from tests.hf.layout_jobs import PROMPTS, decoded, matrices, other_data, sequences, stages, stock
 from tests.hf.lifecycle import stock_evaluated, train_twice
@@ -33,13 +33,16 @@ def job(function: str, **arguments: Any) -> Job:
     return (OWN + function, arguments)
 
 
+AT_ONCE: dict[str, Any] = {"warmup_steps": 1, "max_grad_norm": 0.0, "gradient_checkpointing": True}
+"""One case has the recipes `no_clipping` and `checkpointing`, too: a schedule, a norm and a block ask nothing of each other."""
+
+
 def length(recipe: str, data_ranks: int) -> dict[str, Any]:
-    """Of a run: epochs of four steps, in the last of which a rank has one microbatch only; a second one where it differs."""
+    """Of a run: an epoch of three steps, in the last of which a rank has one microbatch only."""
     if FULL_GRID:
         return {}
-    return {"rows": (24 if recipe == "group_by_length" else 20) * data_ranks} | (
-        {} if recipe in ("group_by_length", "cosine") else {"num_train_epochs": 1}
-    )
+    rows = (24 if recipe == "group_by_length" else 14) * data_ranks
+    return {"rows": rows, "num_train_epochs": 1, **(AT_ONCE if recipe == "cosine" else {})}
 
 
 def train_job(recipe: str, stage: int, layout: dict[str, Any], data_ranks: int = 1) -> Job:
@@ -66,12 +69,11 @@ ON_TWO = [
     *(("plain", stage, sequences(2, exchange)) for stage, exchange in ((1, "ring"), (2, "gather"))),
 ]
 FEW = {
-    "label_smoothing": (PP, TP, CP), "compute_loss_func": (PP, TP), "classifier": (PP, CP), "moe": (TP, CP),
-    "override_adds": (TP,), "lora": (CP,),
-    **dict.fromkeys(("checkpointing", "group_by_length", "classifier_override", "no_clipping", "cosine"), (PP,)),
+    "label_smoothing": PP, "compute_loss_func": PP, "classifier": PP, "group_by_length": PP, "cosine": PP,
+    "moe": TP, "lora": CP,
 }  # fmt: skip
-"""Every recipe in some layout, and every way to make a loss in all of them, here or on four ranks."""
-ON_TWO = ON_TWO if FULL_GRID else [case for case in ON_TWO[:-2] if case[2] in FEW.get(case[0], ())] + ON_TWO[-2:]
+"""Every way to make a loss, here or on four ranks, and what asks something of the loop. Exchanges: `sequence/`."""
+ON_TWO = ON_TWO if FULL_GRID else [case for case in ON_TWO[:-2] if case[2] is FEW.get(case[0])]
 ON_FOUR = [
     *((name, 3, PP) for name in ("plain", "label_smoothing", "classifier", "lora", "moe")),
     *((name, 3, CP) for name in ("plain", "override_own", "classifier")),
@@ -79,11 +81,13 @@ ON_FOUR = [
     ("plain", 3, TP),
     ("plain", 1, {**TP, **PP}),
 ]
-ON_FOUR = ON_FOUR if FULL_GRID else [ON_FOUR[4], ON_FOUR[6], ON_FOUR[-1]]
+ON_FOUR = ON_FOUR if FULL_GRID else [ON_FOUR[6]]
 
 
-SAVED = [job("saved", stage=1, layout=layout, accumulation=3) for layout in (PP, CP, COPIES)]
-HALF = [(PIPELINED + "precision", {"dtype": dtype, "pp": 2}) for dtype in ("bf16", "fp16")]
+SAVED = [job("saved", stage=1, layout=layout, accumulation=3) for layout in ((PP, CP, COPIES) if FULL_GRID else (PP,))]
+HALF = [
+    (PIPELINED + "precision", {"dtype": dtype, "pp": 2}) for dtype in (("bf16", "fp16") if FULL_GRID else ("fp16",))
+]
 SEQ2SEQ: Job = (PIPELINED + "seq2seq", {"pp": 2})
 EVALUATED = [
     ("metrics", 1, PP),
@@ -95,22 +99,24 @@ EVALUATED = [
     ("plain", 1, TP),
     ("plain", 3, CP),
 ]
-EVALUATED = EVALUATED if FULL_GRID else EVALUATED[1:4]  # stages: on four ranks, and those of `averaged`
+EVALUATED = EVALUATED if FULL_GRID else EVALUATED[2:4]
 GENERATED = [(stage, layout) for layout in (PP, TP, CP) for stage in (0, 3)]
+GENERATED = GENERATED if FULL_GRID else GENERATED[::3]  # sequences: `sequence/test_whole_calls.py`
+DROPOUT = (PP, CP) if FULL_GRID else (PP,)
 JOBS: dict[int, list[Job]] = {
     2: [
         *(train_job(*case) for case in ON_TWO),
         *(evaluated_job(*case) for case in EVALUATED),
-        *((LIFE + "twice", {"recipe": "plain", "stage": 0, "config": layout}) for layout in ((PP, TP) if FULL_GRID else (PP,))),
-        *(generate_job(*case) for case in (GENERATED if FULL_GRID else [GENERATED[0], *GENERATED[3::2]])),
-        *(job("dropout", layout=layout) for layout in (PP, CP)),
+        *((LIFE + "twice", {"recipe": "plain", "stage": 0, "config": layout}) for layout in (PP, TP) if FULL_GRID),
+        *(generate_job(*case) for case in GENERATED),
+        *(job("dropout", layout=layout) for layout in DROPOUT),
         job("one_after_the_other", layout=PP),
         job("counted"),
         *SAVED, *HALF, SEQ2SEQ,
     ],
     4: [
-        *(train_job(*case, data_ranks=1 if case is ON_FOUR[-1] else 2) for case in ON_FOUR),
-        *(evaluated_job("metrics", 3, layout) for layout in ((PP, TP, CP) if FULL_GRID else (PP,))),
+        *(train_job(*case, data_ranks=2 if case[2] in (PP, TP, CP) else 1) for case in ON_FOUR),
+        *(evaluated_job("metrics", 3, layout) for layout in (PP, TP, CP) if FULL_GRID),
     ],
 }  # fmt: skip
 """Ranks -> jobs; two ranks, or four of `TP` and `PP` together, share the rows of each data rank."""
@@ -170,6 +176,7 @@ def test_evaluation_and_prediction_equal_the_stock_trainer(world: int, job: Job,
             assert torch.allclose(outcome["predictions"], expected["predictions"], rtol=1e-4, atol=1e-6)
 
 
+@FULL_GRID_ONLY  # a search trains again over stages: `test_repeated_trainings.py`
 @named("twice")
 def test_a_second_train_goes_on(world: int, job: Job, outcomes: Any, tmp_path: Path) -> None:
     alone = train_twice(RECIPES["plain"].in_one_process(tmp_path, 1, max_steps=4))
@@ -222,7 +229,7 @@ def test_rows_and_tokens_are_counted_once_however_many_stages_they_pass(outcomes
     assert found(outcomes, 2, job("counted")) == [(8, 8 * 8 / 2)] * 2, "two ranks share the work on the tokens"
 
 
-@pytest.mark.parametrize("layout", [PP, CP], ids=["stages", "sequences"])
+@pytest.mark.parametrize("layout", DROPOUT, ids=["stages", "sequences"][: len(DROPOUT)])
 def test_dropout_leaves_the_data_alike_on_ranks_that_share_rows(layout: dict[str, Any], outcomes: Any) -> None:
     first, second = found(outcomes, 2, job("dropout", layout=layout))
     assert first["losses"] == second["losses"]
@@ -234,8 +241,11 @@ def test_dropout_leaves_the_data_alike_on_ranks_that_share_rows(layout: dict[str
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [(PP, "pipeline stage 1 reads other data than that of stage 0"), (TP, "rank 1 reads another batch than rank 0")],
-    ids=["stages", "matrices"],
+    [
+        pytest.param(PP, "pipeline stage 1 reads other data than that of stage 0", id="stages"),
+        # By default `sequence/test_refusals.py`.
+        pytest.param(TP, "rank 1 reads another batch than rank 0", id="matrices", marks=FULL_GRID_ONLY),
+    ],
 )
 def test_a_rank_that_reads_other_data_is_named(layout: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=message):
@@ -246,7 +256,7 @@ RESUMED = [  # which of `SAVED`, by how many ranks, the layout, ZeRO stage, accu
     (0, 1, {}, 0, 3), (0, 2, PP, 3, 3), (0, 3, {}, 3, 1), (0, 6, PP, 2, 1),
     (1, 1, {}, 0, 3), (1, 3, {}, 3, 1), (1, 3, sequences(3), 2, 3), (1, 2, COPIES, 3, 3), (2, 1, {}, 0, 3),
 ]  # fmt: skip
-RESUMED = RESUMED if FULL_GRID else [RESUMED[1], RESUMED[2], RESUMED[4], RESUMED[6], RESUMED[8]]
+RESUMED = RESUMED if FULL_GRID else RESUMED[:2]
 
 
 @pytest.mark.parametrize("number", range(len(RESUMED)))

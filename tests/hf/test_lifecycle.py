@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file
 
-from tests.covering import FULL_GRID, PAIRS, chosen
+from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 from tests.hf.lifecycle import file_dtype, generate, pairs
 from tests.hf.on_ranks import run_jobs
@@ -26,13 +26,13 @@ SAVED = [
     *(("plain", stage, BF16) for stage in (1, 3)),
     *((name, stage, None) for name in ("moe", "lora") for stage in (1, 3)),
 ]
-SAVED = SAVED if FULL_GRID else [*SAVED[::3], SAVED[4], SAVED[5]]
+SAVED = SAVED if FULL_GRID else SAVED[4:7:2]  # adapters: `test_checkpoint_models.py`
 RESUMED = [
     *(("plain", stage, None) for stage in (1, 3)),
     *(("dropout", 3, BF16), ("lora", 3, None), ("moe", 3, None), ("adagrad", 1, None)),
     *(("random_collator", stage, None) for stage in (0, 3)),
 ]
-RESUMED = RESUMED if FULL_GRID else RESUMED[1:7]
+RESUMED = RESUMED if FULL_GRID else RESUMED[-1:]  # with dropout; experts: `experts/test_resume.py`
 BEST = [
     *(
         ("plain", stage, only_model, config)
@@ -42,28 +42,16 @@ BEST = [
     ),
     *((name, 3, only_model, None) for name in ("lora", "moe") for only_model in (False, True)),
 ]
-BEST = chosen(
-    BEST, lambda case: {"recipe": case[0], "stage": case[1], "only": case[2], "half": case[3] is not None}, PAIRS
-)
+BEST = BEST if FULL_GRID else BEST[8:9]  # of whole models: `test_checkpoint_models.py`
 HALF = [(stage, dtype) for stage in (1, 3) for dtype in ("bf16", "fp16")]
 HALF = HALF if FULL_GRID else HALF[1:3]
-AT = (3, 4, 6)
-"""Inside the first epoch of four steps, at its end, inside the second."""
-
-
-PLACES = {"plain": (6,), "dropout": (4,), "lora": (4,), "moe": (3,), "adagrad": (4,), "random_collator": (3,)}
-
-
-def places(recipe: str) -> tuple[int, ...]:
-    """Where a recipe is resumed: in one place, not in the same one; `test_resume_elsewhere.py` has all places."""
-    return AT if FULL_GRID else PLACES[recipe]
-
-
+AT = (3, 4, 6) if FULL_GRID else (3,)
+"""Inside the first epoch of four steps, at its end, inside the second; `test_resume_elsewhere.py` has all places."""
 GENERATED = (1, 3) if FULL_GRID else (3,)  # stage 1: `test_generation.py`
 JOBS: list[Job] = [
     *((LIFE + "saved", {"recipe": name, "stage": stage, "config": config}) for name, stage, config in SAVED),
     *(
-        (LIFE + "resumed", {"recipe": name, "stage": stage, "config": config, "at": places(name)})
+        (LIFE + "resumed", {"recipe": name, "stage": stage, "config": config, "at": AT})
         for name, stage, config in RESUMED
     ),
     *(
@@ -73,15 +61,16 @@ JOBS: list[Job] = [
     *((LIFE + "precision", {"stage": stage, "dtype": dtype}) for stage, dtype in HALF),
     *((LIFE + "generated", {"stage": stage}) for stage in GENERATED),
 ]
-RESUMED_LORA = {"recipe": "lora", "stage": 3, "config": None, "at": places("lora")}
+AGAIN = {"recipe": "lora" if FULL_GRID else "random_collator", "stage": 3}
+RESUMED_AGAIN = {**AGAIN, "config": None, "at": AT}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], list[Any]]:
     """`outcomes(function, arguments)`: what each of two ranks returned; one spawn for all."""
     folder = tmp_path_factory.mktemp("ranks")
-    whole = JOBS.index((LIFE + "resumed", RESUMED_LORA))
-    again = {"recipe": "lora", "stage": 3, "checkpoint": str(folder / str(whole) / "checkpoint-4")}
+    whole = JOBS.index((LIFE + "resumed", RESUMED_AGAIN))
+    again = {**AGAIN, "checkpoint": str(folder / str(whole) / f"checkpoint-{AT[len(AT) // 2]}")}
     jobs = [*JOBS, (LIFE + "resumed_after_evaluation", again)]
     results = run_ranks(run_jobs, 2, (jobs, str(folder)), timeout=800)
 
@@ -151,12 +140,12 @@ def test_experts_are_saved_under_the_names_of_the_hub(outcomes: Any) -> None:
 
 @pytest.mark.parametrize(
     ("step", "recipe", "stage", "config"),
-    [pytest.param(step, *case, id=f"{named(*case)}-{step}") for case in RESUMED for step in places(case[0])],
+    [pytest.param(step, *case, id=f"{named(*case)}-{step}") for case in RESUMED for step in AT],
 )
 def test_resume_equals_the_run_without_a_break_bit_for_bit(
     step: int, recipe: str, stage: int, config: Any, outcomes: Any
 ) -> None:
-    for rank in outcomes("resumed", {"recipe": recipe, "stage": stage, "config": config, "at": places(recipe)}):
+    for rank in outcomes("resumed", {"recipe": recipe, "stage": stage, "config": config, "at": AT}):
         whole, again = rank["whole"], rank["runs"][step]
         assert [entry[0] for entry in again["logs"]] == list(range(1, 9))
         assert again["logs"] == whole["logs"]
@@ -165,7 +154,7 @@ def test_resume_equals_the_run_without_a_break_bit_for_bit(
 
 def test_resume_into_a_model_that_is_already_sharded(outcomes: Any) -> None:
     again = outcomes("resumed_after_evaluation", {})
-    for mine, expected in zip(again, outcomes("resumed", RESUMED_LORA), strict=True):
+    for mine, expected in zip(again, outcomes("resumed", RESUMED_AGAIN), strict=True):
         assert equal(mine["state"], expected["whole"]["state"])
 
 

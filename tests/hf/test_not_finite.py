@@ -11,6 +11,7 @@ from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.finite import first_not_finite
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.optim.not_finite import NotFinite
+from tests.covering import some_of
 from tests.hf.layout_jobs import matrices, stages
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 
@@ -23,6 +24,7 @@ def job(stage: int, config: dict[str, Any], **changes: Any) -> Job:
 
 GOES_ON = {"z1": job(1, {}), "z3": job(3, {"checkpoint": {"async_save": True}}), "pp": job(0, stages(2))}
 STOPPED = {"z3": job(3, STOPS), "tp, rarely logged": job(1, {**matrices(2), **STOPS}, logging_steps=5, save_steps=2)}
+GOES_ON, STOPPED = some_of(GOES_ON, "z3", "pp"), some_of(STOPPED, "tp, rarely logged")
 JOBS = {2: [*GOES_ON.values(), *STOPPED.values()]}
 
 

@@ -6,6 +6,7 @@ Names whose package is not installed are left out: `pip install -e ".[optimizers
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.training_args import OptimizerNames
@@ -13,7 +14,7 @@ from transformers.training_args import OptimizerNames
 from tests import garbage
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
-from tests.hf.optimizer_names import adafactor_rates, alone, options, parted, shown_rates, small_model, sweep
+from tests.hf.optimizer_names import adafactor_rates, alone, on_two, options, parted, shown_rates, small_model
 
 ELSEWHERE = {
     **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"), "other hardware, or gone"),
@@ -33,8 +34,13 @@ RESUMED = (
     *("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit"),
 )
 """States of every shape: of elements, of whole tensors, in 8 and 4 bits, objects that project."""
-STAGES = {name: (1, 3) if FULL_GRID or name in RESUMED else (1,) for name in NAMES}
-"""States of elements alone are cut at stage 3 as at stage 1; `test_trainer.py` has them there."""
+STAGES = {name: (1, 3) if FULL_GRID else (3,) if name in RESUMED else (1,) for name in NAMES}
+"""States of elements alone are cut at stage 3 as at stage 1; those of other shapes are at stage 1 where they are saved."""
+ALIKE = ("adamw_8bit", "ademamix_8bit", "lion_32bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit")
+if not FULL_GRID:  # of bitsandbytes every class once: pages and other bits are options of it
+    STAGES = {name: at for name, at in STAGES.items() if name not in ALIKE and not name.startswith("paged_")}
+WORLDS, RATES = ((1, 4), (0, 1, 3)) if FULL_GRID else ((1,), (0, 3))
+"""Ranks that go on, and stages at which rates are shown."""
 ABSENT = ("You need to install", "You need to have", "Please install", "No module named")
 
 
@@ -43,10 +49,17 @@ def little_garbage() -> None:
     garbage.settle()  # each Trainer of this process collects: not through all that files before this one have loaded
 
 
-def test_every_name_gives_the_numbers_of_one_process_or_is_refused(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
+    """What every one of two ranks returned, and the folder."""
+    folder = str(tmp_path_factory.mktemp("trained"))
+    return run_ranks(on_two, 2, (STAGES, list(RESUMED), RATES, folder), timeout=400), folder
+
+
+def test_every_name_gives_the_numbers_of_one_process_or_is_refused(trained: tuple[list[Any], str]) -> None:
     start = small_model().state_dict()
     tried = []
-    for name, found in run_ranks(sweep, 2, (STAGES, str(tmp_path)), timeout=400)[0].items():
+    for name, found in trained[0][0][0].items():
         if any(isinstance(outcome, str) and any(word in outcome for word in ABSENT) for outcome in found.values()):
             continue
         tried.append(name)
@@ -61,7 +74,7 @@ def test_every_name_gives_the_numbers_of_one_process_or_is_refused(tmp_path: Pat
             assert not isinstance(outcome, str), f"{name}, stage {stage}: {outcome}"
         if name in REFUSED:
             continue
-        weights, loss = alone(name, str(tmp_path))
+        weights, loss = alone(name, trained[1])
         for stage, (ours, our_loss) in found.items():
             for key, value in weights.items():
                 update = (value - start[key]).norm()
@@ -70,16 +83,15 @@ def test_every_name_gives_the_numbers_of_one_process_or_is_refused(tmp_path: Pat
     assert "adamw_torch" in tried
 
 
-def test_states_of_every_shape_are_resumed_at_another_layout(tmp_path: Path) -> None:
+def test_states_of_every_shape_are_resumed_at_another_layout(trained: tuple[list[Any], str]) -> None:
     """Two ranks at stage 1 save; four at stage 3, and one alone, go on: the weights of one process that never stopped."""
     start = small_model().state_dict()
-    names, folder = list(RESUMED), str(tmp_path)
-    first = run_ranks(parted, 2, (names, folder, 1, False), timeout=400)[0]
+    (_, first, _), folder = trained[0][0], trained[1]
     absent = [n for n, found in first.items() if isinstance(found, str) and any(word in found for word in ABSENT)]
-    here = [name for name in names if name not in absent]
+    here = [name for name in RESUMED if name not in absent]
     assert "adafactor" in here
     assert not any(isinstance(first[name], str) for name in here), [first[name] for name in here]
-    for world in (1, 4):
+    for world in WORLDS:
         found = run_ranks(parted, world, (here, folder, 3, True), timeout=400)[0]
         for name in here:
             outcome = found[name]
@@ -91,16 +103,17 @@ def test_states_of_every_shape_are_resumed_at_another_layout(tmp_path: Path) -> 
                 assert (outcome[0][key] - value).norm() <= 1e-5 * update, f"{name} on {world}: {key}"
 
 
-def test_rates_that_adafactor_chooses_are_shown_on_every_rank(tmp_path: Path) -> None:
+def test_rates_that_adafactor_chooses_are_shown_on_every_rank(trained: tuple[list[Any], str], tmp_path: Path) -> None:
     """HF's AdafactorSchedule reads what only the owner of a parameter has."""
     from transformers import Trainer, TrainingArguments
 
     expected = adafactor_rates(TrainingArguments(str(tmp_path), **options("adafactor")), Trainer, 1)
     assert len(expected) == 3
     assert 0 < expected[0][0] != expected[0][1]
-    stages = (0, 1, 3) if FULL_GRID else (0, 3)
-    for world in (1, 2) if FULL_GRID else (2,):
-        for found in run_ranks(shown_rates, world, (str(tmp_path), stages), timeout=400):
-            for stage, rates in found.items():
-                for got, right in zip(rates, expected, strict=True):
-                    assert got == pytest.approx(right, rel=1e-5), (world, stage)
+    ranks = [found for _, _, found in trained[0]]
+    if FULL_GRID:
+        ranks += run_ranks(shown_rates, 1, (str(tmp_path), RATES), timeout=400)
+    for found in ranks:
+        for stage, rates in found.items():
+            for got, right in zip(rates, expected, strict=True):
+                assert got == pytest.approx(right, rel=1e-5), stage

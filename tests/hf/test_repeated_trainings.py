@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import some_of
 from tests.hf.layout_jobs import matrices, sequences, stages
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 
@@ -24,6 +25,7 @@ SEARCHES: dict[str, Job] = {
     )
     for name, layout in LAYOUTS.items()
 }
+SEARCHES = some_of(SEARCHES, "stages", "data")  # nothing of a search asks how the ranks of a row share it
 LOADERS: Job = (JOBS + "evaluated", {"config": {}})
 
 
@@ -32,7 +34,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return outcomes_by_world({1: [STOCK], 2: [*SEARCHES.values(), LOADERS]}, tmp_path_factory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SEARCHES)
 def test_a_search_tries_the_same_trials_on_every_rank_with_the_numbers_of_one_process(
     layout: str, outcomes: Any
 ) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_dist.config.training_sections import LayerDropConfig
 from hf_dist.hf.callbacks.layer_drop import left_out
 from tests import garbage
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, some_of
 from tests.harness import run_ranks
 from tests.hf.on_ranks import dist_trainer, record_of, run_jobs
 from tests.hf.recipes import RECIPES
@@ -33,26 +34,46 @@ CURRICULUM = {
 }
 LAYER_DROP = {"enabled": True, "theta": 0.2, "gamma": 0.5}
 PIPELINE = {"pipeline": {"stages": 2}}
+SPAN: dict[str, Any] = {} if FULL_GRID else {"max_steps": 6}
+"""Of the runs that are compared: two epochs of four steps, by default one and a half."""
 ELASTIC = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 4], "prefer_larger_batch": True}
+
+
+def watched(trainer: Any, seen: list[int]) -> Any:
+    """The trainer; `seen` gets the lengths that the model sees on this rank."""
+    hook = lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1])  # noqa: E731
+    trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
+    return trainer
 
 
 def curriculum(folder: Path, stage: int, config: dict[str, Any]) -> dict[str, Any]:
     """A run whose lengths grow; with the lengths that the model saw on this rank."""
-    trainer = dist_trainer("plain", stage, folder, config={"curriculum_learning": CURRICULUM, **config})
     seen: list[int] = []
-    hook = lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1])  # noqa: E731
-    trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
+    config = {"curriculum_learning": CURRICULUM, **config}
+    trainer = watched(dist_trainer("plain", stage, folder, config=config, **SPAN), seen)
     trainer.train()
     return {**record_of(trainer), "seen": seen}
 
 
-def resumed(folder: Path) -> dict[str, Any]:
-    """The same, resumed after three steps."""
-    for checkpoint in (None, str(folder / "checkpoint-3")):
-        changes = {"save_strategy": "steps", "save_steps": 3}
-        trainer = dist_trainer("plain", 2, folder, config={"curriculum_learning": CURRICULUM}, **changes)
+class StopsAfterThree(TrainerCallback):
+    """Ends a training in the middle of its schedule."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HF's."""
+        if state.global_step == 3:
+            control.should_training_stop = True
+
+
+def resumed(folder: Path, stage: int) -> dict[str, Any]:
+    """The same, stopped after three steps and resumed."""
+    seen: list[int] = []
+    for callback, checkpoint in ((StopsAfterThree(), None), (TrainerCallback(), str(folder / "checkpoint-3"))):
+        changes = {"save_strategy": "steps", "save_steps": 3, **SPAN}
+        config = {"curriculum_learning": CURRICULUM}
+        trainer = watched(dist_trainer("plain", stage, folder, config=config, **changes), seen)
+        trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=checkpoint)
-    return record_of(trainer)
+    return {**record_of(trainer), "seen": seen}
 
 
 def elastic(folder: Path) -> dict[str, Any]:
@@ -69,14 +90,14 @@ def flops(folder: Path, stage: int, **section: Any) -> str:
     """The table of the second step."""
     file = folder / "flops.txt"
     config = {"flops_profiler": {"enabled": True, "output_file": str(file), **section}}
-    trainer = dist_trainer("plain", stage, folder, config=config, max_steps=3)
+    trainer = dist_trainer("plain", stage, folder, config=config, max_steps=2)
     trainer.train()
     return file.read_text() if trainer.args.process_index == 0 else ""
 
 
 def layer_drop(folder: Path, stage: int, **changes: Any) -> dict[str, Any]:
     """A run in which blocks are left out."""
-    trainer = dist_trainer("plain", stage, folder, config={"progressive_layer_drop": LAYER_DROP}, **changes)
+    trainer = dist_trainer("plain", stage, folder, config={"progressive_layer_drop": LAYER_DROP}, **SPAN, **changes)
     trainer.train()
     assert not any("forward" in vars(module) and not stage for module in trainer.model.modules())
     return record_of(trainer)
@@ -86,7 +107,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 0": (HERE + "curriculum", {"stage": 0, "config": {}}),
     "stage 3": (HERE + "curriculum", {"stage": 3, "config": {}}),
     "pipeline": (HERE + "curriculum", {"stage": 0, "config": PIPELINE}),
-    "resumed": (HERE + "resumed", {}),
+    "resumed": (HERE + "resumed", {"stage": 2 if FULL_GRID else 3}),
     "layer drop, stage 0": (HERE + "layer_drop", {"stage": 0}),
     "layer drop, stage 3": (HERE + "layer_drop", {"stage": 3}),
     "layer drop, checkpointed": (HERE + "layer_drop", {"stage": 3, "gradient_checkpointing": True}),
@@ -94,8 +115,8 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "flops": (HERE + "flops", {"stage": 3}),
     "flops, short": (HERE + "flops", {"stage": 0, "detailed": False, "module_depth": 3, "top_modules": 1}),
 }
-if not FULL_GRID:  # stage 0 is that of the pipeline, too, and what checkpoints recompute is at stage 3
-    del JOBS["stage 0"], JOBS["layer drop, stage 3"]
+# The run that is resumed is at stage 3, the pipeline at stage 0, and what checkpoints recompute at stage 3.
+JOBS = some_of(JOBS, "pipeline", "resumed", "layer drop, checkpointed", "elastic", "flops", "flops, short")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +144,7 @@ def stock_record_of(override: type, ranks: int) -> dict[str, Any]:
     """The expected record for so many data ranks."""
     recipe = RECIPES["plain"]
     with tempfile.TemporaryDirectory() as folder:
-        trainer = type(recipe)(recipe.model, recipe.rows, override).in_one_process(folder, ranks)
+        trainer = type(recipe)(recipe.model, recipe.rows, override).in_one_process(folder, ranks, **SPAN)
         trainer.train()
         return record_of(trainer)
 
@@ -174,7 +195,7 @@ def test_the_deeper_and_the_later_the_more_is_left_out() -> None:
 
 
 def test_the_model_sees_no_row_longer_than_the_step_allows(results: Any) -> None:
-    seen = results["stage 3"]["seen"]
+    seen = results["stage 3" if FULL_GRID else "resumed"]["seen"]
     allowed = [length for length in LENGTHS for _ in range(3)]
     assert all(length <= most for length, most in zip(seen, allowed, strict=False)), seen
     assert seen[:3] == [4, 4, 4] and max(seen) > 8

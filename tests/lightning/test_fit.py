@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from hf_dist.lightning import DistStrategy
 from tests import forked, needs
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID_ONLY, some_of
 from tests.harness import ROOT
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 
@@ -25,8 +26,7 @@ def job(name: str, **arguments: Any) -> Job:
     return (JOBS + name, arguments)
 
 
-# The cases below fit the same model at stages 1 (split matrices), 2 (clipped) and 3 (validated before).
-GRID = [*((stage, "llama") for stage in ((0, 1, 2, 3) if FULL_GRID else (0,))), (3, "lora")]
+GRID = [*((stage, "llama") for stage in (0, 1, 2, 3)), (3, "lora")]
 JSON_OPTIMIZER = {"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-3, "weight_decay": 0.01}}
 PLAIN = job("fit", stage=None)
 LORA = job("fit", stage=None, kind="lora")
@@ -41,17 +41,31 @@ CASES: dict[str, tuple[Job, Job]] = {
     "validated-before": (job("validated_before", stage=3), PLAIN),
     "json-optimizer": (job("without_schedule", stage=2, optimizer=JSON_OPTIMIZER), SHORT),
     "pytorch-lightning": (job("other_package", stage=3), SHORT),
-    **{f"parts-z{z}": (job("parts", stage=z), PARTS) for z in ((1, 3) if FULL_GRID else (3,))},
+    **{f"parts-z{z}": (job("parts", stage=z), PARTS) for z in (1, 3)},
     "by-hand": (job("by_hand", stage=2), BY_HAND),
 }
-REST = {name: job(name) for name in ("seen", "halves", "refusals")}
+# `test_checkpoints.py` fits with other arguments, also against Lightning alone.
+CASES = some_of(CASES, "validated-before")
+REST = some_of({name: job(name) for name in ("seen", "halves", "refusals")}, "seen", "refusals")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One spawn per number of ranks."""
+    """One spawn; Lightning alone in this process, which has to import it anyway."""
     sharded = [mine for mine, _ in CASES.values()]
-    return outcomes_by_world({1: [PLAIN, LORA, SHORT, BY_HAND, PARTS], 2: [*sharded, *REST.values()]}, tmp_path_factory)
+    ranks = outcomes_by_world({2: [*sharded, *REST.values()]}, tmp_path_factory)
+
+    @functools.cache
+    def alone() -> dict[str, list[Any]]:
+        from tests.lightning import jobs
+
+        folder = tmp_path_factory.mktemp("alone")
+        asked = {str(reference): reference for _, reference in CASES.values()}
+        return {
+            name: [getattr(jobs, path.removeprefix(JOBS))(folder, **given)] for name, (path, given) in asked.items()
+        }
+
+    return lambda world: alone() if world == 1 else ranks(world)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,6 +94,7 @@ def test_lightning_deals_other_rows_to_each_rank(outcomes: Any) -> None:
     assert ranks[0][0] != ranks[1][0]
 
 
+@FULL_GRID_ONLY  # what is refused below shows which of the two decides
 def test_half_precision_is_the_configurations(outcomes: Any) -> None:
     for rank in found(outcomes, 2, REST["halves"]):
         by_json, by_argument = rank

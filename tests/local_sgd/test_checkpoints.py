@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import some_of
 from tests.harness import run_ranks
 from tests.local_sgd.emulation import Work, emulate
 from tests.local_sgd.on_ranks import Layout, parts_of, run_parts
@@ -27,6 +28,8 @@ PAIRS: dict[str, tuple[Work, tuple[int, Layout], tuple[int, Layout]]] = {
     "mean of weights": (Work(every=2), (2, Layout(1)), (4, Layout(3, 2))),
 }
 """Name -> work, layout that saves, layout that resumes; each with its ranks."""
+SAVED_WHOLE = "a replica less"
+PAIRS = some_of(PAIRS, SAVED_WHOLE, "from the host to the device", "streaming, two replicas more")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_a_run_that_resumes_at_a_meeting_equals_the_one_that_did_not_stop(
 def test_a_checkpoint_has_one_name_for_every_state(outcomes: dict[str, list[Any]], tmp_path_factory: Any) -> None:
     from hf_dist.checkpoint import dcp, folder
 
-    saved = next(Path(tmp_path_factory.getbasetemp()).glob("meetings*/0"))
+    saved = next(Path(tmp_path_factory.getbasetemp()).glob(f"meetings*/{list(PAIRS).index(SAVED_WHOLE)}"))
     names = dcp.stored_tensors(saved / folder.STATE)
     weights = {name.partition(".")[2] for name in names if name.startswith("weights.")}
     for kind in ("optimizer.exp_avg", "replica.1.optimizer.exp_avg", "outer.momentum"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, some_of
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 from tests.local_sgd.emulation import Work, emulate
 from tests.local_sgd.trainings import EVEN
@@ -20,20 +20,26 @@ PLAIN: dict[int, list[Job]] = {
     2: [(f"{JOB}plain", {"stage": 0, "shard": 1})],
     4: [(f"{JOB}plain", {"stage": 3, "shard": 2})],
 }
-WATCHED: Job = (f"{JOB}watched", {"resume_at": 4})
-IN_TURN: Job = (f"{JOB}watched", {"resume_at": 4, "in_turn": True})
+PLAIN = some_of(PLAIN, 2)
+STEPS = 7 if FULL_GRID else 5
+WATCHED: Job = (f"{JOB}watched", {"resume_at": 4, "max_steps": STEPS})
+IN_TURN: Job = (f"{JOB}watched", {"resume_at": 4, "in_turn": True, "max_steps": STEPS})
 """Fragments meet in turn; for a save, or an evaluation, all do."""
-TOLD: Job = (f"{JOB}told", {})
-TOLD_IN_TURN: Job = (f"{JOB}told", {"in_turn": True})
-TOLD_WAYS = {**({"at once": TOLD} if FULL_GRID else {}), "in turn": TOLD_IN_TURN}  # for a save, all fragments meet
+# That a run resumes where fragments are on their way, and saves once all have met: `test_checkpoints.py`, and `TOLD_IN_TURN`.
+WATCHED_WAYS = some_of({"at once": WATCHED, "in turn": IN_TURN}, "at once")
+SHARD = 2 if FULL_GRID else 1
+TOLD: Job = (f"{JOB}told", {"shard": SHARD})
+TOLD_IN_TURN: Job = (f"{JOB}told", {"in_turn": True, "shard": SHARD})
+TOLD_WAYS = some_of({"at once": TOLD, "in turn": TOLD_IN_TURN}, "in turn")  # for a save, all fragments meet
 LOOP: Job = (f"{JOB}loop", {"steps": 5})
 WITHOUT: Job = (f"{JOB}loop_without_replicas", {})
 SKIPPED: Job = (f"{JOB}skipped", {"steps": 6, "at": (3, 4)})
 STATISTICS: Job = (f"{JOB}statistics", {"steps": 4})
 JOBS: dict[int, list[Job]] = {
     2: [*PLAIN[2], LOOP, WITHOUT, SKIPPED, STATISTICS],
-    4: [*PLAIN[4], WATCHED, IN_TURN, *TOLD_WAYS.values()],
+    4: [*PLAIN.get(4, []), *WATCHED_WAYS.values()],
 }
+JOBS[2 * SHARD] += TOLD_WAYS.values()
 Outcomes = Callable[[int], dict[str, list[Any]]]
 
 
@@ -71,20 +77,20 @@ def test_nothing_crosses_between_replicas_until_they_meet(outcomes: Outcomes) ->
     """Steps that are logged, asked to save, asked to evaluate, counted in tokens; a meeting asks for signals, too."""
     for rank in found(outcomes, 4, WATCHED):
         notes = rank["whole"]["notes"]
-        assert [step for step, _, _ in notes] == list(range(1, 8))
+        assert [step for step, _, _ in notes] == list(range(1, STEPS + 1))
         for step, entries, foreign in notes:
-            if step in (1, 3, 5):
+            if step in range(1, STEPS, 2):
                 # What follows a meeting is asked in the window after it: the question for signals, at its first microbatch.
                 asked = [entry for entry in entries if entry[1] == "control"]
                 assert entries == asked and len(asked) == (2 if step > 1 or asked else 0), (step, entries)
                 assert foreign == 0 or step == 1, "accelerate's own collectives"
 
 
-@pytest.mark.parametrize("job", [WATCHED, IN_TURN], ids=["at once", "in turn"])
+@pytest.mark.parametrize("job", list(WATCHED_WAYS.values()), ids=list(WATCHED_WAYS))
 def test_evaluations_and_saves_wait_for_a_meeting_and_the_last_step_is_one(job: Job, outcomes: Outcomes) -> None:
     for rank in found(outcomes, 4, job):
-        assert rank["whole"]["saved"] == [2, 4, 6, 7]
-        assert [step for step, _ in rank["whole"]["evaluated"]] == [4, 6, 7]
+        assert rank["whole"]["saved"] == [*range(2, STEPS, 2), STEPS]
+        assert [step for step, _ in rank["whole"]["evaluated"]] == [*range(4, STEPS, 2), STEPS]
     ranks = found(outcomes, 4, job)
     assert len({str(rank["whole"]["evaluated"]) for rank in ranks}) == 1, "one loss for all replicas"
 
@@ -96,7 +102,7 @@ def test_the_log_is_the_replicas_own(outcomes: Outcomes) -> None:
     assert [entry[3] for entry in logs[0]] == [entry[3] for entry in logs[2]], "one learning rate"
 
 
-@pytest.mark.parametrize("job", [WATCHED, IN_TURN], ids=["at once", "in turn"])
+@pytest.mark.parametrize("job", list(WATCHED_WAYS.values()), ids=list(WATCHED_WAYS))
 def test_a_run_that_resumes_at_a_meeting_is_the_one_that_did_not_stop_bit_for_bit(job: Job, outcomes: Outcomes) -> None:
     for number, rank in enumerate(found(outcomes, 4, job)):
         whole, again = rank["whole"], rank["again"]
@@ -109,7 +115,7 @@ def test_a_run_that_resumes_at_a_meeting_is_the_one_that_did_not_stop_bit_for_bi
 
 @pytest.mark.parametrize("job", list(TOLD_WAYS.values()), ids=list(TOLD_WAYS))
 def test_a_signal_is_answered_at_the_next_meeting(job: Job, outcomes: Outcomes) -> None:
-    for rank in found(outcomes, 4, job):
+    for rank in found(outcomes, 2 * SHARD, job):
         assert rank["code"] == 75
         assert rank["saved"] == ["checkpoint-4"]
 

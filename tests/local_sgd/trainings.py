@@ -91,7 +91,7 @@ def plain(folder: Path, stage: int, shard: int) -> dict[str, Any]:
 
 
 def watched(folder: Path, resume_at: int = 0, in_turn: bool = False, **changes: Any) -> dict[str, Any]:
-    """Seven steps that meet at every second; everything is asked for more often than that. Then resumed at a checkpoint."""
+    """Steps that meet at every second; everything is asked for more often than that. Then resumed at a checkpoint."""
     changes = {
         **dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=3, logging_steps=1),
         **dict(include_num_input_tokens_seen="all", dataloader_num_workers=0),
@@ -122,9 +122,9 @@ def report(trainer: Watched, folder: Path) -> dict[str, Any]:
     }
 
 
-def told(folder: Path, in_turn: bool = False) -> dict[str, Any]:
+def told(folder: Path, in_turn: bool = False, shard: int = 2) -> dict[str, Any]:
     """Told to stop after step 3, which is no meeting."""
-    trainer = trainer_for(RAGGED, folder, IN_TURN if in_turn else DILOCO)
+    trainer = trainer_for(RAGGED, folder, IN_TURN if in_turn else DILOCO, shard=shard)
     trainer.add_callback(Told(3))
     try:
         trainer.train()

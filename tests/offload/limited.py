@@ -3,7 +3,7 @@
     python -m tests.offload.limited FOLDER nvme|none [STEPS [LAYERS]]
 
 The limit is RLIMIT_DATA (private writable memory), set after the libraries are loaded and before the model is built. Prints
-the losses, and how much was taken.
+the losses, how much was taken, and what is said to somebody who wants all of what is allowed beside it.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ def main(folder: str, device: str, steps: int = 3, layers: int = LAYERS) -> None
         print(f"step {step} loss {float(loss):.6f}", flush=True)
     held = engine.resident_nbytes()
     print(f"disk {held['disk']} allowed {limit - before} taken {data_nbytes() - before}", flush=True)
+    try:
+        torch.empty(limit - before, dtype=torch.uint8)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
 
 
 if __name__ == "__main__":

@@ -271,15 +271,15 @@ def cases() -> dict[str, tuple[Callable[[Any], Any], Loop]]:
     }
 
 
-def on_ranks(rank: int, world: int, stages: tuple[int, ...]) -> dict[tuple[str, int], Any]:
+def on_ranks(rank: int, world: int, asked: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
     """Weights by case and stage, or the error."""
     found: dict[tuple[str, int], Any] = {}
-    for stage in stages:
-        for name, (make, loop) in cases().items():
-            try:
-                found[name, stage] = prepared(make, loop, rank, world, config(stage))
-            except ModelError as error:
-                found[name, stage] = str(error)
+    for name, stage in asked:
+        make, loop = cases()[name]
+        try:
+            found[name, stage] = prepared(make, loop, rank, world, config(stage))
+        except ModelError as error:
+            found[name, stage] = str(error)
     return found
 
 

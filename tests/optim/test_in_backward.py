@@ -16,25 +16,20 @@ from hf_dist.estimate.optimizer_states import OptimizerStates
 from hf_dist.estimate.state_bytes import States
 from hf_dist.offload.resting import Tier
 from hf_dist.offload.storage import MASTER_NBYTES
-from tests.covering import FULL_GRID
+from tests.covering import FULL_GRID, some_of
 from tests.harness import run_ranks
 from tests.offload.training import differences, make_engine, states, train
 
 IN_BACKWARD = {"hf_dist": {"optimizer_in_backward": True}}
 BF16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 ACCUMULATE = {"gradient_accumulation_steps": 3}
-WORLDS, STEPS = (1, 2), 4 if FULL_GRID else 3
+WORLDS, STEPS = (1, 2), 4 if FULL_GRID else 2
 OFFLOADS: dict[str, tuple[str, ...]] = {"": (), "cpu": ("offload_optimizer",), "nvme": ("offload_optimizer",)}
 
 AT = {"": (0, 1, 2, 3), "cpu": (1, 3), "nvme": (2, 3)}
 """Where states rest -> stages."""
-LEFT_OUT = (
-    *("0--fp32", "1--bf16", "2--bf16", "1-cpu-bf16", "3-cpu-fp32", "3-cpu-frozen"),
-    *("2-nvme-fp32", "3-nvme-bf16"),
-)
-"""Their dtype, and microbatches with it, is with another stage in the same place."""
-ALONE = ("0--bf16", "2--fp32", "3--fp32", "1-cpu-fp32", "2-nvme-bf16", "3--frozen")
-"""Also on one rank."""
+KEPT = {1: ("2--fp32", "3--fp32"), 2: ("0--bf16", "2--fp32", "3--fp32", "3--bf16", "3-cpu-bf16", "2-nvme-bf16")}
+"""By ranks: every stage that has passes of its own, every place of states, either dtype (and microbatches with it)."""
 
 
 def cases(world: int) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -50,8 +45,7 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any]]]:
     grid["3--overlapped"] = "", {"stage": 3, "offload": {"overlap_comm": True}}
     for optimizer in ("sgd", "adagrad", "adamw_loop"):
         grid[f"3--{optimizer}"] = "", {"stage": 3, "optimizer": optimizer}
-    names = grid if FULL_GRID else ALONE if world == 1 else grid.keys() - LEFT_OUT
-    return {name: case for name, case in grid.items() if name in names}
+    return some_of(grid, *KEPT[world])
 
 
 def engine_of(kind: str, folder: str, arguments: dict[str, Any], **config: Any) -> Any:

@@ -10,11 +10,13 @@ import torch
 
 import hf_dist
 from hf_dist.errors import ConfigError, ModelError
+from tests.covering import cells
 from tests.harness import run_ranks
 from tests.optim import known_jobs
 from tests.window.nets import Blocks, config
 
-STAGES = (0, 1, 3)
+CASES = cells({"name": tuple(known_jobs.cases()), "stage": (0, 1, 3)}, 1)
+"""The stages in turn; in one process, every case at stage 1 with the states on the host."""
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -24,11 +26,10 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Any]:
     """What two ranks found."""
-    return run_ranks(known_jobs.on_ranks, 2, (STAGES,))
+    return run_ranks(known_jobs.on_ranks, 2, ([(cell["name"], cell["stage"]) for cell in CASES],))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", known_jobs.cases())
+@pytest.mark.parametrize(("name", "stage"), [(*cell.values(),) for cell in CASES])
 def test_two_ranks_give_the_weights_of_one_process(name: str, stage: int, two_ranks: list[Any]) -> None:
     make, loop = known_jobs.cases()[name]
     wanted = known_jobs.on_torch(make, loop, 2)

@@ -12,17 +12,20 @@ import torch
 
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
-from tests.optim.whole_jobs import RESUMED, bits, odd, planned, resumed, saved, torch_muon
+from tests.optim.whole_jobs import RESUMED, STEPS, bits, odd, planned, resumed, saved, torch_muon
 from tests.parity.families import make_batches, make_model, summed_loss
 from tests.parity.optimizers import SECTIONS
 
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 1, 2, 3) if FULL_GRID else (0, 3)
+WORLDS = (1, 2) if FULL_GRID else (2,)
+LAYOUTS = ((3, 1), (1, 0)) if FULL_GRID else ((3, 1),)
+"""Ranks and stage onto which the states of two ranks at stage 3 are loaded."""
 
 
 def one_process() -> dict[str, torch.Tensor]:
     model = make_model("llama")
     optimizer = torch_muon(model)
-    for batch in make_batches("llama", 3):
+    for batch in make_batches("llama", STEPS):
         total, items = summed_loss(model, {k: v[:2] for k, v in batch.items()})
         optimizer.zero_grad()
         (total / items).backward()
@@ -30,7 +33,7 @@ def one_process() -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", WORLDS)
 def test_muon_has_torchs_bits_where_gradients_are_equal_and_sends_what_the_formula_says(world: int) -> None:
     expected = one_process()
     ranks = run_ranks(bits, world, (STAGES,))
@@ -39,12 +42,12 @@ def test_muon_has_torchs_bits_where_gradients_are_equal_and_sends_what_the_formu
             assert all(torch.equal(weights[n], v) for n, v in expected.items()), f"stage {stage}"
             assert rounds > 1, "more than one round is under way"
             if world > 1:
-                assert nbytes == formula and count == 3 * rounds * (1 if stage == 0 else 2), f"stage {stage}"
+                assert nbytes == formula and count == STEPS * rounds * (1 if stage == 0 else 2), f"stage {stage}"
 
 
 def test_states_of_whole_tensors_are_saved_by_name_and_loaded_at_another_layout(tmp_path: Path) -> None:
     written = run_ranks(saved, 2, (str(tmp_path), 3))[0]
-    for world, stage in ((3, 1), (1, 0)):
+    for world, stage in LAYOUTS:
         for rank in run_ranks(resumed, world, (str(tmp_path), stage)):
             for kind in RESUMED:
                 assert rank[kind][0] == written[kind][0], f"{kind}: states on {world} ranks"
@@ -52,7 +55,7 @@ def test_states_of_whole_tensors_are_saved_by_name_and_loaded_at_another_layout(
 
 
 def test_the_plan_of_an_optimizer_object_is_what_rests() -> None:
-    for rank in run_ranks(planned, 2, ((0, 1, 3) if FULL_GRID else (0, 3),)):  # whole tensors, or shards
+    for rank in run_ranks(planned, 2):
         for kind, (plan, held, known) in rank.items():
             assert known == (not kind.startswith("asking")), kind
             assert (plan == held) == known, f"{kind}: {plan} planned, {held} there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import nn
 
 from tests.checkpoint.grid import digests
 from tests.checkpoint.grid import train as train_rows
+from tests.covering import FULL_GRID, some_of
 from tests.parity.families import make_batches, make_model, summed_loss
 from tests.parity.optimizers import SECTIONS
 
-STEPS, ROUND_NUMEL = 3, 3000
+STEPS, ROUND_NUMEL = 3 if FULL_GRID else 2, 3000
+BEFORE, AFTER = (3, 3) if FULL_GRID else (2, 1)
+"""Steps before and after a save."""
 
 
 def is_matrix(name: str, p: nn.Parameter) -> bool:
@@ -111,6 +115,7 @@ def projected(model: nn.Module) -> Projected:
 
 
 RESUMED = {"muon": (SECTIONS["muon"], None), "adafactor": (SECTIONS["adafactor"], None), "projected": (None, projected)}
+RESUMED = some_of(RESUMED, "muon", "projected")
 
 
 def start(kind: str, stage: int, seed: int = 0) -> Any:
@@ -132,9 +137,9 @@ def saved(rank: int, world: int, root: str, stage: int) -> dict[str, Any]:
     results = {}
     for kind in RESUMED:
         engine = start(kind, stage)
-        train_rows(engine, 0, 3)
+        train_rows(engine, 0, BEFORE)
         engine.save_checkpoint(Path(root) / kind)
-        results[kind] = (digests(engine), train_rows(engine, 3, 3))
+        results[kind] = (digests(engine), train_rows(engine, BEFORE, AFTER))
     return results
 
 
@@ -144,7 +149,7 @@ def resumed(rank: int, world: int, root: str, stage: int) -> dict[str, Any]:
     for kind in RESUMED:
         engine = start(kind, stage, seed=1)
         engine.load_checkpoint(Path(root) / kind)
-        results[kind] = (digests(engine), train_rows(engine, 3, 3))
+        results[kind] = (digests(engine), train_rows(engine, BEFORE, AFTER))
     return results
 
 
@@ -171,20 +176,24 @@ def asking(model: nn.Module) -> Asking:
 OBJECTS = {"projected": projected, "adafactor": adafactor, "sgd": sgd, "muon": torch_muon, "asking": asking}
 
 
-def planned(rank: int, world: int, stages: tuple[int, ...]) -> dict[str, Any]:
+PLANNED = [("projected", 0), ("sgd", 3), ("muon", 3), ("asking", 3)]
+PLANNED = list(itertools.product(OBJECTS, (0, 1, 3))) if FULL_GRID else PLANNED
+"""Of whole tensors, or of shards."""
+
+
+def planned(rank: int, world: int) -> dict[str, Any]:
     """By optimizer object and stage: planned bytes at rest, what is there after two steps, whether the plan is known."""
     from hf_dist.estimate.optimizer_states import OptimizerStates
     from hf_dist.estimate.state_bytes import States
     from hf_dist.offload.resting import Tier
 
     found = {}
-    for kind, optimizer in OBJECTS.items():
-        for stage in stages:
-            engine = made(None, stage, optimizer)
-            kept = OptimizerStates.of_attached(engine.fragments, engine.config)
-            plan = States.of_engine(engine.sharded, engine.config, kept).nbytes.resident(Tier.DEVICE)
-            same_rows(engine, engine.model, 2)
-            found[f"{kind}-{stage}"] = (plan, engine.resident_nbytes()["device"], kept.known)
+    for kind, stage in PLANNED:
+        engine = made(None, stage, OBJECTS[kind])
+        kept = OptimizerStates.of_attached(engine.fragments, engine.config)
+        plan = States.of_engine(engine.sharded, engine.config, kept).nbytes.resident(Tier.DEVICE)
+        same_rows(engine, engine.model, 2)
+        found[f"{kind}-{stage}"] = (plan, engine.resident_nbytes()["device"], kept.known)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import FULL_GRID, PAIRS, cells
+from tests.covering import FULL_GRID, PAIRS, cells, some_of
 from tests.harness import run_ranks
 from tests.parity.families import FAMILIES, MIXTURES
 from tests.parity.train import Case, reference, relative, run_cases
@@ -83,44 +83,40 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
 """
 
 
-LIKE_OTHERS = {  # run with HF_DIST_FULL_GRID=1 only: the settings are together on other ranks, or in a larger cell
-    "llama-z1-acc1-tied-checkpointing-lora-w1",
-    "llama-z2-acc1-checkpointing-lora-w1",
-    "llama-z2-acc3-once-w2",
-    "llama-z3-acc3-checkpointing-once-w2",
-    "llama-z1-acc1-tied-lora-w3",
-    "llama-z2-acc3-tied-checkpointing-lora-w3",
-    "llama-z3-acc1-tied-checkpointing-w3",
-    "llama-z2-acc3-lora-once-w3",
-    "llama-z3-acc3-once-w3",
-    "llama-z0-acc3-adafactor-w3",
-    "llama-z0-acc1-tied-lora-w4",
-    "llama-z0-acc3-checkpointing-w4",
-    "llama-z2-acc1-checkpointing-lora-w4",
-    "llama-z0-acc3-shard2-w4",
-    "llama-z3-acc1-shard2-w4",
-    "qwen3_moe-z1-acc3-ep2-w2",
-    "qwen3_moe-z1-acc3-ep2-muon-w2",
-    *(f"gpt_oss-{rest}-w4" for rest in ("z1-acc3-ep2", "z3-acc3-ep2", "z1-acc3-ep4")),
-}
+BY_DEFAULT = (
+    "llama-z1-acc3-w1",
+    "llama-z3-acc1-tied-checkpointing-lora-w1",
+    "llama-z3-acc3-tied-w2",
+    "gpt2-z3-acc3-w2",  # products with transposed weights
+    "t5-z0-acc3-checkpointing-w2",
+    "vit-z2-acc3-checkpointing-w2",
+    "llama-z2-acc3-checkpointing-lora-once-w2",
+    "gpt_oss-z2-acc1-checkpointing-ep2-w2",
+    "deepseek_v3-z0-acc3-tied-lora-ep2-w2",
+    "llama-z1-acc3-lora-muon-w2",
+    "qwen3_moe-z3-acc3-ep2-muon-w2",  # several matrices in one weight
+    "llama-z2-acc3-lora-lamb-w2",  # weights that are zero
+    "llama-z3-acc3-lora-adafactor-w3",
+    "llama-z3-acc3-once-shard2-w4",
+)
+"""Every value of every axis; the other cells run with HF_DIST_FULL_GRID=1. `tensor/test_grid.py`: Bert, Qwen3."""
 
 
-def rows(
-    grids: dict[str, tuple[int, dict[str, tuple[Any, ...]]]], without: Collection[str] = ()
-) -> dict[int, list[Case]]:
+def rows(grids: dict[str, tuple[int, dict[str, tuple[Any, ...]]]], names: Collection[str]) -> dict[int, list[Case]]:
     """The cases of all grids by their number of ranks; accumulation of 3 comes with a short last window.
 
-    `without`: names of cases that only the full grid has.
+    `names`: of the cases that run by default.
     """
-    found: dict[int, dict[Case, None]] = {}
-    for strength, axes in grids.values():
-        for case in (Case(**cell) for cell in cells(axes, strength)):
-            if FULL_GRID or str(case) not in without:
-                found.setdefault(case.world, {})[case] = None
-    return {world: list(cases) for world, cases in found.items()}
+    cases = {
+        str(case): case for strength, axes in grids.values() for case in (Case(**c) for c in cells(axes, strength))
+    }
+    found: dict[int, list[Case]] = {}
+    for case in some_of(cases, *names).values():
+        found.setdefault(case.world, []).append(case)
+    return found
 
 
-GRID = rows(AXES, LIKE_OTHERS)
+GRID = rows(AXES, BY_DEFAULT)
 
 
 @functools.cache

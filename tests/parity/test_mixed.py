@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import FULL_GRID, PAIRS, Cell, cells, chosen
+from tests.covering import FULL_GRID, PAIRS, Cell, cells, chosen, some_of
 from tests.sequence.train import Case, check, expected_of, ranks_of, wrong
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -97,7 +97,13 @@ def cases(world: int, full: bool = False) -> tuple[Case, ...]:
     return tuple(case_of(cell) for cell in found + (cells(AXES, allowed=possible, full=True) if full else []))
 
 
-FOUR = cases(4, FULL_GRID)
+BY_DEFAULT = (
+    "llama-auto-z0-cp2-pp2-checkpointing-lora-budget",
+    "mixtral-auto-z2-cp2-tp2-ep2-files",
+    "llama-auto-z3-cp1-bf16-pp2",
+)
+"""Every parallel axis beside two others, or data ranks. Copies: `test_grid.py`; stages of cut matrices: `test_pipeline.py`."""
+FOUR = cases(4, True) if FULL_GRID else tuple(some_of({str(case): case for case in cases(4)}, *BY_DEFAULT).values())
 EIGHT = cases(8, True) if FULL_GRID else ()
 
 

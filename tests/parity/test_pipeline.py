@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.covering import FULL_GRID, PAIRS, Cell, cells, chosen
+from tests.covering import FULL_GRID, PAIRS, Cell, cells, chosen, some_of
 from tests.parity.pipeline_grid import check_equals_one_process, runner
 from tests.parity.pipelines import PipelineCase
 
@@ -44,17 +44,17 @@ CUT = [
     PipelineCase("Llama", stage=3, tp=2, microbatches=3, overlap=True, checkpointing=True, offload=True),
 ]
 """Parts of sequences travel between stages: microbatches of three lengths in flight, on every schedule."""
-# `dp=2`: eight ranks. By default a split backward, and the case with all switches; `test_pipeline_families.py` interleaves.
-CUT = CUT + [replace(case, dp=2) for case in CUT] if FULL_GRID else [CUT[5], CUT[7]]
-LIKE_OTHERS = {
-    "Llama-pp4-dp1-z2-gpipe-m4",  # four stages: z3-zb_h1; gpipe: two stages
-    "Llama-pp2-dp2-z3-1f1b-m4-offload",  # `CUT` has one
-    "Llama-pp3-dp1-z1-interleaved_1f1bx2-m5-tied-checkpointing-outside",  # 1f1b on three stages
-    "Llama-pp2-dp1-z1-interleaved_1f1bx2-m2-checkpointing",  # beside data ranks
-    "Llama-pp2-dp1-z2-gpipe-m2-tied",  # stage 3, and beside data ranks
-    "Llama-pp2-dp1-z3-1f1b-m4",
-    "Llama-pp2-dp1-z3-zb_h1-m4-tied-checkpointing",  # stage 2, and four stages
-}
+CUT = CUT + [replace(case, dp=2) for case in CUT] if FULL_GRID else CUT  # `dp=2`: eight ranks
+BY_DEFAULT = (
+    "Llama-pp2-dp1-z3-interleaved_1f1bx2-m4-tied",
+    "Llama-pp2-dp1-z3-gpipe-m4-checkpointing",
+    "Llama-pp2-dp1-z2-zb_h1-m2-tied-checkpointing",
+    "Llama-pp2-dp1-z1-zb_h1-m4-tied-muon",
+    "Llama-pp3-dp1-z0-1f1b-m5-tied-outside",
+    "Llama-pp2-dp2-z3-1f1b-m4-reshard",
+    "Llama-pp2-dp1-z1-zb_h1-m3-tied-tp2",
+)
+"""Every schedule and stage of ZeRO. Offload and checkpoints of stages: `test_mixed_life.py`."""
 
 
 def llama_cases() -> list[PipelineCase]:
@@ -92,7 +92,7 @@ def llama_cases() -> list[PipelineCase]:
     ]
     # Two of three ranks have the embedding.
     cases = [replace(case, outside=case.tied and case.pp == 3) for case in cases]
-    return [case for case in dict.fromkeys([*cases, *CUT]) if FULL_GRID or str(case) not in LIKE_OTHERS]
+    return list(some_of({str(case): case for case in dict.fromkeys([*cases, *CUT])}, *BY_DEFAULT).values())
 
 
 GRID: dict[str, list[PipelineCase]] = {}

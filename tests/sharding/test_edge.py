@@ -299,24 +299,23 @@ def settings(case: tuple[str, int, int]) -> dict[str, Any]:
 
 GATHERING = (
     "frozen-forward-only", "called-twice-frozen", "passes-input-through", "input-ignored", "shared-between-containers",
-    "dataclass-outputs", "unknown-outputs", "own-embedding", "two-forwards-frozen-base", "two-backwards-frozen-base",
-    "input-gradients", "parts-called-directly", "checkpoint", "checkpoint-reentrant", "checkpoint-frozen-base",
-    "checkpoint-frozen-base-reentrant", "checkpoint-whole", "checkpoint-whole-reentrant",
+    "dataclass-outputs", "unknown-outputs", "own-embedding-tied", "two-forwards-frozen-base", "two-backwards-frozen-base",
+    "input-gradients", "parts-called-directly", "checkpoint-frozen-base-reentrant", "checkpoint-whole-reentrant",
+    "frozen-base", "frozen-root", "tower-reentrant", "forward-raises", "evaluation-between", "tiny-buckets",
+    "checkpoint-two-forwards",
 )  # fmt: skip
-"""Their habits matter to what gathers and frees weights: at stage 3."""
-UNEVEN = ("plain", "zero-sized-and-0d", "mixed-dtypes-and-frozen", "one-bias", "tower-late", "unused-everywhere")
-"""Shards that two ranks cut otherwise."""
-
-
-def thin(case: tuple[str, int, int]) -> tuple[str, int, int]:
-    """On two ranks, but for a few."""
-    name, stage, world = case
-    return name, stage, 2 if world == 3 and name not in UNEVEN else world
-
-
+"""Their habits matter to what gathers and frees weights, or to shards: at stage 3."""
+WHOLE = {
+    "tower-checkpointed": 0, "in-place-inputs": 0, "two-backwards": 1, "step-without-backward": 1, "backward-raises": 2,
+    "no-overlap": 2, "checkpoint-two-forwards": 1,
+}  # fmt: skip
+"""To what becomes of gradients: where weights are whole."""
+UNEVEN = {"zero-sized-and-0d": 3, "mixed-dtypes-and-frozen": 3, "one-bias": 1, "tower-late": 3}
+"""Shards that two ranks cut otherwise: on three."""
 CHOSEN = chosen(GRID, settings, 1)
-if not FULL_GRID:
-    CHOSEN = [thin(case) for case in CHOSEN if case[1] == 3 or case[0] not in GATHERING]
+if not FULL_GRID:  # others are those with something less: without frozen weights, without reentrance, one forward
+    CHOSEN = [*((name, 3, 2) for name in GATHERING), *((*case, 2) for case in WHOLE.items())]
+    CHOSEN += [(*case, 3) for case in UNEVEN.items()]
 CASES = {world: [(n, z) for n, z, w in CHOSEN if w == world] for world in WORLDS}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 from tests.sharding import statistics
 
@@ -14,7 +15,8 @@ from tests.sharding import statistics
 def test_buffers_that_training_changes_are_those_of_ddp_on_every_rank(tmp_path: Path) -> None:
     expected = run_ranks(statistics.ddp, 2)
     (wanted, loss), _ = expected
-    for rank in run_ranks(statistics.ours, 2, (str(tmp_path),)):
+    ranks = run_ranks(statistics.ours, 2, (str(tmp_path),))
+    for rank in ranks:
         for name, found in rank.items():
             assert found["broadcasts"] == 2, "one per dtype: float and the count of batches"
             close = dict(rtol=1e-6, atol=1e-6) if name != "bf16" else dict(rtol=5e-2, atol=5e-2)
@@ -25,7 +27,7 @@ def test_buffers_that_training_changes_are_those_of_ddp_on_every_rank(tmp_path: 
             written = {n: b for n, b in found["written"].items() if n != "lookup"}  # each rank's own, in no file
             assert all(torch.equal(value, found["saved"][buffer]) for buffer, value in written.items())
             assert not torch.equal(found["ordinary"]["rows"], found["buffers"]["rows"])
-    first, second = run_ranks(statistics.ours, 2, (str(tmp_path / "again"),))
+    first, second = ranks
     for name, found in first.items():
         for kind in ("buffers", "saved", "ordinary"):
             for buffer, value in found[kind].items():
@@ -45,7 +47,7 @@ def test_statistics_of_every_stage_are_saved_from_the_first_data_rank(tmp_path: 
 def test_small_groups_are_made_at_stage_3_only_and_the_report_says_what_a_second_copy_costs() -> None:
     found = run_ranks(statistics.small_groups, 4)
     for rank, results in enumerate(found):
-        for stage in (1, 2):
+        for stage in (1, 2) if FULL_GRID else (2,):
             plain = results[f"z{stage} "]
             for key in ("mics_shard_size", "zero_hpz_partition_size"):
                 replicas, held, notes, told = results[f"z{stage} {key}"]
@@ -59,7 +61,7 @@ def test_small_groups_are_made_at_stage_3_only_and_the_report_says_what_a_second
             assert bool(told) == (key == "zero_hpz_partition_size" and rank == 0)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, True] if FULL_GRID else [True])  # other weights are apart in either
 def test_the_modifier_of_each_stage_has_the_data_of_the_rank_that_was_named(tied: bool) -> None:
     found = run_ranks(statistics.modifiers, 4, (tied,))
     for rank, results in enumerate(found):

@@ -11,7 +11,7 @@ import transformers as tf
 from tests.tensor.on_ranks import batch, engine_of, llama
 
 HALF = 0.5
-STEPS = 3
+STEPS = 2
 
 
 def gpt2() -> Any:

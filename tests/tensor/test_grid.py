@@ -21,20 +21,17 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
 """As in `tests/parity/test_grid.py`."""
 if FULL_GRID:
     AXES["four"] = (2, {"world": (4,), **CUT, "tp": (4,), "accumulation": (1, 3), "tied": BOTH, **SWITCHES})
-LIKE_OTHERS = {  # run with HF_DIST_FULL_GRID=1 only: the settings are together in other cells
-    "llama-z0-acc3-checkpointing-lora-tp2-w2",
-    "llama-z2-acc1-tied-checkpointing-lora-tp2-w2",
-    "llama-z3-acc1-tied-lora-tp2-w2",
-    "llama-z0-acc1-tied-sequence-tp2-w2",
-    "llama-z2-acc1-checkpointing-sequence-tp2-w2",
-    "gpt2-z3-acc1-checkpointing-tp2-w2",
-    "qwen3_moe-z0-acc1-checkpointing-tp2-w2",
-    "qwen3_moe-z1-acc3-checkpointing-tp2-w2",
-    "llama-z0-acc1-tied-tp2-w4",
-    "llama-z1-acc3-tied-tp2-w4",
-}
-"""Left of llama on two ranks: z1 and z3 with and without regions, with and without LoRA, z2. z0: qwen3."""
-GRID = rows(AXES, LIKE_OTHERS)
+BY_DEFAULT = (
+    "llama-z1-acc1-tied-checkpointing-lora-sequence-tp2-w2",
+    "llama-z2-acc3-tp2-w2",
+    "llama-z2-acc1-sequence-tp2-w4",
+    "gpt2-z1-acc1-sequence-tp2-w2",
+    "bert-z3-acc1-sequence-tp2-w2",
+    "qwen3-z0-acc1-lora-sequence-tp2-w2",
+    "qwen3_moe-z2-acc1-sequence-tp2-w2",
+)
+"""Every value of every axis."""
+GRID = rows(AXES, BY_DEFAULT)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,14 @@ TWO = [
     Layout(tp=2, stage=1, more="overlap", checkpointing=True),
     Layout(tp=2, stage=3, more="dora", sequence=True),
 ]
-TWO = TWO if FULL_GRID else [layout for layout in TWO if layout.more not in ("offload", "budget", "every_second")]
+if not FULL_GRID:  # `partition`, `overlap`: files of their own
+    TWO = [layout for layout in TWO if layout.more in ("offload_all", "in_backward", "tiles")]
 FOUR = [
-    Layout(tp=2, dp=2, stage=3, more="hsdp"),
     Layout(tp=4, stage=1, sequence=True),  # two heads of keys and values
     Layout(tp=4, stage=3, lora=True, checkpointing=True),
     *(
         [
+            Layout(tp=2, dp=2, stage=3, more="hsdp"),
             Layout(tp=4, stage=0, tied=False, more="overlap"),
             Layout(tp=2, pp=2, stage=0),
             Layout(tp=2, pp=2, stage=3),
@@ -58,8 +59,9 @@ SAVED = {
     2: [Layout(dp=2, stage=3), Layout(tp=2, stage=0), Layout(tp=2, stage=3, sequence=True)],
     4: [Layout(tp=4, stage=1), Layout(pp=2, tp=2, stage=1)],
 }
-if not FULL_GRID:  # stage 0: `parity/test_mixed_life.py`
+if not FULL_GRID:  # four ranks: `parity/test_mixed_life.py`
     SAVED[2].remove(Layout(tp=2, stage=0))
+    SAVED[4].clear()
 else:
     SAVED[4] += [Layout(dp=4, stage=3), Layout(dp=2, tp=2, stage=3, sequence=True)]
 
@@ -69,7 +71,7 @@ PAIRS = [
     (str(saved), layout)
     for i, saved in enumerate(EVERY)
     for j, layout in enumerate(EVERY)
-    if i != j and (FULL_GRID or j == 0 or (i, j) in ((2, 1), (0, 1), (1, 2), (4, 3), (2, 4)))
+    if i != j and (FULL_GRID or j == 0 or (i, j) in ((2, 1), (1, 2)))
 ]
 """Saved by, and loaded by: what each layout saves is loaded by one process, and each loads what another saved.
 
@@ -164,7 +166,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
     saved: dict[str, list[Any]], loaded: dict[tuple[str, str], list[Any]]
 ) -> None:
     expected = saved[str(Layout(stage=1))][0]
-    assert len(loaded) >= 9 and len(loaded) == len(PAIRS)
+    assert len(loaded) >= 2 * len(saved) - 2 and len(loaded) == len(PAIRS)
     for ranks in (*saved.values(), *loaded.values()):
         check(ranks, expected)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +13,14 @@ from torch import nn
 
 import hf_dist
 from hf_dist import DistAccelerator
+from tests.covering import FULL_GRID, cells, chosen
 from tests.harness import run_ranks
 from tests.window.nets import Blocks, batch, config, loss_of, sgd, weights
 
 RELATIVE = 1e-5
 STAGES = range(4)
+PASSES = STAGES if FULL_GRID else (1, 3)
+"""Weights that are whole, and weights that are gathered."""
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 
 
@@ -103,9 +106,15 @@ def _norms(clip: Any, into: list[float]) -> Callable[[Any, float], None]:
     return lambda parameters, limit: into.append(float(clip(parameters, limit)))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
+def grid(name: str, values: Sequence[Any], **axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every value of an axis with either kind of passes, and every value of the others."""
+    every = cells({name: values, "stage": STAGES, **axes}, 2 + len(axes))
+    found = chosen(every, lambda cell: {**cell, name: (cell[name], cell["stage"] == 3)}, 1)
+    rows = [(*cell.values(),) for cell in found]
+    return pytest.mark.parametrize((*found[0],), rows, ids=lambda x: getattr(x, "__name__", None))
+
+
+@grid("order", ORDERS, count=(2, 3))
 def test_several_models_in_one_loop(order: Callable[..., None], stage: int, count: int) -> None:
     accelerator, models, optimizers = prepared(config(stage), count)
     found: list[float] = []
@@ -137,7 +146,7 @@ def test_a_module_that_was_not_prepared_is_clipped_along(stage: int) -> None:
     torch.testing.assert_close(heads[0].weight.grad, heads[1].weight.grad)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PASSES)
 def test_two_models_in_fp16_after_an_overflow_of_one(stage: int) -> None:
     accelerator, models, optimizers = prepared(config(stage, **FP16), 2)
     norms = []
@@ -178,7 +187,7 @@ def test_a_window_of_one_model_outlives_a_change_of_the_scale_by_another() -> No
     same(weights(models[1]), weights(other), 5e-3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PASSES)
 def test_engines_made_apart_take_one_loss_between_them(stage: int) -> None:
     """`hf_dist.initialize` twice, one backward: each learns the scale from the backward itself."""
     models = [Blocks(seed) for seed in range(2)]
@@ -240,13 +249,6 @@ def fails_after_the_forward(error: type[BaseException]) -> Callable[..., torch.T
 
 
 def fails_in_the_backward(error: type[BaseException]) -> Callable[..., torch.Tensor]:
-    def loss(model: nn.Module, microbatch: dict[str, Any]) -> torch.Tensor:
-        value = model.first(microbatch["x"])  # type: ignore[operator]
-        for block in model.blocks:  # type: ignore[union-attr]
-            value = block(value)
-        value.register_hook(_raise(error))
-        return model.head(value).square().mean()  # type: ignore[operator]
-
     def through_the_model(model: nn.Module, microbatch: dict[str, Any]) -> torch.Tensor:
         kept: list[torch.Tensor] = []
         handle = model.blocks[1].register_forward_hook(lambda m, a, o: kept.append(o))  # type: ignore[index, union-attr]
@@ -268,10 +270,7 @@ def _raise(error: type[BaseException]) -> Callable[[torch.Tensor], None]:
 FAILURES = [fails_before_the_forward, fails_in_the_forward, fails_after_the_forward, fails_in_the_backward]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda f: f.__name__)
+@grid("failure", FAILURES, at=(0, 1), error=(RuntimeError, KeyboardInterrupt))
 def test_a_train_batch_that_fails_leaves_nothing_behind(
     failure: Callable[..., Any], stage: int, at: int, error: type[BaseException]
 ) -> None:
@@ -297,7 +296,7 @@ def test_a_train_batch_that_fails_leaves_nothing_behind(
     same(weights(engine.model), weights(clean.model))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PASSES)
 def test_a_backward_that_fails_takes_its_window_with_it(stage: int) -> None:
     engine = _engine(stage)
     engine.backward(loss_of(engine.model, batch(1)))
@@ -317,8 +316,7 @@ def test_a_backward_that_fails_takes_its_window_with_it(stage: int) -> None:
 # ------------------------------------------------------- announcements and clipping
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("announced", [True, False, None])
+@grid("announced", (True, False, None))
 def test_what_is_announced_moves_no_number(stage: int, announced: bool | None) -> None:
     """A window whose last microbatch was announced as another one, or each as the last."""
     engine = _engine(stage)
@@ -335,7 +333,7 @@ def test_what_is_announced_moves_no_number(stage: int, announced: bool | None) -
     same(weights(engine.model), weights(clean.model))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PASSES)
 def test_every_backward_inside_no_sync_and_then_a_step(stage: int) -> None:
     accelerator, (model,), (optimizer,) = prepared(config(stage), 1)
     with accelerator.no_sync(model):
@@ -372,7 +370,7 @@ def test_a_step_does_not_undo_an_earlier_clip(first: float, configured: float, s
     assert float((weights(engine.model) - before).norm()) == pytest.approx(0.01 * smallest, rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PASSES)
 def test_a_clip_belongs_to_the_gradients_it_was_asked_for(stage: int) -> None:
     """Also in fp16, where clipped gradients hold no loss scale any more and later ones do."""
     for more, relative in (({}, RELATIVE), (FP16, 5e-3)):
@@ -389,7 +387,7 @@ def test_a_clip_belongs_to_the_gradients_it_was_asked_for(stage: int) -> None:
         same(weights(engine.model), weights(other), relative)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PASSES)
 def test_a_kept_graph_goes_backward_twice(stage: int) -> None:
     engine = _engine(stage, 1)
     loss = loss_of(engine.model, batch(0))
@@ -443,9 +441,9 @@ def on_ranks(rank: int, world: int) -> dict[str, Any]:
     rows = lambda i: batch(i, 4 * world)[4 * rank : 4 * rank + 4]  # noqa: E731
     found: dict[str, Any] = {}
     for stage in STAGES:
-        for sizes in ((), (1,)):
+        for sizes in ((), (1,)) if stage == 3 else ((),):  # of shard groups
             settings = config(stage)
-            if sizes and stage == 3:
+            if sizes:
                 settings["zero_optimization"]["mics_shard_size"] = 1
             accelerator, models, optimizers = prepared(settings, 2)
             norms = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def plain() -> nn.Module:
     return model
 
 
+@functools.cache
 def wanted() -> dict[str, torch.Tensor]:
     """Of plain torch."""
     model = plain()
