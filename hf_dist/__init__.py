@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dist.build import initialize
-    from hf_dist.engine import Engine
+    from hf_dist.engine.build import initialize
+    from hf_dist.engine.engine import Engine
+    from hf_dist.engine.unprepare import unprepare
     from hf_dist.hf.accelerator import DistAccelerator
     from hf_dist.hf.args import DistArgsMixin, DistTrainingArguments
     from hf_dist.hf.loading import from_pretrained
     from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
     from hf_dist.hf.trainer import DistTrainer, DistTrainerMixin
-    from hf_dist.ordinary import unprepare
     from hf_dist.sharding.full_params import full_gradient, full_shape, gathered
 
 from hf_dist.version import __version__ as __version__
@@ -44,13 +44,13 @@ _WHERE = {
     "DistTrainer": "hf_dist.hf.trainer",
     "DistTrainerMixin": "hf_dist.hf.trainer",
     "DistTrainingArguments": "hf_dist.hf.args",
-    "Engine": "hf_dist.engine",
+    "Engine": "hf_dist.engine.engine",
     "from_pretrained": "hf_dist.hf.loading",
     "full_gradient": "hf_dist.sharding.full_params",
     "full_shape": "hf_dist.sharding.full_params",
     "gathered": "hf_dist.sharding.full_params",
-    "initialize": "hf_dist.build",
-    "unprepare": "hf_dist.ordinary",
+    "initialize": "hf_dist.engine.build",
+    "unprepare": "hf_dist.engine.unprepare",
 }
 
 

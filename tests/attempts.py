@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from hf_dist.local_ranks import FOLDER
-from hf_dist.patience import crowding
+from hf_dist.dist.patience import crowding
+from hf_dist.dist.spawn import FOLDER
 from tests.durations import JOB_COSTS
 
 GRACE, LIMIT = timedelta(seconds=30), timedelta(minutes=15)

@@ -145,7 +145,7 @@ def measure(rank: int, world: int, chosen: list[Case], in_backward: bool, multip
     """By case: (measured, planned) peak of this rank, device and host together."""
     import hf_dist
     from hf_dist.config import load_config, resolve_without_trainer
-    from hf_dist.estimate.planner import Planner, Workload
+    from hf_dist.planning.planner import Planner, Workload
 
     found = []
     for case in chosen:

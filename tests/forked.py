@@ -29,8 +29,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_dist.machine import schedule_as_batch
-from hf_dist.patience import Patience
+from hf_dist.dist.host_info import schedule_as_batch
+from hf_dist.dist.patience import Patience
 from tests.harness import PRELOAD
 
 __all__ = ["Job", "run", "start"]

@@ -2,7 +2,7 @@
 
     results = run_ranks(fn, world=3, args=(cases,))     # results[rank]
 
-`fn(rank, world, *args)` must live in an importable module. A spawn costs a fraction of a second (`hf_dist/local_ranks.py`);
+`fn(rank, world, *args)` must live in an importable module. A spawn costs a fraction of a second (`hf_dist/dist/spawn.py`);
 still, one spawn per file and many cases inside is the habit.
 """
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hf_dist import local_ranks
+from hf_dist.dist import spawn
 
 __all__ = ["PRELOAD", "ROOT", "run_ranks"]
 
@@ -25,4 +25,4 @@ def run_ranks(fn: Callable[..., Any], world: int, args: Iterable[Any] = (), time
     """What `fn(rank, world, *args)` returned, by rank. Raises RuntimeError with the traceback of the first failing rank."""
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)
-    return local_ranks.run_ranks(fn, world, args, timeout, PRELOAD)
+    return spawn.run_ranks(fn, world, args, timeout, PRELOAD)

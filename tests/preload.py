@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 for name in ("bert", "gpt2", "llama", "qwen3", "qwen3_moe", "t5", "vit"):
     importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 # What most ranks import first: two thirds of a second each. Not TRL, whose classes must come after `hf_dist.run` has begun.
-for name in ("peft", "hf_dist.build", "hf_dist.hf", "transformers.trainer", "tests.hf.on_ranks"):
+for name in ("peft", "hf_dist.engine.build", "hf_dist.hf", "transformers.trainer", "tests.hf.on_ranks"):
     importlib.import_module(name)
 # transformers compiles some eight hundred patterns of names, once per process.
 transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")

@@ -1,4 +1,4 @@
-"""Commands in interpreters of their own, with time-outs that a busy machine lengthens (`hf_dist/patience.py`)."""
+"""Commands in interpreters of their own, with time-outs that a busy machine lengthens (`hf_dist/dist/patience.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from hf_dist.patience import Patience
+from hf_dist.dist.patience import Patience
 
 _LOOK_SECONDS = 1.0
 

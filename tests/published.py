@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from hf_dist.config import load_config, resolve_without_trainer
-from hf_dist.estimate.found import Found
-from hf_dist.estimate.hardware import Hardware
-from hf_dist.estimate.layouts import Wanted, layouts
-from hf_dist.estimate.memory_plan import Limits
-from hf_dist.estimate.overhead import estimated
-from hf_dist.estimate.search import Search
-from hf_dist.sizes import size_text
+from hf_dist.format_bytes import size_text
+from hf_dist.planning.found import Found
+from hf_dist.planning.hardware import Hardware
+from hf_dist.planning.layouts import Wanted, layouts
+from hf_dist.planning.memory_plan import Limits
+from hf_dist.planning.overhead import estimated
+from hf_dist.planning.search import Search
 from tests.scale import mixed
 
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the package with its test dependencies in a virtual environment, then runs every check.
-#   bash tests/run.sh [pytest arguments]        e.g.  bash tests/run.sh -k config -x,  bash tests/run.sh -n 0 tests/test_axes.py
+#   bash tests/run.sh [pytest arguments]        e.g.  bash tests/run.sh -k config -x,  bash tests/run.sh -n 0 tests/dist/test_axes.py
 # HF_DIST_VENV names the environment (default .venv in the repository); PYTHON the interpreter that makes it (3.10 or newer).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

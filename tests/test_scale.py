@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_dist.sizes import size_text
+from hf_dist.format_bytes import size_text
 from tests.covering import FULL_GRID, some_of
 from tests.harness import run_ranks
 from tests.scale import mixed
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Rank and config."""
 CASES["hsdp-accumulated"][1]["zero_optimization"]["mics_shard_size"] = 8
-# One whose weights are whole, one that shards them, one that copies the shards; `test_mixed_traffic.py` has more.
+# One whose weights are whole, one that shards them, one that copies the shards; `planning/test_mixed_traffic.py` has more.
 CASES = some_of(CASES, "stage2-reduced-once", "stage3", "hsdp-accumulated")
 
 BLOCKS = 4 if FULL_GRID else 2
@@ -138,7 +138,7 @@ JOBS = {
     "experts": mixed.Job("experts", 64, {"ep": 4}, seq=64),
     "experts, long rows": mixed.Job("experts", 64, {"ep": 8, "cp": 2}, seq=4096),
 }
-JOBS = some_of(JOBS, "experts, long rows")  # `test_mixed_traffic.py` has every axis, but no peaks
+JOBS = some_of(JOBS, "experts, long rows")  # `planning/test_mixed_traffic.py` has every axis, but no peaks
 # Rows long enough that activations count, and heads that do.
 LONG = Case(512, 1792, 4, 8, 2, 4000, checkpointing=False)
 STAGED = {

@@ -1,4 +1,4 @@
-"""pytest-timeout's limit in seconds of a machine that has a processor for everybody (`hf_dist/patience.py`)."""
+"""pytest-timeout's limit in seconds of a machine that has a processor for everybody (`hf_dist/dist/patience.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_timeout
 
-from hf_dist.patience import Patience
+from hf_dist.dist.patience import Patience
 
 LOOK_SECONDS = 10.0
 

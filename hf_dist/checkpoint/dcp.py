@@ -22,8 +22,8 @@ from hf_dist.checkpoint.dcp_metadata import read_metadata
 from hf_dist.checkpoint.dcp_storage import Reader, Writer
 from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.flat_slice import FlatSlice
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.errors import CheckpointError
-from hf_dist.mesh import MeshAxis
 
 State = Mapping[str, "FlatSlice | torch.Tensor"]
 

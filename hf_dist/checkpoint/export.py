@@ -31,8 +31,8 @@ from hf_dist.checkpoint.weight_file import OpenFiles
 from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import CHUNK
 from hf_dist.errors import CheckpointError
+from hf_dist.format_bytes import size_text
 from hf_dist.sharding.precision import DTYPES
-from hf_dist.sizes import size_text
 
 __all__ = ["export"]
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dist import collectives
-from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis, ParallelMesh
 
 __all__ = ["FileSums", "damaged_files", "digest_of"]
 

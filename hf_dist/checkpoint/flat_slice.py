@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hf_dist.boxes import Box, TensorSlice
 from hf_dist.checkpoint.dcp_storage import without_neighbours
+from hf_dist.tensors.tensor_slice import Box, TensorSlice
 
 
 class FlatSlice:

@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from hf_dist.agree import agree
 from hf_dist.checkpoint.check_names import refuse_unknown
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.foreign_sources import DcpSource, MappedSource, Source, load_file, optimizer_name, plain
 from hf_dist.checkpoint.training_state import Stateful, Stored, fill_optimizer, fill_weights, missing_weights
+from hf_dist.dist.raise_on_all_ranks import agree
 from hf_dist.errors import CheckpointError, first_of
 from hf_dist.optim.optimizers import Optimizers
+from hf_dist.optim.resume_hyperparams import kind_of
 from hf_dist.optim.stepping import state_names
-from hf_dist.optim.taken_over import kind_of
 
 __all__ = ["Imported", "load_foreign", "program_of"]
 

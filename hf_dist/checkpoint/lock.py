@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dist import failure, machine
+from hf_dist.dist import excepthook, host_info
 from hf_dist.errors import CheckpointError
 from hf_dist.log import say
 
@@ -124,7 +124,7 @@ def _text(token: str) -> str:
     facts = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "process": machine.process_identity(os.getpid()),
+        "process": host_info.process_identity(os.getpid()),
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
         "job": job,
         "token": token,
@@ -169,8 +169,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _lives(path: Path, other: Mapping[str, Any]) -> bool:
     """Whether the writer lives: by its process, if it is one of this machine and container; else by the file's time."""
-    identity = machine.process_identity(int(other["pid"])) if isinstance(other.get("pid"), int) else ""
-    own, said = machine.process_identity(os.getpid()), str(other.get("process", ""))
+    identity = host_info.process_identity(int(other["pid"])) if isinstance(other.get("pid"), int) else ""
+    own, said = host_info.process_identity(os.getpid()), str(other.get("process", ""))
     if own and said.partition(" ")[0] == own.partition(" ")[0]:
         return identity == said
     say(f"{path}: {_who(other)} wrote here; waiting {_DEAD_AFTER:.0f} s to see whether it still does")
@@ -265,7 +265,7 @@ def _hold(path: Path, token: str) -> None:
         if _beating is None:
             _beating = threading.Thread(target=_beat, name="hf_dist writer's sign of life", daemon=True)
             _beating.start()
-            failure.finish_first(_release_all)
+            excepthook.finish_first(_release_all)
 
 
 def _beat() -> None:

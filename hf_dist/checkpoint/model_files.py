@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.check_names import check_needed, check_planned, check_shapes
 from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.folder import is_inside
@@ -21,11 +20,12 @@ from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.safetensors_source import FileTensor, SafetensorsFile
 from hf_dist.checkpoint.weight_plan import StoredTensor, WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.errors import CheckpointError
-from hf_dist.mesh import MeshAxis
-from hf_dist.offload.resting import opened
-from hf_dist.sharding.held import held_slice
+from hf_dist.memory.offload.resting import opened
+from hf_dist.sharding.param_slice import held_slice
 from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 PLAN = "hf_dist_weights.json"
 """Maps elements of parameters to their places in the weight files; used by export and by partial loading."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_dist.boxes import TensorSlice
-from hf_dist.offload.resting import Sliceable
+from hf_dist.memory.offload.resting import Sliceable
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from safetensors import safe_open
 
-from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.provenance import sliced
 from hf_dist.checkpoint.safetensors_source import FileTensor
 from hf_dist.sharding.lazy import CHUNK_NUMEL
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 __all__ = ["PieceSource"]
 

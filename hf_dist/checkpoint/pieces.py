@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_dist.boxes import TensorSlice, strides_of
+from hf_dist.tensors.tensor_slice import TensorSlice, strides_of
 
 __all__ = ["Piece", "Run"]
 

@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_dist.boxes import TensorSlice, strides_of
 from hf_dist.checkpoint.pieces import Piece
+from hf_dist.tensors.tensor_slice import TensorSlice, strides_of
 
 __all__ = ["Provenance", "Trail", "UntraceableError", "sliced"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hf_dist.agree import agree, together
 from hf_dist.checkpoint import folder, random_state
 from hf_dist.checkpoint.file_sums import damaged_files
 from hf_dist.checkpoint.model_files import read_plan, read_weights
 from hf_dist.checkpoint.publish import finish
 from hf_dist.checkpoint.training_state import Stateful, load_state, read_rank_values
+from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.dist.raise_on_all_ranks import agree, together
 from hf_dist.errors import CheckpointError
 from hf_dist.log import warn_once
-from hf_dist.mesh import ParallelMesh
 
 
 def load_checkpoint(engine: Stateful, directory: Path, *, weights_only: bool = False) -> set[str]:

@@ -21,8 +21,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dist import collectives, failure
-from hf_dist.agree import together, uninterrupted
 from hf_dist.checkpoint import dcp, folder, lock
 from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.finite import first_not_finite, trained_parameters
@@ -38,12 +36,14 @@ from hf_dist.checkpoint.training_state import (
     whole_parts,
     write_common,
 )
+from hf_dist.dist import collectives, excepthook
+from hf_dist.dist.collective_guard import REMEDY, passes_user_code
+from hf_dist.dist.mesh import DEFAULT_TIMEOUT, MeshAxis, ParallelMesh, job_store, use_in_thread
+from hf_dist.dist.raise_on_all_ranks import together, uninterrupted
 from hf_dist.errors import CheckpointError
+from hf_dist.format_bytes import size_text
 from hf_dist.log import say
-from hf_dist.mesh import DEFAULT_TIMEOUT, MeshAxis, ParallelMesh, job_store, use_in_thread
-from hf_dist.offload.host import host_empty
-from hf_dist.on_one_rank import REMEDY, passes_user_code
-from hf_dist.sizes import size_text
+from hf_dist.memory.offload.host import host_empty
 from hf_dist.version import __version__
 
 _LARGE_NBYTES = 1 << 20
@@ -144,7 +144,7 @@ class CheckpointWriter:
         self._thread = threading.Thread(
             target=self._write_beside, args=(working, snapshot, request, started), name="hf_dist checkpoint"
         )
-        failure.finish_first(_join_last)
+        excepthook.finish_first(_join_last)
         self._thread.start()
 
     def save_model(self, engine: Stateful, target: Path, files: ModelFiles) -> None:
@@ -391,7 +391,7 @@ def _all_or_none(axis: MeshAxis, final: Path) -> together:
     def explain(error: Exception) -> str:
         # Not an error of the disk: a bug, or one in code of the user's that a save calls. Show where.
         if not isinstance(error, (CheckpointError, OSError)) or passes_user_code(error):
-            failure.print_traceback(error)
+            excepthook.print_traceback(error)
         told = str(error).strip().splitlines()[:1]  # safetensors begins with an empty line
         text = " ".join(told) if isinstance(error, CheckpointError) else ": ".join([type(error).__name__, *told])
         return "; ".join(filter(None, [text, _advice(error)]))

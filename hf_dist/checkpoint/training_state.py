@@ -25,15 +25,15 @@ import torch
 from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.owned_part import OwnedPart
+from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import CheckpointError
-from hf_dist.local_sgd.outer import OuterOptimizer
-from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.resting import Tier, opened
+from hf_dist.memory.offload.resting import Tier, opened
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.compound import is_part, put
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.optimizers import Optimizers
-from hf_dist.optim.taken_over import take_options
+from hf_dist.optim.resume_hyperparams import take_options
+from hf_dist.parallel.local_sgd.outer import OuterOptimizer
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 

@@ -18,7 +18,7 @@ from hf_dist.checkpoint.folder import start_writeback
 from hf_dist.checkpoint.safetensors_header import read_header
 from hf_dist.checkpoint.weight_plan import WeightFile, WeightPlan
 from hf_dist.errors import CheckpointError
-from hf_dist.sizes import size_text
+from hf_dist.format_bytes import size_text
 
 __all__ = ["OpenFiles", "create", "difference", "explain", "remove_stale"]
 

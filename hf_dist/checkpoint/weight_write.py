@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.agree import agree, together
-from hf_dist.boxes import TensorSlice, strides_of
 from hf_dist.checkpoint import weight_file
 from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.weight_file import OpenFiles
 from hf_dist.checkpoint.weight_plan import Extent, StoredTensor, WeightPlan
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
+from hf_dist.dist.raise_on_all_ranks import agree, together
 from hf_dist.errors import CheckpointError
-from hf_dist.mesh import MeshAxis
+from hf_dist.tensors.tensor_slice import TensorSlice, strides_of
 
 __all__ = ["IN_ORDER", "NOT_SHARED", "PARALLEL", "probe", "write_weights"]
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hf_dist.config.accelerate import LauncherSettings
+from hf_dist.config.cross_field_checks import check_together, note_coercions
 from hf_dist.config.findings import Findings
 from hf_dist.config.keys import check_keys
 from hf_dist.config.launched import take_launcher
@@ -21,7 +22,6 @@ from hf_dist.config.normalise import normalised
 from hf_dist.config.params import checked_optimizer, checked_scheduler
 from hf_dist.config.scan import scan_json
 from hf_dist.config.schema import DistConfig, Provenance
-from hf_dist.config.together import check_together, note_coercions
 from hf_dist.config.values import BadValue, is_auto
 from hf_dist.errors import ConfigError, Problem
 

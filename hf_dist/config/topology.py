@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_dist.axes import Axes
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.sections import ZeroConfig
+from hf_dist.dist.axes import Axes
 from hf_dist.errors import ConfigError, Problem
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_dist.config.elsewhere import FOREIGN, INSTEAD, OWNERS, SENTENCES
+from hf_dist.config.foreign_keys import FOREIGN, INSTEAD, OWNERS, SENTENCES
 from hf_dist.config.rows import Status, truthy
 from hf_dist.config.spelling import begun, closest, nearly_same_words, same_words
 from hf_dist.config.support import SECTION_ALIASES, STRICT, SUPPORT

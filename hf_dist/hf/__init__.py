@@ -5,7 +5,7 @@ to import, stays out of those parts.
 """
 
 import hf_dist.hf.model_files  # noqa: F401
-from hf_dist.build import after_build
+from hf_dist.engine.build import after_build
 from hf_dist.hf.adafactor_rates import let_adafactor_show_rates
 from hf_dist.hf.generation import let_generate
 from hf_dist.hf.peft import let_adapters_work

@@ -13,9 +13,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from hf_dist import collectives, failure, watchdog
-from hf_dist.activation import set_up_checkpointing
-from hf_dist.build import build_engine, mesh_for
 from hf_dist.checkpoint import random_state
 from hf_dist.config import (
     AutoSources,
@@ -27,7 +24,13 @@ from hf_dist.config import (
     load_config,
     resolve,
 )
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives, excepthook, watchdog
+from hf_dist.dist.collective_guard import every_rank
+from hf_dist.dist.launch import detect_launch
+from hf_dist.dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, prepare_start, wait_for_job
+from hf_dist.engine.build import build_engine, mesh_for
+from hf_dist.engine.engine import Engine
+from hf_dist.engine.pipeline_runner import Example
 from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
 from hf_dist.hf.accelerator_options import check_options
@@ -50,12 +53,9 @@ from hf_dist.hf.signatures import show_stock, with_keyword
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.hf.trl_heads import let_trl_read_heads
 from hf_dist.hf.vllm_sync import let_vllm_gather
-from hf_dist.launch import detect_launch
-from hf_dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, prepare_start, wait_for_job
-from hf_dist.on_one_rank import every_rank
-from hf_dist.pipelined import Example
+from hf_dist.memory.activation import set_up_checkpointing
 from hf_dist.sharding.guard import replace_method
-from hf_dist.sharding.keeper import check_owner, shards_of
+from hf_dist.sharding.ownership import check_owner, shards_of
 from hf_dist.sharding.precision import DTYPES
 
 
@@ -70,7 +70,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         self, *args: Any, dist_config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         loop_config.tell_rank_of_debug_launcher()
-        failure.install()
+        excepthook.install()
         check_options(kwargs)
         launch = detect_launch()
         if launch.world_size > 1 and not torch.accelerator.is_available():

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.engine.engine import Engine
 from hf_dist.optim.optimizers import Optimizers
 from hf_dist.optim.raw_calls import engine_of
 

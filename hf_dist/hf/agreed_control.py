@@ -1,7 +1,7 @@
 """What a callback asks for on one rank (stop, save, evaluate, log), all ranks do: otherwise some would leave the common path.
 
-A timer, an early stop on a local loss, a file that one rank sees: HF's Trainer acts on each process's own `control`. Under DDP
-the others then wait in the next collective until the time-out.
+A timer, an early stop on a local loss, a file that one rank sees: HF's Trainer acts on each process's own `control`. Under
+DDP the others then wait in the next collective until the time-out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.log import logger, say
-from hf_dist.mesh import MeshAxis
 
 __all__ = ["AgreedControlMixin"]
 

@@ -12,7 +12,6 @@ import torch
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from hf_dist import failure, watchdog
 from hf_dist.config import (
     AutoSources,
     DistConfig,
@@ -25,14 +24,15 @@ from hf_dist.config import (
     with_elastic_batch,
 )
 from hf_dist.config.sources import splits_batches
+from hf_dist.dist import excepthook, watchdog
+from hf_dist.dist.launch import detect_launch
+from hf_dist.dist.mesh import prepare_start
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
 from hf_dist.hf.parallelism import given_parallelism, with_parallelism
 from hf_dist.hf.signatures import show_stock
-from hf_dist.launch import detect_launch
 from hf_dist.log import say_once
-from hf_dist.mesh import prepare_start
 
 CONFIG_VARIABLE = "HF_DIST_CONFIG"
 _NOT_GIVEN: Any = None
@@ -78,7 +78,7 @@ class DistArgsMixin:
         deepspeed = getattr(self, "deepspeed", None)
         launcher = LauncherSettings.from_environment(os.environ)
         if launcher or deepspeed is not None or self.dist_config is not None or os.environ.get(CONFIG_VARIABLE):
-            failure.install()  # first, so that it also reports the errors below
+            excepthook.install()  # first, so that it also reports the errors below
         if deepspeed is not None and self.dist_config is not None and deepspeed != self.dist_config:
             raise ConfigError(
                 Problem(

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from transformers.trainer_callback import ExportableState
 
-from hf_dist import collectives
-from hf_dist.agree import agree
 from hf_dist.checkpoint import folder, foreign, lock, resume
 from hf_dist.checkpoint.check_names import refuse_missing, refuse_unknown
 from hf_dist.checkpoint.model_files import ModelFiles
@@ -23,7 +21,10 @@ from hf_dist.checkpoint.publish import recover
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import whole_here
 from hf_dist.checkpoint.weight_plan import WeightPlan
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.dist.collective_guard import every_rank
+from hf_dist.dist.raise_on_all_ranks import agree
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.accelerator import DistAccelerator
@@ -40,9 +41,8 @@ from hf_dist.hf.saving import keep_adapters
 from hf_dist.hf.state_dict import full_state_dict, loading, loads_by_itself
 from hf_dist.hf.stop_signal import RESTART_CODE, StopSignal
 from hf_dist.log import say
-from hf_dist.on_one_rank import every_rank
-from hf_dist.optim.taken_over import load_schedule
-from hf_dist.sharding.keeper import shards_of
+from hf_dist.optim.resume_hyperparams import load_schedule
+from hf_dist.sharding.ownership import shards_of
 
 _SCHEDULER = "scheduler.pt"
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from hf_dist.config import DistConfig
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
+from hf_dist.engine.window import joint_clip
 from hf_dist.errors import ConfigError, Problem
-from hf_dist.hf.listed import listed_gradients
-from hf_dist.window import joint_clip
+from hf_dist.hf.params_to_engine import listed_gradients
 
 
 class ClippingMixin:

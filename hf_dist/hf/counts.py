@@ -11,7 +11,7 @@ import transformers.trainer
 from torch import nn
 
 from hf_dist.sharding.counts import elements
-from hf_dist.sharding.keeper import shards_of
+from hf_dist.sharding.ownership import shards_of
 
 __all__ = ["parameter_count", "whole_counts"]
 

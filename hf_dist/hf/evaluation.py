@@ -29,8 +29,8 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils.operations import find_batch_size
 from torch import nn
 
-from hf_dist import collectives
-from hf_dist.groups import MeshAxis
+from hf_dist.dist import collectives
+from hf_dist.dist.groups import MeshAxis
 from hf_dist.hf.data import seekable_of
 
 _PADDING = -100

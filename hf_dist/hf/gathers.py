@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from accelerate.utils.operations import recursively_apply
 
-from hf_dist import collectives
-from hf_dist.axes import Axes
-from hf_dist.checksum import as_bytes
+from hf_dist.dist import collectives
+from hf_dist.dist.axes import Axes
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.hf.evaluation import even_rows
-from hf_dist.mesh import MeshAxis
+from hf_dist.tensors.checksum import as_bytes
 
 __all__ = ["GathersMixin"]
 

@@ -6,18 +6,18 @@ import functools
 import weakref
 from typing import Any
 
-from hf_dist import collectives
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.dist.collective_guard import every_rank
+from hf_dist.dist.host_info import free_nbytes
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
+from hf_dist.format_bytes import size_text
 from hf_dist.log import say_once
-from hf_dist.machine import free_nbytes
-from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import unsharded
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.units import containers
-from hf_dist.sizes import size_text
 
 __all__ = ["let_generate"]
 

@@ -19,10 +19,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_dist.checkpoint.recording import RecordedTensor, read_whole, recorded
 from hf_dist.checkpoint.safetensors_source import SafetensorsFile
+from hf_dist.engine.ddp_compat import give_ddp_whole_weights
 from hf_dist.hf.dequantise import dequantised_as_read, dequantises
 from hf_dist.log import say_once
 from hf_dist.sharding.lazy import LazyWeight
-from hf_dist.stock_ddp import give_ddp_whole_weights
 
 __all__ = ["from_pretrained", "stream_while_alive", "streaming"]
 

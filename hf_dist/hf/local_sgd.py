@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.local_sgd import LocalSGD
 
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import ConfigError, Problem
 
 __all__ = ["let_local_sgd_work"]

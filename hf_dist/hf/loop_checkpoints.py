@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist import collectives
-from hf_dist.agree import agree
 from hf_dist.checkpoint import folder, random_state
 from hf_dist.checkpoint.model_files import model_files
 from hf_dist.checkpoint.publish import recover
 from hf_dist.checkpoint.save import SaveRequest
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.dist.collective_guard import every_rank
+from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.dist.raise_on_all_ranks import agree
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import CheckpointError, ModelError
 from hf_dist.hf.plain_files import plain_file
 from hf_dist.hf.stateful_loaders import load_states_of_loaders, states_of_loaders, write_states_of_loaders
 from hf_dist.log import say, warn_once
-from hf_dist.mesh import ParallelMesh
-from hf_dist.on_one_rank import every_rank
-from hf_dist.optim.taken_over import load_schedule
+from hf_dist.optim.resume_hyperparams import load_schedule
 
 _CUSTOM = re.compile(r"^custom_checkpoint_(\d+)\.pkl$")
 

@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hf_dist import collectives, trees
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.engine.engine import Engine
 from hf_dist.log import say_once
+from hf_dist.tensors import pytree
 
 __all__ = ["LossKind", "kind_of_loss", "loss_kind_matters", "of_all_labels"]
 
@@ -243,7 +244,7 @@ def _num_rows(value: Any) -> int | None:
         return value.shape[0] if value.ndim else None
     if isinstance(value, (list, tuple)):
         return len(value)
-    return -1 if trees.leaves(value) and any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(value)) else None
+    return -1 if pytree.leaves(value) and any(isinstance(leaf, torch.Tensor) for leaf in pytree.leaves(value)) else None
 
 
 def _twice(value: Any) -> Any:

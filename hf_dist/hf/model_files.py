@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from hf_dist.agree import agree
 from hf_dist.checkpoint.check_names import refuse_unknown
 from hf_dist.checkpoint.model_files import ModelFiles, loaded_dtypes, read_plan, read_weights, register, whole_shapes
 from hf_dist.checkpoint.safetensors_header import files_of_index, read_header
 from hf_dist.checkpoint.weight_plan import WEIGHTS, StoredTensor, WeightFile, WeightPlan
-from hf_dist.engine import Engine
+from hf_dist.dist.raise_on_all_ranks import agree
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.naming import buffer_parts, weight_plan_for
 from hf_dist.hf.saving import lent, lent_here, own_way

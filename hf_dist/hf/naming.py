@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.provenance import Provenance, UntraceableError
 from hf_dist.checkpoint.weight_plan import WEIGHTS, StoredTensor, WeightPlan
 from hf_dist.errors import CheckpointError
-from hf_dist.sharding.held import held_slice
+from hf_dist.sharding.param_slice import held_slice
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 __all__ = ["buffer_parts", "weight_plan_for"]
 

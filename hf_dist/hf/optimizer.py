@@ -11,11 +11,11 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
+from hf_dist.format_bytes import size_text
 from hf_dist.log import say_once
 from hf_dist.optim.attach import FragmentedOptimizer
-from hf_dist.sizes import size_text
 
 
 class DistOptimizer(AcceleratedOptimizer):

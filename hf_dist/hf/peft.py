@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
 from hf_dist.hf.state_dict import loading
 from hf_dist.sharding.full_params import full_tensors, gathered, whole_tensors

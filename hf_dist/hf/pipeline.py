@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_dist import trees
 from hf_dist.checkpoint import random_state
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
+from hf_dist.tensors import pytree
 
 __all__ = ["PipelineMixin", "example_from"]
 
@@ -52,7 +52,7 @@ class PipelineMixin:
         self.optimizer.train()  # type: ignore[attr-defined]
         step = super().training_step  # type: ignore[misc]
         # Copies: losses may remove labels from their batch, and a rank with several stages runs each batch several times.
-        return engine.run_window(window, lambda model, batch: step(model, trees.copied(batch), num_items_in_batch))
+        return engine.run_window(window, lambda model, batch: step(model, pytree.copied(batch), num_items_in_batch))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -65,7 +65,7 @@ class PipelineMixin:
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         return engine.evaluate(
-            inputs, lambda model, batch: step(model, trees.copied(batch), prediction_loss_only, *args, **kwargs)
+            inputs, lambda model, batch: step(model, pytree.copied(batch), prediction_loss_only, *args, **kwargs)
         )
 
 

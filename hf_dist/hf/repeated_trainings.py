@@ -11,8 +11,8 @@ from typing import Any
 
 from accelerate.utils.memory import should_reduce_batch_size
 
+from hf_dist.dist.collective_guard import every_rank
 from hf_dist.errors import OneRankError
-from hf_dist.on_one_rank import every_rank
 
 __all__ = ["RepeatedTrainingsMixin"]
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist import collectives
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.engine.engine import Engine
 from hf_dist.hf.stop_signal import StopSignal
-from hf_dist.local_sgd.outer import OuterOptimizer
 from hf_dist.log import say_once
+from hf_dist.parallel.local_sgd.outer import OuterOptimizer
 
 __all__ = ["ReplicasMixin"]
 

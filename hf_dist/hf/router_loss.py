@@ -1,11 +1,11 @@
-"""The auxiliary router loss of a mixture of experts in the Trainer and in TRL. Defined in `experts/router_loss.py`."""
+"""The auxiliary router loss of a mixture of experts in the Trainer and in TRL. Defined in `parallel/experts/router_loss.py`."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
 
 __all__ = ["cover_trl", "parts_of_window", "tell_router_loss"]
 

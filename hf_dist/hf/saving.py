@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dist.engine import Engine
+from hf_dist.dist.collective_guard import every_rank
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.peft import converting
 from hf_dist.hf.state_dict import full_state_dict
 from hf_dist.log import warn_once
-from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import all_tensors, full_tensors
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import replace_method

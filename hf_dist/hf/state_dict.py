@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.engine import Engine
+from hf_dist.dist.collective_guard import every_rank
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
-from hf_dist.on_one_rank import every_rank
 from hf_dist.sharding.full_params import all_tensors, load_full_tensor, unsharded, whole_tensors
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import replace_method

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
 from hf_dist.errors import CheckpointError, ConfigError
 from hf_dist.hf.data import SeekableShard
 from hf_dist.hf.plain_files import plain_file

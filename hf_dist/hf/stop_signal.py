@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives, watchdog
-from hf_dist.mesh import MeshAxis
+from hf_dist.dist import collectives, watchdog
+from hf_dist.dist.mesh import MeshAxis
 
 RESTART_CODE = watchdog.STOPPED
 """Exit code after a save on a signal."""

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers import Trainer, trainer_pt_utils
 
-from hf_dist import trees
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
 from hf_dist.config.curriculum import length_at
+from hf_dist.dist.collective_guard import every_rank
+from hf_dist.engine.unprepare import unprepare
 from hf_dist.errors import ModelError
-from hf_dist.estimate.out_of_memory import explained, shape_of
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.agreed_control import AgreedControlMixin
 from hf_dist.hf.args import DistArgsMixin
@@ -43,10 +43,10 @@ from hf_dist.hf.router_loss import parts_of_window, tell_router_loss
 from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.trl import TrlMixin
 from hf_dist.log import warn_once
-from hf_dist.on_one_rank import every_rank
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
-from hf_dist.ordinary import unprepare
+from hf_dist.planning.out_of_memory import explained, shape_of
+from hf_dist.tensors import pytree
 
 
 class DistTrainerMixin(
@@ -111,7 +111,7 @@ class DistTrainerMixin(
         )
         number = torch.tensor(7) if counts else None
         with self._not_counted():
-            return self.compute_loss(model, trees.copied(batch), num_items_in_batch=number)
+            return self.compute_loss(model, pytree.copied(batch), num_items_in_batch=number)
 
     def _auto_sources(self, num_training_steps: int | None = None) -> AutoSources:
         assert self.dist is not None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
 from hf_dist.hf.peft import adapted_modules, refuse_packed
 from hf_dist.sharding.full_params import unsharded

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.build import initialize
 from hf_dist.checkpoint import folder, random_state, resume
 from hf_dist.checkpoint.save import SaveRequest
 from hf_dist.config import DistConfig, load_config
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import join_job
+from hf_dist.engine.build import initialize
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import CheckpointError, ConfigError, ModelError, Problem
 from hf_dist.hf.loading import streaming
 from hf_dist.hf.model_files import load_weights, read_plan
 from hf_dist.hf.peft import inactive_adapters_trainable, refuse_prompt_learning
 from hf_dist.lightning.agreement import agreed, part_to_shard
 from hf_dist.lightning.packages import imported_package, joined, module_of
-from hf_dist.mesh import join_job
 
 __all__ = ["DistStrategy"]
 

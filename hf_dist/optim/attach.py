@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
-from hf_dist.offload.host import threads
-from hf_dist.offload.resting import Sliceable, Tier
+from hf_dist.memory.offload.host import threads
+from hf_dist.memory.offload.resting import Sliceable, Tier
 from hf_dist.optim.compound import leaves
 from hf_dist.optim.fragment import Fragment, Used, make_fragments
 from hf_dist.optim.fused_kernel import handed_on
 from hf_dist.optim.initial_states import cut_state, recalled, remembered
 from hf_dist.optim.known_by import follow
+from hf_dist.optim.low_precision_states import RoundedBatch, Rounding
 from hf_dist.optim.muon_step import MuonStep
-from hf_dist.optim.rounded import RoundedBatch, Rounding
 from hf_dist.optim.stand_in import OwnCalls, StandIn
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused, restored
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.offload.host import sent, threads
+from hf_dist.dist import collectives
+from hf_dist.memory.offload.host import sent, threads
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 

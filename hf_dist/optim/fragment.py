@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_dist.offload.resting import Tier
+from hf_dist.memory.offload.resting import Tier
 from hf_dist.optim.stand_in import OwnCalls, StandIn, lend
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.layout import ParamSlot

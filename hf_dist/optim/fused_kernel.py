@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dist.offload.resting import Tier
+from hf_dist.memory.offload.resting import Tier
 from hf_dist.optim.fragment import Used, lent
 from hf_dist.optim.raw_calls import watched
 from hf_dist.optim.runs import Run, find_runs, groups_of, lay_side_by_side

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from hf_dist.errors import ModelError
-from hf_dist.offload.resting import Tier
+from hf_dist.memory.offload.resting import Tier
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.clip import owned_norm
 from hf_dist.sharding.group import FlatGroup

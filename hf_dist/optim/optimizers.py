@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_dist.errors import ModelError
-from hf_dist.offload.resting import Tier
+from hf_dist.memory.offload.resting import Tier
 from hf_dist.optim.attach import First, FragmentedOptimizer
 from hf_dist.optim.fragment import Fragment, Used
 from hf_dist.optim.stand_in import StandIn

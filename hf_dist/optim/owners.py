@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.mesh import MeshAxis
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.placement import Placement

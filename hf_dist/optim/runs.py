@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_dist.offload.host import host_zeros
+from hf_dist.memory.offload.host import host_zeros
 from hf_dist.optim.fragment import Fragment, Used
 from hf_dist.sharding.layout import ALIGNMENT
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_dist.offload.host import brought
+from hf_dist.memory.offload.host import brought
 
 __all__ = ["SkippedSteps"]
 

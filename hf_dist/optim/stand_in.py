@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.sharding.gradient_shard import GradientShard
-from hf_dist.sharding.held import held_slice
+from hf_dist.sharding.param_slice import held_slice
 from hf_dist.sharding.prepared import OWNER, raw_data, raw_grad, set_raw_data, set_raw_grad
 
 __all__ = ["OwnCalls", "StandIn", "lend", "point_at"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_dist.offload.resting import Resting, Sliceable, Tier
+from hf_dist.memory.offload.resting import Resting, Sliceable, Tier
 from hf_dist.optim.compound import leaves
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.runs import Run

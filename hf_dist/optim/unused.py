@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.log import say
 from hf_dist.sharding.runtime import ShardedModel

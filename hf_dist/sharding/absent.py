@@ -13,7 +13,7 @@ __all__ = ["AbsentWeights"]
 
 
 class AbsentWeights:
-    """The owner of one model's placeholders, which are zeros without memory (`pipeline/placeholder.py`)."""
+    """The owner of one model's placeholders, which are zeros without memory (`parallel/pipeline/placeholder.py`)."""
 
     is_replicated = False
 

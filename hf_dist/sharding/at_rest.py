@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_dist.offload.nvme import disk_nbytes
-from hf_dist.offload.resting import Tier
-from hf_dist.offload.storage import Storage
+from hf_dist.memory.offload.nvme import disk_nbytes
+from hf_dist.memory.offload.resting import Tier
+from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from hf_dist import collectives
-from hf_dist.mesh import MeshAxis, ParallelMesh
-from hf_dist.offload.host import brought
-from hf_dist.sharding.remains import Remains
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.memory.offload.host import brought
+from hf_dist.sharding.model_ref import Remains
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.offload.host import sent
+from hf_dist.dist import collectives
+from hf_dist.memory.offload.host import sent
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination
 

@@ -9,19 +9,19 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from hf_dist import collectives
-from hf_dist.agree import agree
-from hf_dist.boxes import TensorSlice
-from hf_dist.checksum import checksum
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.dist.raise_on_all_ranks import agree
 from hf_dist.errors import CheckpointError, ModelError
+from hf_dist.format_bytes import size_text
 from hf_dist.log import say, warn_once
-from hf_dist.mesh import ParallelMesh
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import LAZY
-from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.lazy import WeightSource, lazy_sources
-from hf_dist.sizes import size_text
+from hf_dist.sharding.param_slice import held_slice
+from hf_dist.tensors.checksum import checksum
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 _Part = tuple[str, TensorSlice | None, int]
 """Something that several ranks may hold: (name of a tensor, its slice, shard of the slice or -1 for all of it)."""

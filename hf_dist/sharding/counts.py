@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_dist.sharding.guard import replace_method
-from hf_dist.sharding.held import held_slice
+from hf_dist.sharding.param_slice import held_slice
 
 __all__ = ["count_whole", "elements"]
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist import collectives
-from hf_dist.checksum import as_bytes
+from hf_dist.dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
-from hf_dist.offload.resting import opened
+from hf_dist.memory.offload.resting import opened
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.held import held_slice
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.lazy import copy_overlap
+from hf_dist.sharding.param_slice import held_slice
 from hf_dist.sharding.prepared import OWNER
 from hf_dist.sharding.slices import enter_whole, joined, leave_whole
+from hf_dist.tensors.checksum import as_bytes
 
 __all__ = ["all_tensors", "full_gradient", "full_shape", "full_tensors", "gathered", "whole_tensors"]
 

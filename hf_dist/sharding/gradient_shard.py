@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import torch
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.errors import ModelError
-from hf_dist.mesh import MeshAxis
 
 _BASE: Any = torch._C.TensorBase
 _METADATA = {

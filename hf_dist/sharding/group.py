@@ -15,27 +15,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist import collectives
-from hf_dist.boxes import TensorSlice
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import FreedParameterError, ModelError
-from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.resting import Tier, opened
-from hf_dist.offload.storage import Storage
-from hf_dist.pages import in_huge_pages
-from hf_dist.sharding.alone import gathers_alone, leave_elements
+from hf_dist.memory.offload.resting import Tier, opened
+from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.at_rest import plan_at_rest
 from hf_dist.sharding.group_axes import GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
-from hf_dist.sharding.held import held_slice
+from hf_dist.sharding.hpz import second_copy
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, copy_overlap, lazy_source, read_overlap
+from hf_dist.sharding.param_slice import held_slice
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare
-from hf_dist.sharding.second_copy import second_copy
+from hf_dist.sharding.single_rank_gather import gathers_alone, leave_elements
 from hf_dist.sharding.states import states_of
 from hf_dist.sharding.user_writes import UserWrites
 from hf_dist.sharding.window_gradient import WindowGradient
+from hf_dist.tensors.hugepages import in_huge_pages
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 
 class FlatGroup:
@@ -78,7 +78,7 @@ class FlatGroup:
         self.slices: list[list[TensorSlice]] | None = None
         """Slices that each rank along `tp` keeps of every parameter; None until the first request."""
         self.reach: Callable[[], bool | None] = lambda: False
-        """Of the root's groups: gathers the weights for the current forward, returns whether one runs (`passes.py`)."""
+        """Of the root's groups: gathers the weights for the current forward, returns whether one runs (`hooks.py`)."""
         self.access: GradientAccess | None = None
         """Implements `p.grad` of the parameters; None for frozen groups."""
         self.num_changes = 0  # how often `master` was written

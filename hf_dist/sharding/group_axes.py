@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hf_dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.dist.mesh import MeshAxis, ParallelMesh
 
 Operation = Literal["mean", "sum"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_dist.boxes import TensorSlice
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 ALIGNMENT = 64
 """Elements. 128 bytes in bf16: enough for vector loads, for grouped matrix products (16 bytes), and for Inductor."""

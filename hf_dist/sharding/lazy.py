@@ -14,10 +14,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from hf_dist.boxes import TensorSlice
 from hf_dist.sharding.guard import LAZY, guard, release
-from hf_dist.sharding.held import HELD
 from hf_dist.sharding.layout import ParamSlot
+from hf_dist.sharding.param_slice import HELD
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 CHUNK_NUMEL = 1 << 20
 """Elements read from a file at a time when their dtype is converted."""

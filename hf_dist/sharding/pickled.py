@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from hf_dist.errors import ModelError
-from hf_dist.sharding.alone import gathers_alone
 from hf_dist.sharding.guard import make_readable
 from hf_dist.sharding.prepared import OWNER, own_class, raw_data
-from hf_dist.sharding.traces import Traces
+from hf_dist.sharding.single_rank_gather import gathers_alone
+from hf_dist.sharding.undo_log import Traces
 
 __all__ = ["copied_as_prepared", "copied_without_weights", "forget_copies", "make_copies_ordinary"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_dist.mesh import MeshAxis
+from hf_dist.dist.mesh import MeshAxis
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_dist.config import DistConfig, settled
+from hf_dist.sharding.label_dtypes import MixedDtypes, cast_but_targets
 from hf_dist.sharding.quantised import is_packed
-from hf_dist.sharding.targets import MixedDtypes, cast_but_targets
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Name in the config and on the command line -> dtype."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hf_dist.offload.resting import Tier
-from hf_dist.offload.storage import Storage
+from hf_dist.memory.offload.resting import Tier
+from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.order import IssueOrder
 from hf_dist.sharding.unit import ShardUnit
 

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Container
 from typing import Any
 
-from hf_dist.collectives import Handle
-from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.host import HostLink
+from hf_dist.dist.collectives import Handle
+from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.memory.offload.host import HostLink
 from hf_dist.sharding.combining import combine, combine_together
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination

@@ -10,24 +10,24 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.resting import Tier
-from hf_dist.offload.storage import Storage
+from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.memory.offload.resting import Tier
+from hf_dist.memory.offload.storage import Storage
+from hf_dist.sharding.comm_limits import InFlightLimits
 from hf_dist.sharding.counts import count_whole
 from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination, axes_by_name, held_between_stages
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
-from hf_dist.sharding.held import cut_along
-from hf_dist.sharding.in_flight import InFlightLimits
-from hf_dist.sharding.keeper import keep_shards
-from hf_dist.sharding.passes import Passes
+from hf_dist.sharding.hooks import Passes
+from hf_dist.sharding.model_ref import Remains
+from hf_dist.sharding.ownership import keep_shards
+from hf_dist.sharding.param_slice import cut_along
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prefetch import Prefetch
 from hf_dist.sharding.reducer import Reducer
-from hf_dist.sharding.remains import Remains
 from hf_dist.sharding.slices import SlicedShare
 from hf_dist.sharding.unit import ShardUnit
 from hf_dist.sharding.units import LeafModules, build_units, containers
@@ -108,7 +108,7 @@ class ShardedModel:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model, or what is left of it. It holds these shards (`keeper.py`); the caller must hold a reference."""
+        """The user's model, or what is left of it. It holds these shards (`ownership.py`); the caller must hold a reference."""
         return self._remains.model
 
     @property

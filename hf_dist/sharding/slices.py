@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.boxes import TensorSlice
-from hf_dist.mesh import MeshAxis
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination
 from hf_dist.sharding.prepared import raw_data, set_raw_data
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 __all__ = ["SlicedShare", "enter_whole", "joined", "leave_whole"]
 

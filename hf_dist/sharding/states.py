@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_dist.offload.host import Gradient
-from hf_dist.offload.resting import Resident, Resting, Tier
-from hf_dist.offload.storage import Storage
+from hf_dist.memory.offload.host import Gradient
+from hf_dist.memory.offload.resting import Resident, Resting, Tier
+from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.at_rest import GroupAtRest
 
 

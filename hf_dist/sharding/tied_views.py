@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_dist import collectives
-from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.resting import opened
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.memory.offload.resting import opened
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.guard import LAZY
 from hf_dist.sharding.slices import joined

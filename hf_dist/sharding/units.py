@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import ModelError
-from hf_dist.mesh import ParallelMesh
-from hf_dist.offload.storage import Storage
+from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import GroupAxes, axes_by_name
 from hf_dist.sharding.order import PassOrders

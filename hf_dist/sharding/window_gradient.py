@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hf_dist.pages import in_huge_pages
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.prepared import raw_grad, set_raw_grad
+from hf_dist.tensors.hugepages import in_huge_pages
 
 
 class Window(Protocol):

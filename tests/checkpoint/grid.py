@@ -40,7 +40,7 @@ def start(stage: int, *, precision: str = "fp32", accumulation: int = 1, family:
 
 def train(engine: Any, first: int, count: int) -> list[float]:
     """Global losses of steps [first, first + count) of the common data order."""
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     rank, world, accumulation = engine.mesh.dp.rank, engine.mesh.dp.size, engine.batch.accumulation
     micro = ROWS // (world * accumulation)
@@ -67,9 +67,9 @@ def batch_items(batch: dict[str, torch.Tensor]) -> int:
 
 def digests(engine: Any) -> dict[str, str]:
     """Hash of every master weight and optimizer state, whole, the same in every layout. Collective."""
-    from hf_dist import collectives
     from hf_dist.checkpoint.flat_slice import FlatSlice
     from hf_dist.checkpoint.training_state import owned_parts, saved_state
+    from hf_dist.dist import collectives
 
     mine = {}
     for name, value in saved_state(engine, list(owned_parts(engine.sharded, _as_is)), _as_is).items():

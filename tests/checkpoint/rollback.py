@@ -11,7 +11,7 @@ import torch
 
 from hf_dist.errors import CheckpointError
 from tests.covering import FULL_GRID
-from tests.offload.training import OPTIMIZERS, Net, differences, make_engine, param_groups, states, train
+from tests.memory.offload.training import OPTIMIZERS, Net, differences, make_engine, param_groups, states, train
 
 BEFORE, AFTER = (range(3), (3, 4)) if FULL_GRID else (range(1), (3,))
 """Of pipelines: steps that a load takes back, and those that show the moments it has brought."""

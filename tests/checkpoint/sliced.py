@@ -1,8 +1,8 @@
 """Run on ranks: models whose parameters are slices of the stored ones, as tensor and expert parallelism hold them.
 
-Any cut of any parameter, also those that no plan makes (`tensor/test_layouts.py` and `experts/test_resume.py` have those an
-engine makes). Two ranks of the mesh's pipeline axis stand in for the two that share a parameter: each cuts all of its
-parameters, and the engine's own layouts, loading and saving do the rest.
+Any cut of any parameter, also those that no plan makes (`parallel/tensor/test_layouts.py` and
+`parallel/experts/test_resume.py` have those an engine makes). Two ranks of the mesh's pipeline axis stand in for the two that
+share a parameter: each cuts all of its parameters, and the engine's own layouts, loading and saving do the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RULES: tuple[tuple[str, int, tuple[int, ...]], ...] = (
 
 def slice_for(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Any:
     """What `rank` of `ranks` keeps of a parameter; the first one a little more where it does not divide."""
-    from hf_dist.boxes import TensorSlice
+    from hf_dist.tensors.tensor_slice import TensorSlice
 
     dim, segments = next((d, s) for pattern, d, s in RULES if re.search(pattern, name))
     ranges, begin = [], 0
@@ -85,8 +85,8 @@ def shard(model: nn.Module, stage: int, mesh: Any) -> Holder:
 def load(family: str, folder: Path, dtype: torch.dtype, cut: Any = None) -> Any:
     """A lazy model from the folder (an ordinary one where HF cannot read it), each parameter cut by `cut(name, shape)`."""
     import hf_dist
-    from hf_dist.sharding.held import keep_slice
     from hf_dist.sharding.lazy import lazy_sources
+    from hf_dist.sharding.param_slice import keep_slice
 
     model: Any = make_model(family, dtype)
     if family != "shuffled":
@@ -140,11 +140,11 @@ def forget(holder: Holder) -> None:
 
 def save(holder: Holder, whole: nn.Module, folder: Path, mode: str | None, dtype: torch.dtype) -> None:
     """Weights, their plan and the training state, as a checkpoint has them. Collective over world."""
-    from hf_dist import collectives
     from hf_dist.checkpoint import dcp, training_state
     from hf_dist.checkpoint.folder import STATE
     from hf_dist.checkpoint.model_files import PLAN
     from hf_dist.checkpoint.weight_write import write_weights
+    from hf_dist.dist import collectives
     from hf_dist.hf.naming import weight_plan_for
 
     axis = holder.mesh.world
@@ -166,11 +166,11 @@ def save(holder: Holder, whole: nn.Module, folder: Path, mode: str | None, dtype
 
 def round_trip(family: str, dtype: torch.dtype, stage: int, stock: Path, root: Path, meshes: Any) -> list[str]:
     """Problems: cut and uncut layouts load the stock folder, save, and read what the other has saved."""
-    from hf_dist import comm_log
     from hf_dist.checkpoint.folder import STATE
     from hf_dist.checkpoint.model_files import read_plan, read_weights
     from hf_dist.checkpoint.safetensors_source import bytes_read
     from hf_dist.checkpoint.training_state import load_state
+    from hf_dist.dist import comm_counter
 
     whole: Any = make_model(family, dtype)
     wanted = {n: p.detach() for n, p in whole.named_parameters()}
@@ -187,7 +187,7 @@ def round_trip(family: str, dtype: torch.dtype, stage: int, stock: Path, root: P
         set_states(holders[kind], 3.0)
         for mode in ("in order", None):
             folders[kind] = root / f"{kind}-{mode}"
-            with comm_log.record() as log:
+            with comm_counter.record() as log:
                 save(holders[kind], whole, folders[kind], mode, dtype)
             if family != "shuffled" and log.count("transfer") >= meshes[kind].world.size:
                 problems.append(f"{kind}, {mode}: a message for each run of bytes, not for each rank")
@@ -219,8 +219,8 @@ def wrong_import(holder: Holder, stock: dict[str, torch.Tensor]) -> list[str]:
 
 def round_trips(rank: int, world: int, cases: list[tuple[str, str, int]], stocks: dict[tuple[str, str], Path]) -> Any:
     """Problems by case; the folders stay beside the stock ones."""
-    from hf_dist.axes import Axes
-    from hf_dist.mesh import build_mesh
+    from hf_dist.dist.axes import Axes
+    from hf_dist.dist.mesh import build_mesh
 
     meshes = {"whole": build_mesh(device="cpu"), "cut": build_mesh(device="cpu", axes=partial(Axes.of, pp=2))}
     found = {}

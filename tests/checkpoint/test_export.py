@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from hf_dist.checkpoint.describe import describe
 from hf_dist.checkpoint.export import export
-from hf_dist.cli import app
 from hf_dist.errors import CheckpointError, ConfigError
+from hf_dist.tools.cli import app
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 
@@ -43,7 +43,7 @@ def save_trained(rank: int, world: int, family: str, folder: str) -> dict[str, t
     Returns the fp32 weights under the names in memory.
     """
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     model: Any = make_model(family, torch.bfloat16)
     for name, param in model.named_parameters():

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from hf_dist.checkpoint import file_sums, folder
 from hf_dist.checkpoint.file_sums import BLOCK, FileSums, damaged_files, digest_of
 from hf_dist.checkpoint.verify import verify
-from hf_dist.cli import app
 from hf_dist.errors import CheckpointError
+from hf_dist.tools.cli import app
 from tests.checkpoint.digests import load_damaged, save
 from tests.harness import run_ranks
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from hf_dist.checkpoint import lock
 from hf_dist.checkpoint.publish import recover
+from hf_dist.dist.patience import Patience
 from hf_dist.errors import CheckpointError
-from hf_dist.patience import Patience
 
 
 @pytest.fixture(autouse=True)

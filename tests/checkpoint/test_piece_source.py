@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint import piece_source
 from hf_dist.checkpoint.recording import RecordedTensor, recorded
 from hf_dist.checkpoint.safetensors_source import SafetensorsFile, bytes_read
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 Tensors = dict[str, torch.Tensor]
 STORED: Tensors = {

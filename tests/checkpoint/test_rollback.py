@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "open-window-z1": {"stage": 1, "gradient_accumulation_steps": 2},
     "open-window-z3-bf16": {"stage": 3, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
 }
-# States of other shapes, a scale, an open window; Adagrad is below, and every place of states in `offload/test_checkpoints.py`.
+# States of other shapes, a scale, an open window; Adagrad is below, every place of states in
+# `memory/offload/test_checkpoints.py`.
 CASES = some_of(CASES, "state-of-other-shapes-from-step-2", "fp16", "open-window-z3-bf16")
 
 

@@ -16,9 +16,9 @@ from hf_dist.checkpoint.file_sums import FileSums, digest_of
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.checkpoint.weight_plan import WeightPlan
 from hf_dist.checkpoint.weight_write import write_weights
+from hf_dist.dist.mesh import build_mesh
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.naming import buffer_parts, weight_plan_for
-from hf_dist.mesh import build_mesh
 from hf_dist.sharding.layout import FlatLayout
 
 from .families import make_model

@@ -15,9 +15,9 @@ from unittest import mock
 
 import pytest
 
-from hf_dist.cli import main
-from hf_dist.cli.script_arguments import HF_DEFAULTS
 from hf_dist.config import load_config, resolve_without_trainer
+from hf_dist.tools.cli import main
+from hf_dist.tools.cli.script_arguments import HF_DEFAULTS
 from tests import processes
 from tests.covering import FULL_GRID
 
@@ -28,7 +28,7 @@ MAX_VALIDATION_SECONDS = 0.05
 
 def started(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`hf-dist config ...` in a new process."""
-    command = [sys.executable, "-m", "hf_dist.cli", "config", *arguments]
+    command = [sys.executable, "-m", "hf_dist.tools.cli", "config", *arguments]
     environment = {**os.environ, "COLUMNS": "120"}
     return processes.run(command, cwd=REPO, env=environment, timeout=120)
 
@@ -234,7 +234,7 @@ def test_convert_of_nothing_useful_is_one_sentence(arguments: tuple[str, ...]) -
 def test_the_command_needs_no_torch_and_less_than_a_second() -> None:
     code = (
         "import sys; sys.argv = ['hf-dist', 'config', 'check', 'configs/zero3.json']\n"
-        "from hf_dist.cli import main\n"
+        "from hf_dist.tools.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules), 'imported'"

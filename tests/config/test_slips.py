@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from hf_dist.config import DistConfig, format_table, load_config
-from hf_dist.config.elsewhere import INSTEAD, OWNERS, SENTENCES, TRAINING_ARGUMENTS
+from hf_dist.config.foreign_keys import INSTEAD, OWNERS, SENTENCES, TRAINING_ARGUMENTS
 from hf_dist.config.support import SUPPORT
 from hf_dist.config.unknown import SECTIONS, known_keys
 from hf_dist.errors import ConfigError, Problem

@@ -17,8 +17,8 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
-from hf_dist.cli import app
 from hf_dist.config import read_config
+from hf_dist.tools.cli import app
 
 REPO = Path(__file__).resolve().parent.parent.parent
 GUIDES = sorted((REPO / "examples" / "guides").glob("*.md"))

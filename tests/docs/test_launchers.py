@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from hf_dist.launch import detect_launch
+from hf_dist.dist.launch import detect_launch
 from tests.docs.test_guides import REPO, check_script
 
 PAGE = (REPO / "examples" / "guides" / "launchers.md").read_text(encoding="utf-8")

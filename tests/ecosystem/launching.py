@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf_dist.ports import HeldPort
+from hf_dist.dist.ports import HeldPort
 from tests import forked, processes
 from tests.harness import ROOT
 
@@ -20,7 +20,7 @@ LAUNCHERS: dict[str, list[str]] = {
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
     ],
     "hf-dist": [
-        *("-m", "hf_dist.cli", "launch", "--config_file", "{trl}/zero3.yaml", "--num_processes", "2"),
+        *("-m", "hf_dist.tools.cli", "launch", "--config_file", "{trl}/zero3.yaml", "--num_processes", "2"),
         *("--mixed_precision", "no", "--main_process_port", "{port}"),
     ],
 }

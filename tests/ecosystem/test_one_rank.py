@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist.watchdog.location import Location
-from hf_dist.watchdog.report import Status, called_alone
+from hf_dist.dist.watchdog.location import Location
+from hf_dist.dist.watchdog.report import Status, called_alone
 from tests.covering import FULL_GRID, FULL_GRID_ONLY
 from tests.ecosystem.launching import launched
 from tests.ecosystem.lone_calls import adapters, refused, works

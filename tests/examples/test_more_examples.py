@@ -54,7 +54,8 @@ def test_lora_trains_saves_and_merges(tmp_path: Path) -> None:
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_loop_without_a_trainer_runs_under_accelerate_launch_and_goes_on(tmp_path: Path) -> None:
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    options = ["--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "3", "--max_per_package", "12"]
+    options = ["--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "3" if FULL_GRID else "1"]
+    options += ["--max_per_package", "12" if FULL_GRID else "6"]
     script = [*on_few_texts("examples/no_trainer.py"), "--dist_config", config_of("zero3.json", tmp_path), *options]
     said = run(*launcher, *script, "--num_epochs", "1", ACCELERATE_USE_CPU="true")
     assert "epoch 0: held-out loss" in said

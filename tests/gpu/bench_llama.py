@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_dist.ports import HeldPort
+from hf_dist.dist.ports import HeldPort
 from tests.gpu.results import record
 
 

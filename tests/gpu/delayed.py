@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
 from tests.scale.world import fake_world
 
 __all__ = ["Delayed", "Recorded", "delayed_rank"]

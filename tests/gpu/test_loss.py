@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_dist.loss.chunks import CHUNK_BYTES, Cast, Computed
+from hf_dist.memory.loss.chunks import CHUNK_BYTES, Cast, Computed
 
 pytestmark = [
     pytest.mark.gpu,

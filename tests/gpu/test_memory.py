@@ -10,7 +10,7 @@ import torch
 
 import hf_dist
 from hf_dist.config import load_config, resolve_without_trainer
-from hf_dist.estimate.planner import Planner, Workload
+from hf_dist.planning.planner import Planner, Workload
 from tests.gpu.place import DEVICE, GPUS
 from tests.gpu.results import record
 

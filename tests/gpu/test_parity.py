@@ -11,8 +11,8 @@ import torch
 
 from tests.gpu.place import TOLERANCE, join, needs, rehearsed, worlds
 from tests.harness import run_ranks
+from tests.parallel.sequence import train as sequences
 from tests.parity.train import Case, reference, relative, run_cases
-from tests.sequence import train as sequences
 
 CASES = rehearsed(
     [
@@ -121,8 +121,8 @@ def test_ranks_that_share_sequences_equal_one_process_on_the_cpu(index: int, wor
 
 def mean_of_half(rank: int, world: int) -> dict[str, float]:
     """By dtype: how far the mean that was made in it is from that in fp32, relative."""
-    from hf_dist import collectives
-    from hf_dist.mesh import build_mesh
+    from hf_dist.dist import collectives
+    from hf_dist.dist.mesh import build_mesh
 
     device = join(rank, world)
     mesh = build_mesh(device=device)

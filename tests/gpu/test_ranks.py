@@ -40,7 +40,7 @@ def touched(rank: int, world: int, folder: str) -> tuple[list[int], int]:
     """(GPUs on which this rank has a context after training, a question of the watchdog, and a save in the background;
     bytes of its own GPU that are in use beside the allocator's)"""
     import hf_dist
-    from hf_dist import mesh
+    from hf_dist.dist import mesh
 
     device = join(rank, world)
     config: dict[str, Any] = {
@@ -80,7 +80,7 @@ def small_queue(rank: int, world: int) -> str:
 
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     join(rank, world)
-    from hf_dist.mesh import build_mesh
+    from hf_dist.dist.mesh import build_mesh
 
     build_mesh(device="cuda")
     return os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]

@@ -32,19 +32,19 @@ def _freed_while_gathered() -> None:
 
 
 def _host_reads_at_once() -> None:
-    from hf_dist.offload.host import HostLink
+    from hf_dist.memory.offload.host import HostLink
 
     HostLink.wait_host = lambda self: self._in_use.clear()  # type: ignore[method-assign]
 
 
 def _device_reads_at_once() -> None:
-    from hf_dist.offload.host import HostLink
+    from hf_dist.memory.offload.host import HostLink
 
     HostLink.wait_device = lambda self: None  # type: ignore[method-assign]
 
 
 def _reductions_are_not_waited_for() -> None:
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     original = collectives.reduce_scatter
 
@@ -57,7 +57,7 @@ def _reductions_are_not_waited_for() -> None:
 
 
 def _the_norm_is_read() -> None:
-    from hf_dist.window import Window
+    from hf_dist.engine.window import Window
 
     original = Window.clip
 
@@ -70,8 +70,8 @@ def _the_norm_is_read() -> None:
 
 
 def _channels_are_not_connected() -> None:
-    from hf_dist.pipeline.p2p import P2PTransport
-    from hf_dist.pipeline.runtime import ScheduleRun
+    from hf_dist.parallel.pipeline.p2p import P2PTransport
+    from hf_dist.parallel.pipeline.runtime import ScheduleRun
 
     P2PTransport.connect = lambda self: None  # type: ignore[method-assign]
     ScheduleRun._may_post = lambda self, action: True  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist import mesh
+from hf_dist.dist import mesh
 
 GPUS = 4
 

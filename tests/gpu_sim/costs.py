@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from hf_dist.pipeline.meta import grouped_flops
+from hf_dist.parallel.pipeline.meta import grouped_flops
 
 FLOPS = 450e12
 """Of matrix products in half precision, per second."""

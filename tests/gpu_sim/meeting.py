@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hf_dist.patience import Patience
+from hf_dist.dist.patience import Patience
 
 PATIENCE_SECONDS = 60.0
 

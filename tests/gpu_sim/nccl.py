@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_dist import collectives, on_one_rank
-from hf_dist.offload import host
-from hf_dist.pipeline import p2p
+from hf_dist.dist import collective_guard, collectives
+from hf_dist.memory.offload import host
+from hf_dist.parallel.pipeline import p2p
 from tests.gpu_sim import costs
 from tests.gpu_sim.recorder import Recorder, where
 from tests.gpu_sim.trace import Point, Transfer
@@ -254,7 +254,7 @@ def as_nccl(
             for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(dist, name, stand_in, create=True))
             stack.enter_context(mock.patch.object(dist.distributed_c10d, "ProcessGroupNCCL", options, create=True))
-            stack.enter_context(mock.patch.object(on_one_rank, "_gathered", model.lines))
+            stack.enter_context(mock.patch.object(collective_guard, "_gathered", model.lines))
             stack.enter_context(mock.patch.object(collectives, "_all_gather", model.all_gather))
             stack.enter_context(mock.patch.object(collectives, "_reduce_scatter", model.reduce_scatter))
             transport = p2p.P2PTransport

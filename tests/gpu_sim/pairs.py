@@ -59,7 +59,7 @@ class Waits:
 
 
 class Nccl:
-    """Takes the place of `torch.distributed` in `pipeline/p2p.py`."""
+    """Takes the place of `torch.distributed` in `parallel/pipeline/p2p.py`."""
 
     def __init__(self) -> None:
         self.here = threading.local()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hf_dist.pipeline.standin import StandIn
+from hf_dist.parallel.pipeline.standin import StandIn
 from tests.gpu_sim.rank import GPU, simulated_rank
 from tests.gpu_sim.trace import Trace
 from tests.gpu_sim.training import SMALL, STEADY
@@ -74,8 +74,8 @@ class PipelineSetting:
 def train(rank: int, meet: str, setting: PipelineSetting, without: str = "") -> Trace:
     """The trace of some windows on one rank; `without`: see `training.train`."""
     import hf_dist
+    from hf_dist.parallel.tensor.choose import choose_plan
     from hf_dist.sharding.units import find_unit_modules
-    from hf_dist.tensor_parallel.choose import choose_plan
     from tests.gpu_sim.breakages import BREAKAGES
 
     def represented(other: int) -> int:

@@ -17,7 +17,7 @@ from tests.gpu_sim.nccl import Communicators
 from tests.gpu_sim.rank import GPU, simulated_rank
 from tests.gpu_sim.trace import Launched
 from tests.gpu_sim.training import SMALL, STEADY, Report, Setting, model_of, report
-from tests.sequence.families import make_model
+from tests.parallel.sequence.families import make_model
 
 WORLD, LAYERS, CHECKED, STEPS = 4, 3, 1, 3
 """CHECKED: in how many forwards the ranks compare their rows."""
@@ -45,8 +45,8 @@ def exchanges(model: Communicators) -> Iterator[None]:
 def train(rank: int, meet: str, exchange: Any, dtype: str, family: str) -> tuple[Report, Counter[str]]:
     """Some steps of one of four ranks that share every row; what it launched in the last one, by name."""
     import hf_dist
-    from hf_dist import same_rows
-    from hf_dist.sequence import outputs, verify
+    from hf_dist.dist import batch_consistency
+    from hf_dist.parallel.sequence import outputs, verify
 
     with simulated_rank(WORLD, rank) as (recorder, model), recorder, exchanges(model):
         setting = Setting(stage=3, world=WORLD, checkpointing="blocks", dtype=dtype)
@@ -55,7 +55,7 @@ def train(rank: int, meet: str, exchange: Any, dtype: str, family: str) -> tuple
         config["hf_dist"]["sequence_parallel"] = exchange
         # Tensors without elements are equal to nothing, and logits that nobody reads are no class of their own.
         outputs.WholeTensor.of = lambda part, shape, gather: part  # type: ignore[method-assign]
-        same_rows._CHECKED = CHECKED
+        batch_consistency._CHECKED = CHECKED
         with mock.patch.object(verify, "verify"):
             engine = hf_dist.initialize(_model(family, setting), config=config, device=GPU)
         recorder.trace.mark("built")

@@ -22,14 +22,14 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_dist.patience import Patience
+from hf_dist.dist.patience import Patience
 from tests.gpu_sim import library
 
 PATIENCE_SECONDS = 240.0
 """Seconds for a job."""
 _LOADED = (
-    "torch", "transformers.models.llama.modeling_llama", "torch.utils.flop_counter", "hf_dist.build",
-    "hf_dist.pipelined", "tests.gpu_sim.rank",
+    "torch", "transformers.models.llama.modeling_llama", "torch.utils.flop_counter", "hf_dist.engine.build",
+    "hf_dist.engine.pipeline_runner", "tests.gpu_sim.rank",
 )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_dist import collectives
-from hf_dist.mesh import MeshAxis
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
 
 PART = 40
 

@@ -16,8 +16,12 @@ FP32 = Setting(stage=2, offload="optimizer", dtype="fp32", clipping=0.0)
 FOUND: dict[str, tuple[Setting, str, str]] = {
     "the wait for gathered weights": (Setting(stage=3), "race", "all_gather"),
     "the wait before weights are freed": (Setting(stage=3), "early free", "sharding/group.py"),
-    "the wait for what is on its way to the host": (FP32, "race", "offload/host.py"),
-    "the wait for what is on its way to the device": (Setting(stage=2, offload="optimizer"), "race", "offload/host.py"),
+    "the wait for what is on its way to the host": (FP32, "race", "memory/offload/host.py"),
+    "the wait for what is on its way to the device": (
+        Setting(stage=2, offload="optimizer"),
+        "race",
+        "memory/offload/host.py",
+    ),
     "the wait for a reduction": (Setting(stage=2), "race", "reduce_scatter"),
 }
 """What is taken out -> where, and what the report must say."""

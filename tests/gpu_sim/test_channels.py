@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist.pipeline import P2PTransport, ScheduleRun, add_communication, forward_only, make_schedule, p2p
-from hf_dist.pipeline.actions import Action, Kind, Schedule
-from hf_dist.pipeline.communication import Channel, channel_of
-from hf_dist.pipeline.p2p import ChannelEnds
-from hf_dist.pipeline.split import StageOutput
+from hf_dist.parallel.pipeline import (
+    P2PTransport,
+    ScheduleRun,
+    add_communication,
+    forward_only,
+    make_schedule,
+    p2p,
+)
+from hf_dist.parallel.pipeline.actions import Action, Kind, Schedule
+from hf_dist.parallel.pipeline.communication import Channel, channel_of
+from hf_dist.parallel.pipeline.p2p import ChannelEnds
+from hf_dist.parallel.pipeline.split import StageOutput
 from tests.gpu_sim.pairs import Nccl
 
 SCHEDULES = [

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import hf_dist
-from hf_dist import mesh
 from hf_dist.checkpoint import save
 from hf_dist.checkpoint.save import CheckpointWriter
-from hf_dist.estimate import overhead, running
-from hf_dist.mesh import build_mesh
-from hf_dist.offload import host
+from hf_dist.dist import mesh
+from hf_dist.dist.mesh import build_mesh
+from hf_dist.memory.offload import host
+from hf_dist.planning import overhead, running
 from tests.parity.families import make_model
 
 

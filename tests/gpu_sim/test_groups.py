@@ -11,11 +11,12 @@ import accelerate
 import pytest
 import torch
 
-from hf_dist import DistAccelerator, groups, mesh, rendezvous
-from hf_dist.axes import Axes
-from hf_dist.groups import GroupLease, GroupMaker
-from hf_dist.mesh import build_mesh
-from hf_dist.pipeline.p2p import make_channels
+from hf_dist import DistAccelerator
+from hf_dist.dist import groups, mesh, rendezvous
+from hf_dist.dist.axes import Axes
+from hf_dist.dist.groups import GroupLease, GroupMaker
+from hf_dist.dist.mesh import build_mesh
+from hf_dist.parallel.pipeline.p2p import make_channels
 
 WORLD, RANK = 4, 1
 GPU = torch.device("cuda", RANK)

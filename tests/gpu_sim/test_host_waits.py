@@ -11,8 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import hf_dist
-from hf_dist.engine import _to_device
-from hf_dist.mesh import MeshAxis
+from hf_dist.dist.mesh import MeshAxis
+from hf_dist.engine.engine import _to_device
 from hf_dist.sharding.combining import combine
 from hf_dist.sharding.group_axes import Combination
 from tests.hf.test_arguments import CONFIG, arguments

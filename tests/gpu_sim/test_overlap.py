@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import hf_dist
-from hf_dist.build import in_flight_limits
 from hf_dist.config import AutoSources, load_config, resolve, resolve_without_trainer
-from hf_dist.estimate.planner import Planner, Workload
-from hf_dist.estimate.temporary import Temporary
+from hf_dist.engine.build import in_flight_limits
 from hf_dist.optim.clip import EarlyNorms, owned_norms
+from hf_dist.planning.planner import Planner, Workload
+from hf_dist.planning.temporary import Temporary
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.unit import ShardUnit
-from tests.test_estimate import llama
+from tests.planning.test_estimate import llama
 
 
 def engine_of(stage: int, **zero: Any) -> Any:

@@ -88,4 +88,4 @@ def test_nothing_is_read_too_early_or_freed_too_early(cell: Cell) -> None:
 def test_without_the_warm_up_of_the_channels_the_first_window_hangs_and_is_named() -> None:
     outcome = replay(traces(PipelineSetting(steps=1, microbatches=2), WITHOUT))
     assert len(outcome.hung) == 2
-    assert all("first use" in line and "pipeline/p2p.py" in line for line in outcome.hung), outcome.hung
+    assert all("first use" in line and "parallel/pipeline/p2p.py" in line for line in outcome.hung), outcome.hung

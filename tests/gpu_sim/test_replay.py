@@ -17,7 +17,7 @@ def move(trace: Trace, kind: str, name: str = "c", seconds: float = 0.0, ranks: 
     stream = f"nccl {name}"
     trace.order(stream, trace.point(COMPUTE))
     more = {"reads": (), "writes": (), "seconds": seconds, "transfer": Transfer(name, ranks, kind, 8)}
-    return trace.launch(stream, kind, "engine.py:1", **more)
+    return trace.launch(stream, kind, "engine/engine.py:1", **more)
 
 
 def test_streams_run_beside_each_other_and_wait_where_they_are_told() -> None:
@@ -79,7 +79,7 @@ def test_ranks_that_use_two_communicators_first_in_different_orders_wait_for_eve
     move(other, "send", "b")
     outcome = both(one, other)
     assert len(outcome.hung) == 2
-    assert outcome.hung[0] == "rank 0 waits in the first use of b for rank 1: receive at engine.py:1"
+    assert outcome.hung[0] == "rank 0 waits in the first use of b for rank 1: receive at engine/engine.py:1"
 
 
 def test_used_once_in_one_order_before_they_do_not() -> None:
@@ -113,7 +113,12 @@ def test_with_one_hardware_queue_a_send_behind_the_receive_that_needs_it_never_b
         compute(asks, 1.0)
         asks.order(COMPUTE, move(asks, "receive", "back"))
         asks.launch(
-            "nccl there", "send", "engine.py:2", reads=(), writes=(), transfer=Transfer("there", (0, 1), "send", 8)
+            "nccl there",
+            "send",
+            "engine/engine.py:2",
+            reads=(),
+            writes=(),
+            transfer=Transfer("there", (0, 1), "send", 8),
         )
         answers.order(COMPUTE, move(answers, "receive", "there"))
         compute(answers, 1.0)

@@ -2,7 +2,7 @@
 
     python -m tests.gpu_sim.timed_experts [--layers 4] [--tokens 4096] [--models qwen3-30b gpt-oss-120b]
 
-One rank is simulated, as in `timed.py`; routing is even, so each gets what `estimate/expert_traffic.py` expects. Machines of 8:
+One rank is simulated, as in `timed.py`; routing is even, so each gets what `planning/expert_traffic.py` expects. Machines of 8:
 300 GB/s between their ranks, 50 GB/s per network card. A collective that goes round uses all cards of a machine, tokens that
 leave one only that of their rank.
 """
@@ -78,9 +78,9 @@ def speed(kind: str, ranks: tuple[int, ...]) -> float:
 @contextmanager
 def even_routing() -> Iterator[None]:
     """Inside, every rank gets as many rows as random choices send it: no tensor here has elements that say it."""
-    from hf_dist import collectives
-    from hf_dist.experts import exchange
-    from hf_dist.experts.routing_plan import RoutingPlan
+    from hf_dist.dist import collectives
+    from hf_dist.parallel.experts import exchange
+    from hf_dist.parallel.experts.routing_plan import RoutingPlan
 
     def plan(self: Any, chosen: torch.Tensor) -> RoutingPlan:
         ranks, (tokens, k) = self.axis.size, chosen.shape

@@ -17,11 +17,11 @@ import torch
 from torch.nn import functional
 
 from hf_dist.config import load_config, resolve_without_trainer
-from hf_dist.estimate.hardware import Hardware
-from hf_dist.estimate.layouts import Layout, Wanted
-from hf_dist.estimate.memory_plan import Limits
-from hf_dist.estimate.search import Search
-from hf_dist.estimate.step_time import StepTime
+from hf_dist.planning.hardware import Hardware
+from hf_dist.planning.layouts import Layout, Wanted
+from hf_dist.planning.memory_plan import Limits
+from hf_dist.planning.search import Search
+from hf_dist.planning.step_time import StepTime
 from tests.gpu_sim import costs, timed
 from tests.gpu_sim.replay import Outcome
 from tests.gpu_sim.trace import COMPUTE

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from hf_dist.linear_input import LinearInput
+from hf_dist.tensors.linear_input import LinearInput
 from tests.gpu_sim import costs
 from tests.gpu_sim.rank import GPU, simulated_rank
 from tests.gpu_sim.replay import Outcome, replay
@@ -64,8 +64,8 @@ def run(
     rank: int, meet: str, size: int, networks: list[float], case: Case, variants: Sequence[Variant] = VARIANTS
 ) -> dict[tuple[float, Variant], Outcome]:
     """The last of some steps of every variant. `networks`: bytes per second of a rank."""
+    from hf_dist.parallel.tensor.choose import choose_plan
     from hf_dist.sharding.units import find_unit_modules
-    from hf_dist.tensor_parallel.choose import choose_plan
 
     with torch.device("meta"):
         model = case.llama()

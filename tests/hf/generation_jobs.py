@@ -60,7 +60,7 @@ def on_ranks(folder: Path, family: str, stage: int, loop: str) -> Record:
 
     `loop`: who shards the model, an accelerator or `initialize`."""
     import hf_dist
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
     from hf_dist.hf import generation
 
     config = {"zero_optimization": {"stage": stage}}
@@ -78,7 +78,7 @@ def on_ranks(folder: Path, family: str, stage: int, loop: str) -> Record:
         generation.free_nbytes = free if room == "room" else lambda device: 0  # type: ignore[assignment]
         try:
             for how in HOW:
-                with comm_log.record() as log:
+                with comm_counter.record() as log:
                     record[room, how] = generate(model, rank, how)
                 record[room, how, "gathers"] = log.count("all_gather")
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
 from tests.hf.on_ranks import dist_trainer, record_of, weights_of
 from tests.hf.recipes import RECIPES, Row, make_model, pad, plain_arguments, texts, warmup_decay
 from tests.references import shared

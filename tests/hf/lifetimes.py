@@ -90,7 +90,7 @@ def _ours(stage: int | None, ranks: int, folder: str) -> Callable[..., Any]:
 def weights_of(model: Any) -> Weights:
     """Whole weights. Collective."""
     import hf_dist
-    from hf_dist.sharding.keeper import shards_of
+    from hf_dist.sharding.ownership import shards_of
 
     with nullcontext() if shards_of(model) is None else hf_dist.gathered(model):
         return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -17,7 +17,7 @@ import torch
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_dist import DistAccelerator, DistArgsMixin, DistTrainingArguments
-from hf_dist.axes import Axes
+from hf_dist.dist.axes import Axes
 from hf_dist.errors import ConfigError
 from tests.hf.recipes import RECIPES
 

@@ -15,8 +15,9 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
-from hf_dist import DistTrainer, DistTrainingArguments, collectives, log
+from hf_dist import DistTrainer, DistTrainingArguments, log
 from hf_dist.config import DistConfig
+from hf_dist.dist import collectives
 from hf_dist.hf.callbacks import LogCallback, MemoryCallback, ThroughputCallback, default_callbacks
 from hf_dist.hf.callbacks.flops import TrainingFlops
 from hf_dist.hf.callbacks.memory import peak_nbytes, reset_peak

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_dist.patience import crowding
-from hf_dist.ports import HeldPort
+from hf_dist.dist.patience import crowding
+from hf_dist.dist.ports import HeldPort
 from tests import forked, processes
 from tests.covering import FULL_GRID, FULL_GRID_ONLY
 from tests.harness import ROOT

@@ -72,7 +72,7 @@ FEW = {
     "label_smoothing": PP, "compute_loss_func": PP, "classifier": PP, "group_by_length": PP, "cosine": PP,
     "moe": TP, "lora": CP,
 }  # fmt: skip
-"""Every way to make a loss, here or on four ranks, and what asks something of the loop. Exchanges: `sequence/`."""
+"""Every way to make a loss, here or on four ranks, and what asks something of the loop. Exchanges: `parallel/sequence/`."""
 ON_TWO = ON_TWO if FULL_GRID else [case for case in ON_TWO[:-2] if case[2] is FEW.get(case[0])]
 ON_FOUR = [
     *((name, 3, PP) for name in ("plain", "label_smoothing", "classifier", "lora", "moe")),
@@ -101,7 +101,7 @@ EVALUATED = [
 ]
 EVALUATED = EVALUATED if FULL_GRID else EVALUATED[2:4]
 GENERATED = [(stage, layout) for layout in (PP, TP, CP) for stage in (0, 3)]
-GENERATED = GENERATED if FULL_GRID else GENERATED[::3]  # sequences: `sequence/test_whole_calls.py`
+GENERATED = GENERATED if FULL_GRID else GENERATED[::3]  # sequences: `parallel/sequence/test_whole_calls.py`
 DROPOUT = (PP, CP) if FULL_GRID else (PP,)
 JOBS: dict[int, list[Job]] = {
     2: [
@@ -243,7 +243,7 @@ def test_dropout_leaves_the_data_alike_on_ranks_that_share_rows(layout: dict[str
     ("layout", "message"),
     [
         pytest.param(PP, "pipeline stage 1 reads other data than that of stage 0", id="stages"),
-        # By default `sequence/test_refusals.py`.
+        # By default `parallel/sequence/test_refusals.py`.
         pytest.param(TP, "rank 1 reads another batch than rank 0", id="matrices", marks=FULL_GRID_ONLY),
     ],
 )

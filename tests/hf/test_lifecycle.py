@@ -32,7 +32,7 @@ RESUMED = [
     *(("dropout", 3, BF16), ("lora", 3, None), ("moe", 3, None), ("adagrad", 1, None)),
     *(("random_collator", stage, None) for stage in (0, 3)),
 ]
-RESUMED = RESUMED if FULL_GRID else RESUMED[-1:]  # with dropout; experts: `experts/test_resume.py`
+RESUMED = RESUMED if FULL_GRID else RESUMED[-1:]  # with dropout; experts: `parallel/experts/test_resume.py`
 BEST = [
     *(
         ("plain", stage, only_model, config)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_dist import DistTrainer, DistTrainingArguments, comm_log, log
+from hf_dist import DistTrainer, DistTrainingArguments, log
+from hf_dist.dist import comm_counter
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.hf.callbacks.communication import CommunicationCallback, communication_table
-from hf_dist.mesh import MeshAxis
 
 
 def trained(folder: Path, config: dict[str, Any]) -> DistTrainer:
@@ -63,7 +64,7 @@ def test_comms_logger_prints_a_table_when_training_ends(tmp_path: Path, caplog: 
     with caplog.at_level(logging.INFO, logger=log.logger.name):
         trained(tmp_path, {"comms_logger": {"enabled": True}})
     assert "communication of this rank in 3 steps" in caplog.text
-    assert not comm_log._logs, "nothing is counted after the run"
+    assert not comm_counter._logs, "nothing is counted after the run"
 
 
 def test_the_table_adds_up_calls_and_bytes_over_the_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +73,7 @@ def test_the_table_adds_up_calls_and_bytes_over_the_steps(caplog: pytest.LogCapt
     axis = MeshAxis.__new__(MeshAxis)
     object.__setattr__(axis, "name", "shard")
     for _ in range(2):
-        comm_log.count("all_gather", axis, 1_500_000)
+        comm_counter.count("all_gather", axis, 1_500_000)
         callback.on_step_end(None, None, None)
     with caplog.at_level(logging.INFO, logger=log.logger.name):
         callback.on_train_end(None, None, None)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.finite import first_not_finite
 from hf_dist.checkpoint.owned_part import OwnedPart
 from hf_dist.optim.not_finite import NotFinite
+from hf_dist.tensors.tensor_slice import TensorSlice
 from tests.covering import some_of
 from tests.hf.layout_jobs import matrices, stages
 from tests.hf.on_ranks import Job, found, outcomes_by_world

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.hf import stop_signal
 from hf_dist.hf.stop_signal import StopSignal
-from hf_dist.mesh import MeshAxis
 
 
 class Ring:

@@ -20,9 +20,9 @@ import torch
 import transformers as tf
 
 import hf_dist
-from hf_dist.build import mesh_for
 from hf_dist.checkpoint.safetensors_source import bytes_read
 from hf_dist.config import load_config
+from hf_dist.engine.build import mesh_for
 from tests.harness import run_ranks
 
 MIB = 2**20

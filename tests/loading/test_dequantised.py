@@ -13,10 +13,10 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 import hf_dist
-from hf_dist.boxes import TensorSlice
 from hf_dist.checkpoint.safetensors_source import bytes_read
-from hf_dist.sharding.held import keep_slice
 from hf_dist.sharding.lazy import lazy_source, lazy_sources
+from hf_dist.sharding.param_slice import keep_slice
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 SMALL: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, use_cache=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_ENDS = "test_ends.py::test_"
+_ENDS = "dist/test_ends.py::test_"
 
 MUTANTS: list[Mutant] = [
     # ---- folders
@@ -103,7 +103,7 @@ MUTANTS: list[Mutant] = [
     # ---- ends
     Mutant(
         "Ctrl-C interrupts a save between two collectives",
-        "agree.py",
+        "dist/raise_on_all_ranks.py",
         "            signal.signal(number, note)\n",
         "            pass\n",
         (_ENDS + "an_interrupt_in_a_save_waits_for_its_end",),
@@ -117,38 +117,38 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "the last rank does not hear what rank 0 has judged",
-        "watchdog/thread.py",
+        "dist/watchdog/thread.py",
         '                if self.rank in message.get("alone", ()):\n',
         '                if self._collector is None and self.rank in message.get("alone", ()):\n',
         (_ENDS + "one_rank_alone_without_memory_does_not_start_again_by_itself",),
     ),
     Mutant(
         "the plan of a lack of memory runs the hooks of the live model",
-        "estimate/out_of_memory.py",
+        "planning/out_of_memory.py",
         "planner = planner_alone(engine, micro, seq)",
-        "planner = __import__('hf_dist.estimate.running', fromlist=['x']).planner_for(engine, micro, seq)",
+        "planner = __import__('hf_dist.planning.running', fromlist=['x']).planner_for(engine, micro, seq)",
         (_ENDS + "out_of_memory_between_two_steps_is_told_with_a_plan_and_ends_the_job",),
     ),
     Mutant(
         "the port of another program is taken for a store",
-        "rendezvous.py",
+        "dist/rendezvous.py",
         "            return False\n    return True\n\n\ndef _leave_agent_store",
         "            return False\n    return False\n\n\ndef _leave_agent_store",
-        ("test_rendezvous.py",),
+        ("dist/test_rendezvous.py",),
     ),
     Mutant(
         "every rank prints the traceback of an error of all",
-        "failure.py",
+        "dist/excepthook.py",
         "        if told is None or told == rank:\n",
         "        if True:\n",
         (_ENDS + "an_error_of_every_rank_is_shown_once_with_each_ranks_own_words",),
     ),
     Mutant(
         "the bytes of a single element of a wider tensor are asked of a view",
-        "checksum.py",
+        "tensors/checksum.py",
         "flat if flat.stride() == (1,) else",
         "flat if flat.is_contiguous() else",
-        ("test_agree.py",),
+        ("dist/test_raise_on_all_ranks.py",),
     ),
     Mutant(
         "evaluations leave their loaders behind",

@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
         "sharding/group.py",
         "if self.second is not None and self._keepable:",
         "if self.second is not None and self.fresh:",
-        ("sharding/test_second_copy.py",),
+        ("sharding/test_hpz.py",),
     ),
     Mutant(
         "writes are noticed in the first parameter of a group only",
@@ -118,26 +118,26 @@ MUTANTS: list[Mutant] = [
         "sharding/full_params.py",
         "for axis in (group.axes.shard, *copies):",
         "for axis in (group.axes.shard,):",
-        ("offload/test_parity.py::test_hsdp_clipped_values_and_weights_changed_by_one_rank",),
+        ("memory/offload/test_parity.py::test_hsdp_clipped_values_and_weights_changed_by_one_rank",),
     ),
     Mutant(
         "a full gradient lacks the parts of the ranks that share a weight",
         "sharding/full_params.py",
         "for row in group.access.to_combine():",
         "for row in group.access.to_combine()[1:]:",
-        ("tensor/test_properties.py",),
+        ("parallel/tensor/test_properties.py",),
     ),
     # ---- passes
     Mutant(
         "a block is freed before the gradients of its inputs are there",
-        "sharding/passes.py",
+        "sharding/hooks.py",
         "if unit.waiting or unit.open_calls:",
         "if unit.waiting:",
         ("sharding/test_edge.py", "hf/test_peft.py"),
     ),
     Mutant(
         "gradients of a backward that raised are added to the next window",
-        "sharding/passes.py",
+        "sharding/hooks.py",
         "        if self._in_backward:  # the last backward raised; its gradients belong to no step\n"
         "            self._abandon_window()",
         "        if self._in_backward:  # the last backward raised; its gradients belong to no step\n"
@@ -185,14 +185,14 @@ MUTANTS: list[Mutant] = [
         "sharding/precision.py",
         "return MASTER_DTYPE if compute == torch.float32 else self.masters",
         "return self.masters",
-        ("optim/test_rounded.py",),
+        ("optim/test_low_precision_states.py",),
     ),
     Mutant(
         "what lies inside a nested target is cast like an input",
-        "sharding/targets.py",
+        "sharding/label_dtypes.py",
         "cast(item, as_given or (type(key)",
         "cast(item, (type(key)",
-        ("sharding/test_targets.py",),
+        ("sharding/test_label_dtypes.py",),
     ),
     Mutant(
         "a weight whose file could not be read stays half filled",
@@ -229,14 +229,14 @@ MUTANTS: list[Mutant] = [
         "optim/attach.py",
         "        self._stepped.clear()\n        self._narrowed = None\n",
         "        self._stepped.clear()\n",
-        ("offload/test_parity.py",),
+        ("memory/offload/test_parity.py",),
     ),
     Mutant(
         "a full batch of states on the host is stepped again with the next one",
         "optim/step_batch.py",
         "for f in own_of[id(g)]]))\n                on_host = []\n",
         "for f in own_of[id(g)]]))\n",
-        ("offload/test_parity.py", "optim/test_fused_kernel.py"),
+        ("memory/offload/test_parity.py", "optim/test_fused_kernel.py"),
     ),
     Mutant(
         "weights without a gradient are stepped inside the backward",
@@ -282,10 +282,10 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "states are rounded where only master weights rest in bf16",
-        "optim/rounded.py",
+        "optim/low_precision_states.py",
         "if self._rounding.states and f.is_like(value)",
         "if f.is_like(value)",
-        ("optim/test_rounded.py::test_master_weights_rest_in_bf16_and_are_stepped_in_fp32",),
+        ("optim/test_low_precision_states.py::test_master_weights_rest_in_bf16_and_are_stepped_in_fp32",),
     ),
     Mutant(
         "betas of a cycle are those of its beginning after a resume",
@@ -339,7 +339,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "what is written through the param groups waits for the next step",
-        "engine.py",
+        "engine/engine.py",
         "        if self.fragments is not None and self.fragments.take_writes():\n",
         "        if False:\n",
         ("window/test_written_weights.py",),

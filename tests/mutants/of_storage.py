@@ -127,7 +127,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "the loss scale stays what it was where a checkpoint has none",
-        "engine_checkpoints.py",
+        "engine/checkpoints.py",
         """        if self.scaler:
             self.scaler.load_state_dict(state["scaler"] or self.scaler.initial_state)
 """,
@@ -138,14 +138,14 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "weights that were written by hand are not in the next checkpoint",
-        "engine_checkpoints.py",
+        "engine/checkpoints.py",
         "        self.sharded.take_writes()\n",
         "",
         ("window/test_raw_loops.py::test_weights_written_after_the_last_step_are_in_the_checkpoint",),
     ),
     Mutant(
         "running statistics of each rank are left in a model that becomes ordinary",
-        "ordinary.py",
+        "engine/unprepare.py",
         "    sharded.synchronize_buffers()\n",
         "",
         ("sharding/test_statistics.py",),
@@ -254,7 +254,7 @@ MUTANTS: list[Mutant] = [
         "hf/replicas.py",
         "self.state.num_input_tokens_seen += (self.state.num_input_tokens_seen - before) * (self.outer.axis.size - 1)",
         "self.state.num_input_tokens_seen += (self.state.num_input_tokens_seen - before) * self.outer.axis.size",
-        ("local_sgd/test_trainer.py::test_items_of_a_window_are_counted_over_the_replica",),
+        ("parallel/local_sgd/test_trainer.py::test_items_of_a_window_are_counted_over_the_replica",),
     ),
     Mutant(
         "the example that stages are planned with moves the random streams",
@@ -304,29 +304,29 @@ MUTANTS: list[Mutant] = [
         "config/sources.py",
         '"only_loss_is_read": not getattr(args, "label_smoothing_factor", 0.0),',
         '"only_loss_is_read": True,',
-        ("activation/test_ranks.py",),
+        ("memory/activation/test_ranks.py",),
     ),
     Mutant(
         "experts are spread beyond a machine",
         "config/topology.py",
         "math.gcd(shard, neighbours, *experts)",
         "math.gcd(shard, *experts)",
-        ("experts/test_find.py",),
+        ("parallel/experts/test_find.py",),
     ),
     # ---- estimates
     Mutant(
         "gradients that are freed in backward are planned so in a window of several microbatches, too",
-        "estimate/state_bytes.py",
+        "planning/state_bytes.py",
         "if self.frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:",
         "if self.frees_gradients:",
         ("optim/test_in_backward.py::test_the_plan_has_the_gradients_that_are_held_at_once",),
     ),
     Mutant(
         "frozen weights with a second copy are planned to travel among all ranks",
-        "estimate/wire.py",
+        "planning/comm_volume.py",
         "min(uses, int(group.trainable))",
         "min(uses, 1)",
-        ("sharding/test_second_copy.py",),
+        ("sharding/test_hpz.py",),
     ),
     # ---- positions in data
     Mutant(
@@ -346,17 +346,17 @@ MUTANTS: list[Mutant] = [
     # ---- the proof
     Mutant(
         "a loss that depends on which rows are together passes for a mean",
-        "hf/proof/itself.py",
+        "tools/check/itself.py",
         "    if any(_near(together, mean) for mean in means):\n",
         "    if True:\n",
-        ("hf/test_proof.py::test_a_loss_that_no_layout_can_equal_is_told",),
+        ("tools/test_check.py::test_a_loss_that_no_layout_can_equal_is_told",),
     ),
     Mutant(
         "a key bias that is rounding sets the limit of all tensors",
-        "hf/proof/runs.py",
+        "tools/check/runs.py",
         "norm = max(float(theirs.norm()), floor * theirs.numel() ** 0.5)",
         "norm = float(theirs.norm())",
-        ("hf/test_proof.py::test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor",),
+        ("tools/test_check.py::test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor",),
     ),
     Mutant(
         "a mean beside a counted loss is added up over microbatches and ranks",
@@ -388,16 +388,16 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "the limit of the worst tensor is that of all in half precision",
-        "hf/proof/limits.py",
+        "tools/check/limits.py",
         "max(min(self.tensors[step], own), routed)",
         "max(self.tensors[step], routed)",
-        ("hf/test_proof.py::test_one_wrong_tensor_is_found_in_half_precision_however_far_others_are",),
+        ("tools/test_check.py::test_one_wrong_tensor_is_found_in_half_precision_however_far_others_are",),
     ),
     Mutant(
         "the trial of a split counts the first output only",
-        "tensor_parallel/verify.py",
+        "parallel/tensor/verify.py",
         "for t in tensors]).sum()",
         "for t in tensors[:1]]).sum()",
-        ("tensor/test_modalities.py",),
+        ("parallel/tensor/test_modalities.py",),
     ),
 ]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_dist.optim import fused_kernel
-from tests.offload import training
-from tests.offload.training import differences, make_engine, states, train
+from tests.memory.offload import training
+from tests.memory.offload.training import differences, make_engine, states, train
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, fused=True),

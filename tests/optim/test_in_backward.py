@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hf_dist.errors import ConfigError, ModelError
-from hf_dist.estimate.optimizer_states import OptimizerStates
-from hf_dist.estimate.state_bytes import States
-from hf_dist.offload.resting import Tier
-from hf_dist.offload.storage import MASTER_NBYTES
+from hf_dist.memory.offload.resting import Tier
+from hf_dist.memory.offload.storage import MASTER_NBYTES
+from hf_dist.planning.optimizer_states import OptimizerStates
+from hf_dist.planning.state_bytes import States
 from tests.covering import FULL_GRID, some_of
 from tests.harness import run_ranks
-from tests.offload.training import differences, make_engine, states, train
+from tests.memory.offload.training import differences, make_engine, states, train
 
 IN_BACKWARD = {"hf_dist": {"optimizer_in_backward": True}}
 BF16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}

@@ -55,8 +55,8 @@ def test_two_optimizers_resume_in_another_layout(tmp_path: Path) -> None:
 
 
 def test_what_two_optimizers_keep_is_what_the_plan_counts() -> None:
-    from hf_dist.estimate.optimizer_states import OptimizerStates
-    from hf_dist.estimate.state_bytes import States
+    from hf_dist.planning.optimizer_states import OptimizerStates
+    from hf_dist.planning.state_bytes import States
 
     model, engine = known_jobs._two_engines(1)
     known_jobs._steps(engine, model, 0, 1, 0)

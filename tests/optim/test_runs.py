@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_dist
 from hf_dist.optim import fused_kernel
-from tests.offload.training import differences, states
+from tests.memory.offload.training import differences, states
 
 DIM = 24
 

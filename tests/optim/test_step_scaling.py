@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hf_dist
-from hf_dist import window as window_module
-from hf_dist.engine import Engine
+from hf_dist.engine import window as window_module
+from hf_dist.engine.engine import Engine
 from hf_dist.optim import skipped
 from hf_dist.optim.skipped import SkippedSteps
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling

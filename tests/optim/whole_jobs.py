@@ -58,14 +58,14 @@ def made(section: dict[str, Any] | None, stage: int, optimizer: Any = None, **mo
 
 def bits(rank: int, world: int, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], int, int, int, int]]:
     """By stage: weights after torch's Muon, bytes and number of exchanges on this rank, the formula's bytes, rounds."""
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
     from hf_dist.optim import owners
 
     owners.BUCKET_NUMEL = ROUND_NUMEL
     results = []
     for stage in stages:
         engine = made(None, stage, torch_muon)
-        with comm_log.record() as log:
+        with comm_counter.record() as log:
             same_rows(engine, engine.model)
         items = engine.fragments.members[0]._muon._owners.items
         rounds = len(engine.fragments.members[0]._muon._owners.buckets(lambda o: True))
@@ -183,9 +183,9 @@ PLANNED = list(itertools.product(OBJECTS, (0, 1, 3))) if FULL_GRID else PLANNED
 
 def planned(rank: int, world: int) -> dict[str, Any]:
     """By optimizer object and stage: planned bytes at rest, what is there after two steps, whether the plan is known."""
-    from hf_dist.estimate.optimizer_states import OptimizerStates
-    from hf_dist.estimate.state_bytes import States
-    from hf_dist.offload.resting import Tier
+    from hf_dist.memory.offload.resting import Tier
+    from hf_dist.planning.optimizer_states import OptimizerStates
+    from hf_dist.planning.state_bytes import States
 
     found = {}
     for kind, stage in PLANNED:

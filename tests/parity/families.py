@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.pipeline import zoo
-from tests.pipeline.zoo import VOCAB
+from tests.parallel.pipeline import zoo
+from tests.parallel.pipeline.zoo import VOCAB
 
 ROWS = 36  # divides by 1, 2, 3 and 4 ranks, with 1 or 3 microbatches
 FAMILIES = ("llama", "gpt2", "qwen3", "bert", "t5", "qwen3_moe", "vit")
@@ -34,7 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "experts_implementation": "grouped_mm",
     },
 }
-"""What differs from the models of `tests/pipeline/zoo.py`, beside the size."""
+"""What differs from the models of `tests/parallel/pipeline/zoo.py`, beside the size."""
 NAMES = {
     "llama": "Llama",
     "gpt2": "GPT2",

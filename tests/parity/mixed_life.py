@@ -30,7 +30,7 @@ MORE: list[dict[str, Any]] = [
     {"zero_optimization": {"mics_shard_size": 2}},
 ]
 """What else a config has."""
-if not FULL_GRID:  # stages and experts become shards; cut matrices: `tensor/test_layouts.py`
+if not FULL_GRID:  # stages and experts become shards; cut matrices: `parallel/tensor/test_layouts.py`
     CHAIN, MORE = ([steps[step] for step in (1, 6)] for steps in (CHAIN, MORE))  # type: ignore[assignment]
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_dist.local_ranks import FOLDER
+from hf_dist.dist.spawn import FOLDER
 from tests.attempts import attempts
+from tests.parallel.pipeline.zoo import make_microbatches, make_model
 from tests.parity.optimizers import EPS, LR, PLAIN, SECTIONS
 from tests.parity.train import CLIP
-from tests.pipeline.zoo import make_microbatches, make_model
 from tests.references import shared
 
 _calls = itertools.count()
@@ -201,7 +201,7 @@ def called_outside(model: nn.Module, family: str, steps: int) -> float:
 def train_on_rank(rank: int, world: int, case: PipelineCase, device: str = "cpu") -> dict[str, Any]:
     """The same through `engine.train_batch`; this rank's weights under the full model's names."""
     import hf_dist
-    from hf_dist.sharding.held import held_slice
+    from hf_dist.sharding.param_slice import held_slice
 
     model = build(*case.model)
     if case.experts:
@@ -242,9 +242,9 @@ def with_shared_plans(rank: int, world: int) -> Callable[..., dict[str, Any]]:
 
     A plan is plain data, "with the same result on every rank", and most of what a case costs.
     """
-    from hf_dist import pipelined
+    from hf_dist.engine import pipeline_runner
 
-    plan, plans = pipelined.plan_stages, dict[Any, Any]()
+    plan, plans = pipeline_runner.plan_stages, dict[Any, Any]()
     store = dist.FileStore(str(Path(os.environ[FOLDER], f"plans-{next(_calls)}")), world)
 
     def train(case: PipelineCase, device: str = "cpu") -> dict[str, Any]:
@@ -258,7 +258,7 @@ def with_shared_plans(rank: int, world: int) -> Callable[..., dict[str, Any]]:
                 raise plans[key]
             return plans[key]
 
-        with mock.patch.object(pipelined, "plan_stages", planned):
+        with mock.patch.object(pipeline_runner, "plan_stages", planned):
             return train_on_rank(rank, world, case, device)
 
     return train

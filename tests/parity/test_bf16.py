@@ -26,7 +26,7 @@ def _batch(step: int, rank: int, world: int) -> tuple[dict[str, torch.Tensor], i
 def train(rank: int, world: int, stage: int, reduce: str = "fp32") -> list[float]:
     """Losses of the joined batch under hf_dist."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     model = make_model("llama")
     config = {

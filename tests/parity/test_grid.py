@@ -99,7 +99,7 @@ BY_DEFAULT = (
     "llama-z3-acc3-lora-adafactor-w3",
     "llama-z3-acc3-once-shard2-w4",
 )
-"""Every value of every axis; the other cells run with HF_DIST_FULL_GRID=1. `tensor/test_grid.py`: Bert, Qwen3."""
+"""Every value of every axis; the other cells run with HF_DIST_FULL_GRID=1. `parallel/tensor/test_grid.py`: Bert, Qwen3."""
 
 
 def rows(grids: dict[str, tuple[int, dict[str, tuple[Any, ...]]]], names: Collection[str]) -> dict[int, list[Case]]:

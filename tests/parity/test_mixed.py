@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.covering import FULL_GRID, PAIRS, Cell, cells, chosen, some_of
-from tests.sequence.train import Case, check, expected_of, ranks_of, wrong
+from tests.parallel.sequence.train import Case, check, expected_of, ranks_of, wrong
 
 AXES: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2),

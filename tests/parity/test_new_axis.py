@@ -36,7 +36,7 @@ STAGED: list[tuple[str, PipelineCase]] = [
 
 def add_the_row() -> None:
     """All that a second axis of copies needs."""
-    from hf_dist.axes import AXES
+    from hf_dist.dist.axes import AXES
     from hf_dist.sharding import group_axes
 
     rows: Any = dict(AXES)
@@ -47,10 +47,10 @@ def add_the_row() -> None:
 
 def train(rank: int, world: int) -> tuple[list[Any], list[Any]]:
     """Every case; what a rank owns of all weights is counted beside."""
-    from hf_dist import build
-    from hf_dist.axes import Axes
     from hf_dist.checkpoint.training_state import owned_parts
-    from hf_dist.engine import Engine
+    from hf_dist.dist.axes import Axes
+    from hf_dist.engine import build
+    from hf_dist.engine.engine import Engine
 
     add_the_row()
     owned: list[int] = []

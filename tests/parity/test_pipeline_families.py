@@ -9,26 +9,28 @@ import pytest
 
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
+from tests.parallel.pipeline.zoo import CONFIGS, SEQ2SEQ
 from tests.parity.pipeline_grid import TOLERANCE, check_equals_one_process, runner
 from tests.parity.pipelines import PipelineCase, run_cases
-from tests.pipeline.zoo import CONFIGS, SEQ2SEQ
 
 case_of = functools.partial(PipelineCase, microbatches=3)  # of three lengths
 FEW = ("Gemma3", "GptOss", "DebertaV2", "ViT", "T5")
-"""Two kinds of blocks, sinks, tables, images, an encoder; `pipeline/test_parity.py` splits more of them in one process."""
+"""Two kinds of blocks, sinks, tables, images, an encoder; `parallel/pipeline/test_parity.py` splits more of them in one
+process."""
 FAMILIES = [
     case_of(family, *((4, 1) if family in SEQ2SEQ else (2, 2)), 3)  # so that three stages use one embedding
     for family in (CONFIGS if FULL_GRID else FEW)
     if family != "Llama" and (FULL_GRID or family in (FEW[0], *SEQ2SEQ))
 ]
 ON_TWO = [case_of(family, 2, 1, 3) for family in FEW if not FULL_GRID and family not in (FEW[0], "DebertaV2", *SEQ2SEQ)]
-"""DebertaV2: `USED_OFTEN`. Data ranks beside the stages are one family's by default; `test_pipeline.py` has them with Llama."""
+"""DebertaV2: `USED_OFTEN`. Data ranks beside the stages are one family's by default; `test_pipeline.py` has them with
+Llama."""
 EXPERTS = [
     (family, how) for family in ("Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3") for how in ("eager", "batched_mm")
 ]
 USED_OFTEN = [  # weights that a stage uses several times: experts in a loop, tables of relative positions
     *(case_of(family, 2, 1, 1, "zb_h1", experts=how) for family, how in (EXPERTS if FULL_GRID else ())),
-    # `pipeline/test_parity.py` splits the backward of T5.
+    # `parallel/pipeline/test_parity.py` splits the backward of T5.
     *(case_of(family, 2, 1, 1, "zb_h1") for family in (("DebertaV2", "T5") if FULL_GRID else ("DebertaV2",))),
     PipelineCase("Mixtral", 2, 1, 0, "zb_h1", microbatches=2, experts="eager", checkpointing=True),
 ]

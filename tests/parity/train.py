@@ -85,10 +85,10 @@ def _reference(case: Case) -> dict[str, Any]:
 def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dict[str, Any]:
     """The same through `hf_dist.initialize`; weights come back on rank 0, checksums of them on every rank."""
     import hf_dist
-    from hf_dist import collectives
-    from hf_dist.checksum import checksum
+    from hf_dist.dist import collectives
     from hf_dist.hf.state_dict import full_state_dict
-    from hf_dist.sharding.held import held_slice
+    from hf_dist.sharding.param_slice import held_slice
+    from hf_dist.tensors.checksum import checksum
 
     model = make_model(*case.model)
     shapes = {n: (tuple(p.shape), id(p)) for n, p in model.named_parameters()}

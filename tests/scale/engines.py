@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_dist.loss.chunks import Cast, Computed
+from hf_dist.memory.loss.chunks import Cast, Computed
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
 from hf_dist.sharding import units
 from tests.scale.engines import LLAMA_3, Case, config_of, make_fsdp2, make_ours, make_plain
 from tests.scale.world import fake_world, forget_launcher

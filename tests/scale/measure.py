@@ -29,7 +29,7 @@ def measure(
 
     traffic: (number, bytes sent) of a step by kind · rest, peak: bytes of all tensors between steps and at most ·
     resident: of weights, masters and optimizer states · set_up, first, step: host CPU seconds, operators not counted.
-    With hf_dist also counted (as `hf_dist.comm_log` counts), planned_traffic, planned_resident, planned_peak.
+    With hf_dist also counted (as `hf_dist.dist.comm_counter` counts), planned_traffic, planned_resident, planned_peak.
     """
     config = config or config_of(3)
     with fake_world(size, rank):
@@ -64,13 +64,13 @@ def _run(
     steps: int,
     counts: bool,
 ) -> tuple[dict[str, Any], list[float]]:
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
 
     live, seconds = tensors.live, []
     for _ in range(steps):
         tensors.traffic, live.peak = Traffic(), live.nbytes
         start, inside = time.thread_time(), tensors.operator_seconds
-        with comm_log.record() as log:
+        with comm_counter.record() as log:
             for batch in window:
                 micro_step(batch)
         seconds.append(time.thread_time() - start - (tensors.operator_seconds - inside))
@@ -84,11 +84,11 @@ def _run(
 
 def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], rank: int) -> dict[str, Any]:
     from hf_dist.config import load_config, resolve_without_trainer
-    from hf_dist.estimate.planner import Planner, Workload
-    from hf_dist.estimate.state_bytes import States
-    from hf_dist.estimate.wire import step_traffic
-    from hf_dist.offload.resting import Tier
-    from hf_dist.report import start_up_report
+    from hf_dist.engine.report import start_up_report
+    from hf_dist.memory.offload.resting import Tier
+    from hf_dist.planning.comm_volume import step_traffic
+    from hf_dist.planning.planner import Planner, Workload
+    from hf_dist.planning.state_bytes import States
 
     resolved = resolve_without_trainer(load_config(config), data_ranks=size, hidden_size=case.width)
     shards = engine.mesh.shard.size

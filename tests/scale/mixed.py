@@ -1,6 +1,6 @@
 """One rank of a job that mixes axes, on fake tensors: what it sends along each axis, holds and peaks at, beside the plan.
 
-`python -m tests.scale.mixed [--only NAME ...] [--write]` prints a table; `--write` puts it into `hf_dist/estimate/RESULTS.md`.
+`python -m tests.scale.mixed [--only NAME ...] [--write]` prints a table; `--write` puts it into `hf_dist/planning/RESULTS.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_dist.pipeline.probe import TensorSpec
+from hf_dist.parallel.pipeline.probe import TensorSpec
 from tests.harness import ROOT, run_ranks
 from tests.scale.engines import LLAMA_3, chunked_loss, config_of
 from tests.scale.world import FakeRank, fake_world, forget_launcher
@@ -167,14 +167,14 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    from hf_dist import build, pipelined
-    from hf_dist.experts.exchange import ExpertExchange
-    from hf_dist.experts.routing_plan import even_plan
-    from hf_dist.pipeline import P2PTransport
-    from hf_dist.sequence import outputs
+    from hf_dist.engine import build, pipeline_runner
+    from hf_dist.parallel.experts.exchange import ExpertExchange
+    from hf_dist.parallel.experts.routing_plan import even_plan
+    from hf_dist.parallel.pipeline import P2PTransport
+    from hf_dist.parallel.sequence import outputs
+    from hf_dist.parallel.tensor import crossings
+    from hf_dist.parallel.tensor_on_shards import plan_of
     from hf_dist.sharding import consistency
-    from hf_dist.tensor_parallel import crossings
-    from hf_dist.tensor_split import plan_of
 
     whole_columns = crossings.whole_columns
 
@@ -207,7 +207,7 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
 
     changes: list[tuple[Any, str, Any]] = [
         (build, "plan_tensors", plan_tensors),
-        (pipelined, "_shared", lambda mesh, make: make()),
+        (pipeline_runner, "_shared", lambda mesh, make: make()),
         (outputs.WholeTensor, "of", staticmethod(lambda part, shape, gather: part)),
         (crossings, "whole_columns", own_columns),
         (functional, "scaled_dot_product_attention", fused),
@@ -218,7 +218,7 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
         (consistency, "checksum", lambda tensor: 0),
     ]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("hf_dist.sequence.verify.verify", lambda *args, **kwargs: None))
+        stack.enter_context(mock.patch("hf_dist.parallel.sequence.verify.verify", lambda *args, **kwargs: None))
         for owner, name, value in changes:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
@@ -230,7 +230,7 @@ def measure(job: Job, model: Any = None) -> dict[str, Any]:
     `model`: makes it, by default the one that the job names.
     """
     import hf_dist
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
 
     make = model or (lambda: model_of(job.model))
     with fake_world(job.ranks, job.rank), FakeRank() as tensors, tensors.live:
@@ -244,7 +244,7 @@ def measure(job: Job, model: Any = None) -> dict[str, Any]:
             for _ in range(STEPS):
                 tensors.live.peak = tensors.live.nbytes
                 window = iter([batch] * job.microbatches)
-                with comm_log.record() as log:
+                with comm_counter.record() as log:
                     engine.train_batch(window, lambda m, rows: chunked_loss(m, **rows, split=split))
         sent: Sent = {}
         for entry in log.entries:
@@ -266,8 +266,8 @@ def arriving(job: Job, model: Any) -> list[TensorSpec]:
 def planned(job: Job, model: Any = None) -> dict[str, Any]:
     """The same of the plan, of the rank's stage: nothing is run."""
     from hf_dist.config import axes_of, load_config, resolve_without_trainer
-    from hf_dist.estimate.planner import Planner, Workload
-    from hf_dist.offload.resting import Tier
+    from hf_dist.memory.offload.resting import Tier
+    from hf_dist.planning.planner import Planner, Workload
 
     with torch.device("meta"):
         made = (model or (lambda: model_of(job.model)))()

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_dist import collectives, mesh
-from hf_dist.axes import RANKS_PER_MACHINE
+from hf_dist.dist import collectives, mesh
+from hf_dist.dist.axes import RANKS_PER_MACHINE
 from tests.scale.live import Live
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
@@ -145,6 +145,6 @@ class FakeRank(FakeTensorMode):
         return out
 
     def _count(self, kind: str, whole: torch.Tensor, size: int) -> None:
-        """The bytes that the best algorithms send, as `hf_dist.comm_log` counts them."""
+        """The bytes that the best algorithms send, as `hf_dist.dist.comm_counter` counts them."""
         nbytes = whole.numel() * whole.element_size() * (2 if kind == "all_reduce" else 1)
         self.traffic.add(kind, nbytes * (size - 1) // size)

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import hf_dist
-from hf_dist.estimate.optimizer_states import OptimizerStates
-from hf_dist.estimate.state_bytes import States
-from hf_dist.offload.resting import Tier
+from hf_dist.memory.offload.resting import Tier
+from hf_dist.planning.optimizer_states import OptimizerStates
+from hf_dist.planning.state_bytes import States
 from tests.covering import FULL_GRID
 from tests.window.nets import Blocks, batch, config, loss_of
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist.patience import crowding
+from hf_dist.dist.patience import crowding
 from tests.attempts import attempts
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
@@ -105,7 +105,7 @@ def on_one_process(scenario: Scenario) -> dict[str, Any]:
 def on_rank(scenario: Scenario, stage: int) -> dict[str, Any]:
     """The same through `hf_dist.initialize`; losses are the mean over the ranks."""
     import hf_dist
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     model = scenario.make()
     optimizer = scenario.optimizer(model) if scenario.optimizer else None

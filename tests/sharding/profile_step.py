@@ -49,10 +49,11 @@ class Clock:
 
 def install(clock: Clock) -> None:
     """Clocks on the engine's functions, in this process from now on; before an engine is made, which binds some."""
-    from hf_dist import collectives, engine, window
+    from hf_dist.dist import collectives
+    from hf_dist.engine import engine, window
     from hf_dist.optim.attach import FragmentedOptimizer
     from hf_dist.sharding.group import FlatGroup
-    from hf_dist.sharding.passes import Passes
+    from hf_dist.sharding.hooks import Passes
     from hf_dist.sharding.runtime import ShardedModel
     from hf_dist.sharding.window_gradient import WindowGradient
 

@@ -102,7 +102,7 @@ RUNS = some_of(RUNS, "z0", "z3", "bf16")
 def ours(rank: int, world: int, root: str) -> dict[str, Any]:
     """The same with the engine, by stage; a checkpoint of it; how many broadcasts a step has."""
     import hf_dist
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
 
     found: dict[str, Any] = {}
     for name, (stage, dtype) in RUNS.items():
@@ -118,7 +118,7 @@ def ours(rank: int, world: int, root: str) -> dict[str, Any]:
             if step == 4:
                 engine.save_checkpoint(Path(root) / name)
                 written = {n: b.clone() for n, b in model.named_buffers()}
-            with comm_log.record() as log:
+            with comm_counter.record() as log:
                 engine.backward(engine(rows(step, rank)).float().square().mean())
                 engine.step()
         engine.eval()

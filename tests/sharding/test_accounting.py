@@ -51,7 +51,7 @@ class Net(nn.Module):
 def measure(rank: int, world: int, stage: int, precision: str, accumulation: int) -> dict[str, Any]:
     """Train three steps; count the third. Bytes at rest are taken from the tensors that exist."""
     import hf_dist
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
 
     torch.manual_seed(0)
     model = Net()
@@ -66,7 +66,7 @@ def measure(rank: int, world: int, stage: int, precision: str, accumulation: int
     sharded = engine.sharded
     ids = torch.arange(12).view(2, 6) + rank
     held: dict[str, Any] = {}
-    with comm_log.record() as log:
+    with comm_counter.record() as log:
         for _ in range(3):
             log.entries.clear()
             for _ in range(accumulation):

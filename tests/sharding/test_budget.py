@@ -248,14 +248,14 @@ BUDGETS = (None, ALL, 1) if FULL_GRID else (ALL, 1)
 def pipelined(rank: int, world: int) -> list[dict[str, Any]]:
     """Two pipeline stages of two data ranks, by budget."""
     import hf_dist
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
 
     found = []
     for budget in BUDGETS:
         config = config_of(budget, 3, pipeline={"stages": 2})
         engine = hf_dist.initialize(llama(4 if FULL_GRID else 2), config=config, device="cpu")
         numbers = []
-        with comm_log.record() as log:
+        with comm_counter.record() as log:
             for step in range(2):
                 log.entries.clear()
                 window = [tokens(100 * step + 10 * m + engine.mesh.dp.rank) for m in range(3)]
@@ -309,7 +309,7 @@ if not FULL_GRID:  # of several microbatches, where to stay over a window is som
 def count_gathers(rank: int, world: int) -> list[dict[str, Any]]:
     """By mix and accumulation: all-gathers of the last step, and what is resident after each microbatch's forward and end."""
     import hf_dist
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
 
     found = []
     for mix, accumulation in (cell.values() for cell in MIXED):
@@ -318,7 +318,7 @@ def count_gathers(rank: int, world: int) -> list[dict[str, Any]]:
         engine = hf_dist.initialize(Net(), config=config_of(None, accumulation, zero_optimization=zero), device="cpu")
         ids = torch.arange(12).view(2, 6) + rank
         held = []
-        with forced(MIXES[mix], engine), comm_log.record() as log:
+        with forced(MIXES[mix], engine), comm_counter.record() as log:
             for _ in range(3 if FULL_GRID else 2):
                 log.entries.clear()
                 held.clear()

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from hf_dist.config import load_config, resolve_without_trainer
 from hf_dist.errors import ConfigError
-from hf_dist.estimate.memory_plan import MemoryPlan
-from hf_dist.estimate.planner import Planner, Workload
-from hf_dist.estimate.residency import keep_within
+from hf_dist.planning.memory_plan import MemoryPlan
+from hf_dist.planning.planner import Planner, Workload
+from hf_dist.planning.residency import keep_within
 from hf_dist.sharding.placement import Stay
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
@@ -89,7 +89,7 @@ class frozen_dict(dict):  # type: ignore[type-arg]
 def test_hf_dist_plan_tells_what_is_kept(tmp_path: Path) -> None:
     import json
 
-    from hf_dist.cli import app
+    from hf_dist.tools.cli import app
 
     folder, file = tmp_path / "model", tmp_path / "zero3.json"
     with torch.device("meta"):
@@ -115,7 +115,7 @@ def peaks(rank: int, world: int) -> list[dict[str, Any]]:
     import logging
 
     import hf_dist
-    from hf_dist import comm_log
+    from hf_dist.dist import comm_counter
     from tests.estimate_peak import Peak
 
     said: list[str] = []
@@ -135,7 +135,7 @@ def peaks(rank: int, world: int) -> list[dict[str, Any]]:
             measured = 0
             for step in range(STEPS):
                 tracked = Peak()
-                with comm_log.record() as log:
+                with comm_counter.record() as log:
                     for _ in range(accumulation):
                         ids = tokens(rank + step)
                         with tracked if step == STEPS - 1 else torch.enable_grad():

@@ -172,7 +172,7 @@ def mean_over_ranks(loop: Loop, value: torch.Tensor) -> torch.Tensor:
 
 def sum_over_ranks(loop: Loop, value: torch.Tensor) -> torch.Tensor:
     """Sum of a number over the data ranks."""
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     if loop.engine is None:
         return value.detach().clone()

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import hf_dist
+from hf_dist.dist.patience import Patience
 from hf_dist.errors import FreedParameterError
-from hf_dist.patience import Patience
 from tests.harness import run_ranks
 from tests.sharding.loop import adamw, attempt
 from tests.sharding.models import Net, UnhookedNet, batch

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hf_dist
-from hf_dist import collectives
+from hf_dist.dist import collectives
 from hf_dist.sharding import precision
 from tests.attempts import attempts_by_name
 from tests.covering import FULL_GRID, some_of
@@ -197,7 +197,7 @@ def test_the_report_says_where_bf16_is_slow(native: bool, monkeypatch: pytest.Mo
     """A laptop without the instructions would train for hours and not know why; a GPU never asks."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native, raising=False)
     said: list[str] = []
-    monkeypatch.setattr("hf_dist.build.say", said.append)
+    monkeypatch.setattr("hf_dist.engine.build.say", said.append)
     for dtype in ("bf16", "fp32"):
         hf_dist.initialize(Net(), config={"train_micro_batch_size_per_gpu": 1, **SETTINGS[dtype]}, device="cpu")
     reports = [text for text in said if text.startswith("hf_dist start-up report")]

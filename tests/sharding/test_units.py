@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dist.dist.mesh import build_mesh
 from hf_dist.errors import ModelError
-from hf_dist.mesh import build_mesh
-from hf_dist.offload.storage import Storage
+from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding import units as unit_rules
 from hf_dist.sharding.placement import ZERO_STAGES
 from hf_dist.sharding.precision import Precision

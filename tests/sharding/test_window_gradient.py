@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist.boxes import TensorSlice
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.window_gradient import WindowGradient
+from hf_dist.tensors.tensor_slice import TensorSlice
 
 
 def window(params: list[nn.Parameter], shards: int, wire: torch.dtype = torch.float32) -> WindowGradient:

@@ -20,9 +20,9 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
-from hf_dist.axes import Axes
+from hf_dist.dist.axes import Axes
 from hf_dist.errors import HfDistError
-from hf_dist.experts.spread import check_experts, find_experts
+from hf_dist.parallel.experts.spread import check_experts, find_experts
 from tests.sweep.pipeline import short
 from tests.sweep.tiny import VARIANTS, tiny_fields, varied
 

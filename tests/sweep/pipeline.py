@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from hf_dist.errors import HfDistError
-from hf_dist.pipeline import StagedModel, make_schedule, plan_stages
-from tests.pipeline.local import run_local, summed_gradients
+from hf_dist.parallel.pipeline import StagedModel, make_schedule, plan_stages
+from tests.parallel.pipeline.local import run_local, summed_gradients
 from tests.sweep.tiny import builders, tiny_batches
 
 MAPPINGS = {

@@ -48,8 +48,8 @@ class AllDouble(TorchFunctionMode):
 
 def in_double(build: Callable[[], nn.Module], batches: list[Any], mesh: Any) -> Outcome:
     """The split model against the whole one, both on this rank and in fp64, without an engine (whose masters are fp32)."""
-    from hf_dist.sequence.split import split_sequence
-    from hf_dist.sequence.verify import verify
+    from hf_dist.parallel.sequence.split import split_sequence
+    from hf_dist.parallel.sequence.verify import verify
 
     torch.set_default_dtype(torch.float64)
     try:
@@ -65,7 +65,7 @@ def in_double(build: Callable[[], nn.Module], batches: list[Any], mesh: Any) -> 
 
 
 def _train(model: Any, batches: list[Any], axis: Any) -> Record:
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     optimizer = adamw(model)
     record: Record = {"losses": [], "norms": []}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.ports import HeldPort
+from hf_dist.dist.ports import HeldPort
 from tests.sharding.loop import TOLERANCE, adamw, difference
 from tests.sweep.pipeline import classes, sections, short
 from tests.sweep.tiny import builders, tiny_batches
@@ -113,8 +113,8 @@ def under_ddp(model: Any, batches: list[Any], rank: int) -> Record:
 def sharded(model: Any, batches: list[Any], rank: int, mesh: Any, config: Any) -> Record:
     """The same at stage 3."""
     import hf_dist
-    from hf_dist.build import build_engine
     from hf_dist.config import solve_batch
+    from hf_dist.engine.build import build_engine
 
     engine = build_engine(model, config, mesh, solve_batch(None, 2, 1, mesh.data.size), optimizer=adamw(model))
     record: Record = {"losses": [], "norms": []}
@@ -193,8 +193,8 @@ def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any], in_dou
         ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     torch.set_num_threads(1)
-    from hf_dist.build import mesh_for
     from hf_dist.config import load_config, resolve_without_trainer
+    from hf_dist.engine.build import mesh_for
 
     read = load_config({
         "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": {"stage": 3},

@@ -35,9 +35,9 @@ def examine(name: str, size: int) -> tuple[str, str]:
     """(outcome, detail) of one class."""
     import transformers
 
+    from hf_dist.parallel.tensor.choose import choose_plan
+    from hf_dist.parallel.tensor.verify import compute
     from hf_dist.sharding.units import find_unit_modules
-    from hf_dist.tensor_parallel.choose import choose_plan
-    from hf_dist.tensor_parallel.verify import compute
 
     problem = ""
     try:
@@ -64,9 +64,9 @@ def examine(name: str, size: int) -> tuple[str, str]:
 
 def on_other_batches(model: Any, plan: Any, size: int) -> tuple[str, str]:
     """The plan on rows that it was not verified with: equal or WRONG, and the share of the elements that it cuts."""
+    from hf_dist.parallel.tensor.plan import pattern_of
+    from hf_dist.parallel.tensor.verify import Difference, compute, verified
     from hf_dist.sharding.units import find_unit_modules
-    from hf_dist.tensor_parallel.plan import pattern_of
-    from hf_dist.tensor_parallel.verify import Difference, compute, verified
 
     g = torch.Generator().manual_seed(11)
     vocabulary = min(getattr(model.config.get_text_config(), "vocab_size", 128) or 128, 128)

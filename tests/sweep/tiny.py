@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.tensor_parallel.tiny import FIXED, IMAGE, LAYERS, SCALED, VARIANTS, VOCAB, tiny_fields, varied
-from hf_dist.tensor_parallel.tiny import tiny_model as model_of
+from hf_dist.parallel.tensor.tiny import FIXED, IMAGE, LAYERS, SCALED, VARIANTS, VOCAB, tiny_fields, varied
+from hf_dist.parallel.tensor.tiny import tiny_model as model_of
 
 __all__ = ["FIXED", "LAYERS", "SCALED", "VARIANTS", "VOCAB", "builders", "tiny_batches", "tiny_fields", "tiny_model"]
 

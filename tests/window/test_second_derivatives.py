@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_dist
 from hf_dist.errors import ModelError
-from hf_dist.loss import tiles
+from hf_dist.memory.loss import tiles
 from hf_dist.sharding.full_params import full_gradient
 from tests.harness import run_ranks
 from tests.parity.families import make_model

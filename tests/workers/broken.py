@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
-from hf_dist import collectives
-from hf_dist.experts.exchange import ExpertExchange
-from hf_dist.pipeline.runtime import ScheduleRun
-from hf_dist.sequence import exchange
+from hf_dist.dist import collectives
+from hf_dist.parallel.experts.exchange import ExpertExchange
+from hf_dist.parallel.pipeline.runtime import ScheduleRun
+from hf_dist.parallel.sequence import exchange
 
 
 def _routes() -> None:

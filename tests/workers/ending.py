@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"z3": Z3, "pp": stages(2), "tp": matrices(
 
 def _hangs_and_is_told(folder: str) -> None:
     """Rank 1 never comes out of its data; rank 0, which waits in native code, is told to end."""
-    from hf_dist.watchdog import thread
+    from hf_dist.dist.watchdog import thread
 
     thread._HEED_SECONDS = 2.0
 
@@ -67,7 +67,7 @@ def _says_memory(folder: str) -> None:
 
 def _interrupted_in_a_save(folder: str) -> None:
     """Rank 1 gets Ctrl-C between two collectives of the second save."""
-    from hf_dist import collectives
+    from hf_dist.dist import collectives
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gather, calls = collectives.all_gather_object, [0]
@@ -80,7 +80,7 @@ def _interrupted_in_a_save(folder: str) -> None:
 
     def act() -> None:
         collectives.all_gather_object = interrupt
-        import hf_dist.agree as agreement
+        import hf_dist.dist.raise_on_all_ranks as agreement
 
         agreement.collectives.all_gather_object = interrupt
 

@@ -16,8 +16,8 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from hf_dist.patience import Patience
-from hf_dist.ports import HeldPort
+from hf_dist.dist.patience import Patience
+from hf_dist.dist.ports import HeldPort
 from tests.harness import PRELOAD
 
 GRACE = 5

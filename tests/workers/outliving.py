@@ -15,7 +15,7 @@ def nap(rank: int, world: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    from hf_dist.local_ranks import run_ranks
+    from hf_dist.dist.spawn import run_ranks
     from tests.workers import outliving
 
     run_ranks(outliving.nap, 2, (sys.argv[1],), preload=("torch",))

@@ -121,8 +121,8 @@ def _stop(number: int) -> Callable[..., None]:
 
 def _killed_on_gpus(number: int, folder: str) -> None:
     """What NCCL's ranks see of one that is killed: nothing. The host stands at a line that reads a number from the GPU."""
-    from hf_dist import mesh
-    from hf_dist.watchdog.departure import Departure
+    from hf_dist.dist import mesh
+    from hf_dist.dist.watchdog.departure import Departure
 
     mesh.device_is_busy = lambda ask: ask
     Departure.grace = 3.0
@@ -135,7 +135,7 @@ def _killed_on_gpus(number: int, folder: str) -> None:
 
 def _killed_after_a_failed_look(folder: str) -> None:
     """The watchdog's thread meets errors while the job is set up, as from a dictionary that changes while it is read."""
-    from hf_dist.watchdog.thread import Watchdog
+    from hf_dist.dist.watchdog.thread import Watchdog
 
     look = Watchdog._location
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_dist import comm_log
+from hf_dist.dist import comm_counter
 from hf_dist.log import say
 
 
@@ -20,14 +20,14 @@ class CommunicationCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._log: comm_log.CommLog | None = None
+        self._log: comm_counter.CommLog | None = None
         self._totals: dict[tuple[str, str], list[int]] = {}
         self._steps = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start counting."""
         self._stack.close()
-        self._log = self._stack.enter_context(comm_log.record())
+        self._log = self._stack.enter_context(comm_counter.record())
         self._totals, self._steps = defaultdict(lambda: [0, 0]), 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class CommunicationCallback(TrainerCallback):
             self._stack.close()
             self._log = None
 
-    def _add_up(self, log: comm_log.CommLog) -> None:
+    def _add_up(self, log: comm_counter.CommLog) -> None:
         for entry in log.entries:
             total = self._totals[entry.op, entry.axis]
             total[0] += 1

@@ -9,16 +9,16 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_dist import collectives
 from hf_dist.checkpoint import folder
 from hf_dist.checkpoint.model_files import weights_nbytes
-from hf_dist.engine import Engine
+from hf_dist.dist import collectives
+from hf_dist.engine.engine import Engine
 from hf_dist.errors import CheckpointError
-from hf_dist.estimate.optimizer_states import OptimizerStates
+from hf_dist.format_bytes import size_text
 from hf_dist.log import say
-from hf_dist.offload.storage import MASTER_NBYTES
-from hf_dist.sharding.held import held_slice
-from hf_dist.sizes import size_text
+from hf_dist.memory.offload.storage import MASTER_NBYTES
+from hf_dist.planning.optimizer_states import OptimizerStates
+from hf_dist.sharding.param_slice import held_slice
 
 
 class DiskSpaceCallback(TrainerCallback):

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives
-from hf_dist.experts.balance import loads, most_over_mean
-from hf_dist.experts.load_file import ExpertLoad, write_load
-from hf_dist.experts.spread import exchanges
+from hf_dist.dist import collectives
 from hf_dist.hf.callbacks.log_record import LogCallback
+from hf_dist.parallel.experts.balance import loads, most_over_mean
+from hf_dist.parallel.experts.load_file import ExpertLoad, write_load
+from hf_dist.parallel.experts.spread import exchanges
 
 
 class ExpertLoadCallback(LogCallback):

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_dist import collectives
 from hf_dist.checkpoint.finite import trained_not_finite
+from hf_dist.dist import collectives
 from hf_dist.errors import ModelError
 from hf_dist.log import say
 

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
 from hf_dist.config.training_sections import FlopsProfilerConfig
+from hf_dist.format_bytes import scaled
 from hf_dist.log import is_speaking_rank, say
-from hf_dist.sharding.held import held_slice
-from hf_dist.sizes import scaled
+from hf_dist.sharding.param_slice import held_slice
 
 
 class FlopsTableCallback(TrainerCallback):

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from hf_dist.config.training_sections import LayerDropConfig
 from hf_dist.errors import ModelError
-from hf_dist.pipeline.blocks import find_blocks
+from hf_dist.parallel.pipeline.blocks import find_blocks
 
 __all__ = ["LayerDropCallback", "left_out"]
 

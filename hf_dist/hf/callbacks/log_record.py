@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_dist.engine import Engine
+from hf_dist.engine.engine import Engine
 
 
 class LogCallback(TrainerCallback):

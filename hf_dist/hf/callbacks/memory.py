@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
 from hf_dist.hf.callbacks.log_record import LogCallback
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

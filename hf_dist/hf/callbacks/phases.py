@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_dist import collectives
+from hf_dist.dist import collectives
 
 WAIT = "communication_wait"
 PAUSE = "pause"

@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 from transformers.utils import logging as hf_logging
 
 from hf_dist import log
-from hf_dist.engine import Engine
-from hf_dist.report import start_up_report
+from hf_dist.engine.engine import Engine
+from hf_dist.engine.report import start_up_report
 
 
 class StartUpCallback(TrainerCallback):

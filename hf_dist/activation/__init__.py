@@ -1,5 +1,0 @@
-"""Activation memory: recomputed blocks, and block inputs on the host."""
-
-from hf_dist.activation.checkpoint import describe_checkpointing, set_up_checkpointing
-
-__all__ = ["describe_checkpointing", "set_up_checkpointing"]

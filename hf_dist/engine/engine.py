@@ -1,0 +1,479 @@
+"""Composes one training step: forward and backward of a sharded model, norm, clipping, loss scale, optimizer, schedule."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist.config import BatchSizes, DistConfig, settled
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.engine.checkpoints import EngineCheckpoints
+from hf_dist.engine.pipeline_runner import Pipeline
+from hf_dist.engine.runner import Runner, Step, Whole
+from hf_dist.engine.window import Window
+from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.log import say_once
+from hf_dist.memory.loss import TiledLoss
+from hf_dist.memory.offload.host import sent
+from hf_dist.memory.offload.resting import Tier
+from hf_dist.optim.attach import FragmentedOptimizer
+from hf_dist.optim.build import is_from_config
+from hf_dist.optim.fragment import OfParameter
+from hf_dist.optim.in_backward import KEY as IN_BACKWARD
+from hf_dist.optim.in_backward import StepInBackward
+from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.optim.low_precision_states import rounding_of
+from hf_dist.optim.not_finite import NotFinite
+from hf_dist.optim.optimizers import Optimizers
+from hf_dist.optim.raw_calls import route
+from hf_dist.optim.skipped import SkippedSteps
+from hf_dist.optim.step_scaling import StepScaling, takes_scaling
+from hf_dist.optim.stepping import check_whole, sight_of
+from hf_dist.optim.unused import UnusedParameters
+from hf_dist.parallel.experts.router_loss import RouterLoss
+from hf_dist.parallel.local_sgd.outer import OuterOptimizer, refuse_other_weights
+from hf_dist.parallel.sequence import SplitSequence
+from hf_dist.planning.out_of_memory import explained, shape_of
+from hf_dist.sharding.ownership import check_owner
+from hf_dist.sharding.runtime import ShardedModel
+from hf_dist.sharding.tied_views import TiedViews
+from hf_dist.tensors import pytree
+
+_NUMBERS = itertools.count()
+
+
+class Engine(EngineCheckpoints):
+    """The training-loop API, with DeepSpeed's conventions. Made by `hf_dist.initialize`; the Trainer uses the same object.
+
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()           # after every microbatch; steps the optimizer at the accumulation boundary
+    """
+
+    def __init__(
+        self,
+        *,
+        sharded: ShardedModel,
+        config: DistConfig,
+        batch: BatchSizes,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        lr_scheduler: Any = None,
+        scaler: DynamicLossScaler | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        self.sharded = sharded
+        self._model = sharded.model
+        self.config = config
+        self.batch = batch
+        self.pipeline = pipeline
+        """The pipeline stages of this rank; None without a pipeline."""
+        self.window = Window(sharded, batch.accumulation)
+        """The gradients of the microbatches since the last step."""
+        self.runner: Runner = pipeline or Whole(sharded.model, self.window)
+        """Runs the model, whole or in stages."""
+        self.outer: OuterOptimizer | None = None
+        """Synchronises replicas that train alone (`local_sgd`); None without such replicas."""
+        if sharded.mesh.replicas is not None and sharded.trainable_groups:
+            self.outer = OuterOptimizer(sharded, config.local_sgd)
+            self.window.on_backward = self.outer.before_backward
+        self.tied_views = TiedViews((), (), sharded.mesh)
+        """Parameters that are views of each other in the model as it was given."""
+        self.fragments: Optimizers | None = None
+        """Steps this rank's fragments of the parameters; None without an optimizer."""
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
+        for number, one in enumerate(given):
+            self.attach_optimizer(one, beside=given[:number])
+        self.lr_scheduler = lr_scheduler
+        self.scaler = scaler
+        self.tiled_loss: TiledLoss | None = None
+        """Computes head and loss without the full logits; None if the model has no such head or the config disables it."""
+        self.router_loss: RouterLoss | None = None
+        """The auxiliary loss of mixture-of-experts routers; None for a model without it."""
+        self.split_sequence: SplitSequence | None = None
+        """Hooks that split sequences over ranks; None if sequences are whole."""
+        self.number = next(_NUMBERS)
+        """Index among the engines of this process; equal on all ranks, which make engines in the same order."""
+        self.global_steps = 0
+        """Optimizer steps so far, skipped ones included."""
+        self.skips = SkippedSteps()
+        self.not_finite = NotFinite()
+        """Steps whose gradients were not finite."""
+        self._unused = UnusedParameters(sharded, allowed=config.zero_optimization.ignore_unused_parameters)
+
+    # ------------------------------------------------------------------ the parts
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own model object."""
+        return self._model
+
+    module = model
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Axes, ranks and devices."""
+        return self.sharded.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must be."""
+        return self.mesh.device
+
+    @property
+    def loss_scale(self) -> float:
+        """Current fp16 loss scale, 1 otherwise."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. On GPUs it may refer to the step before that; see `optim/skipped.py`."""
+        return self.skips.last
+
+    @property
+    def schedule_waits(self) -> bool:
+        """Whether the schedule must not advance after the last step. Replicas that train alone skip different steps: False."""
+        return self.step_was_skipped and self.outer is None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped so far."""
+        return self.skips.count
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; several of one model are one object with the param groups and states of all. None without any."""
+        return None if self.fragments is None else self.fragments.optimizer
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the model's training mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set the model's evaluation mode."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward."""
+        return self.model(*args, **kwargs)
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, beside: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Make `optimizer`, built over the model's parameters, step this rank's fragments of them. Collective over world.
+
+        It takes the place of those attached before, except for the ones in `beside`, which step other parameters.
+        Raises `ConfigError` or `ModelError`, with the engine unchanged.
+        """
+        sight = sight_of(optimizer)
+        check_whole(sight.stepping, optimizer, self.config)
+        early = self.config.hf_dist.optimizer_in_backward
+        if beside and (early or self.outer is not None):
+            key = IN_BACKWARD if early else "local_sgd.enabled"
+            raise ConfigError(
+                Problem(key, "true", "takes one optimizer", "Give all parameters to one, in several param groups.")
+            )
+        if (section := self.config.optimizer) is not None and not is_from_config(optimizer):
+            say_once(
+                f'the "optimizer" of the JSON ({section.type}) is not used: the program has given {type(optimizer).__name__}, '
+                "which trains with its own options"
+            )
+        rounding = rounding_of(self.config, self.mesh.world.rank)
+        if self.outer is not None:
+            refuse_other_weights(optimizer)
+        kept = [] if self.fragments is None else [self.fragments.of(other) for other in beside]
+        new = FragmentedOptimizer(self.sharded, optimizer, one_by_one=early, sight=sight, rounding=rounding)
+        self.fragments = Optimizers([*kept, new])
+        route(optimizer, self, new.calls)
+        self.window.early = StepInBackward(new) if early else None
+        self.sharded.passes.before_forward = _weakly(self, Engine.take_group_writes)
+        self.window.puts_off = lambda: not beside and takes_scaling(optimizer)
+        self.sharded.reducer.when_final = self.window.early.gradient_final if self.window.early else None
+
+    def take_group_writes(self) -> None:
+        """Show the model what user code has written through the optimizer's param groups. Collective if there is any.
+
+        Raises `ModelError` if it has written the model's parameters, too, since the last step: which was first is not known.
+        """
+        if self.fragments is not None and self.fragments.take_writes():
+            for group in self.sharded.trainable_groups:
+                if group.fresh and group.writes.counted:
+                    raise ModelError(
+                        f"weights ({group.layout.slots[0].name} or a neighbour) were written through optimizer.param_groups "
+                        "and through model.parameters() between two steps: write them in one of the two ways"
+                    )
+            self.sharded.weights_changed()
+
+    def add_param_group(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called by `optimizer.add_param_group`: train the new group's parameters. Local; every rank adds the same group."""
+        assert self.fragments is not None
+        self.fragments.of(optimizer).add_group()
+
+    def switch_optimizer(self, mode: str, optimizer: torch.optim.Optimizer) -> None:
+        """Call the optimizer's `train` or `eval` method, which may write weights. Collective at stages 1 and 2."""
+        assert self.fragments is not None
+        self.sharded.take_writes()
+        self.fragments.of(optimizer).switch(mode)
+        self.sharded.weights_changed()
+
+    # --------------------------------------------------------------------- a step
+
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches of the current window for which `step()` was called."""
+        return self.window.microbatches
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.window.microbatches = value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current microbatch is the last of its window."""
+        return self.window.is_last()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Override the count of microbatches (for a short last window); None returns to counting."""
+        self.window.announced = is_boundary
+
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False) -> torch.Tensor:
+        """Backward of one microbatch; gradients are averaged over the data ranks. Every rank calls it.
+
+        `scale_wrt_gas`: divide by the number of microbatches in the window, as needed for a loss that is a mean over its
+        microbatch. Pass False if the loss is already normalised over the window. Returns `loss` unchanged. A backward that
+        raises abandons the window.
+        """
+        check_owner(self.model, self.sharded)
+        scale = self.loss_scale / (self.batch.accumulation if scale_wrt_gas else 1)
+        scaled = loss if scale == 1.0 else loss.float() * scale
+        self.runner.backward(scaled, self.loss_scale, retain_graph=retain_graph)
+        return loss
+
+    def run_window(self, microbatches: Sequence[Any], step: Step) -> torch.Tensor:
+        """Run forward and backward of one accumulation window; returns the sum of `step`'s results, 0D, equal along `pp`.
+
+        `step(model, microbatch)` runs the model once, calls `backward` with the loss, and returns the value to report. Every
+        rank calls `run_window`. Under a pipeline, `step` continues past the model call only on the rank of the last stage.
+        Any exception inside abandons the window.
+        """
+        with self.window.abandoned_on_error():
+            return self.runner.run_window(microbatches, step, loss_scale=self.loss_scale, number=self.global_steps)
+
+    def train_batch(
+        self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """One optimizer step on the next `gradient_accumulation_steps` microbatches; their mean loss over all data ranks.
+
+        `loss(model, microbatch)`: by default `model(**microbatch).loss`. Every rank calls it; ranks of one pipeline pass equal
+        iterators. Counterpart of DeepSpeed's `PipelineEngine.train_batch`, for every layout.
+        """
+        if not self.model.training:
+            self.train()
+        window = [_to_device(next(data_iter), self.device) for _ in range(self.batch.accumulation)]
+
+        def step(model: nn.Module, microbatch: Any) -> torch.Tensor:
+            value = (loss or _own_loss)(model, microbatch)
+            return self.backward(value)
+
+        with explained(lambda: self, lambda: shape_of(window[0])), self.window.abandoned_on_error():
+            total = self.run_window(window, step)
+            self._end_window()
+        return self._mean(total, len(window))
+
+    def eval_batch(
+        self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Mean loss of the next `gradient_accumulation_steps` microbatches over all data ranks, no gradient. Collective."""
+        was_training = self.model.training
+        self.eval()
+        window = [_to_device(next(data_iter), self.device) for _ in range(self.batch.accumulation)]
+        total = torch.stack([self.evaluate(batch, loss or _own_loss).float() for batch in window]).sum()
+        self.train(was_training)
+        return self._mean(total, len(window))
+
+    def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
+        """The result of `function(model, batch)`, which runs the model once, without gradient. Every rank calls it."""
+        return self.runner.evaluate(batch, function)
+
+    def _mean(self, total: torch.Tensor, count: int) -> torch.Tensor:
+        mean = total.float() / count
+        collectives.all_reduce(self.mesh.dp, mean).wait()
+        return mean
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Announce that the microbatches inside are not the last of their window. Works at every ZeRO stage; same result."""
+        with self.window.announce(False):
+            yield
+
+    def step(self) -> None:
+        """Call after every microbatch, on every rank. At the window's end, clips and steps the optimizer and the schedule."""
+        if self.is_gradient_accumulation_boundary():
+            self._end_window()
+        else:
+            self.window.microbatches += 1
+
+    def _end_window(self) -> None:
+        self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0)
+        self.apply_gradients()
+        if self.lr_scheduler is not None and not self.schedule_waits:
+            self.lr_scheduler.step()
+
+    def stepped_by_hand(
+        self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+    ) -> Any:
+        """Called by the torch optimizer's `step`. Gradients stay until `zero_grad`, and the schedule is the caller's.
+
+        `max_norm`: clip to this norm, 0 for none; by default that of the config. The backward of `closure` adds to the
+        gradients that are clipped. Returns its result.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self.window.refuse_spent("this step would use")
+        if self.window.begins_step(optimizer):
+            self.clip_grad_norm(settled(self.config.gradient_clipping) or 0.0 if max_norm is None else max_norm)
+        self.apply_gradients(by_hand=optimizer)
+        return value
+
+    def clip_grad_norm(self, max_norm: float = 0.0) -> torch.Tensor:
+        """Return the global L2 norm of the window's gradient, then clip it if `max_norm` is positive and finite.
+
+        Collective over dp at the first call after a backward. Later calls are local and see the clipped gradient.
+        """
+        return self.window.clip(max_norm)
+
+    def clip_grad_value(self, max_value: float) -> None:
+        """Clamp every element of the window's mean gradient to +-`max_value`. Collective like `clip_grad_norm`."""
+        self.window.clamp(max_value)
+
+    def apply_gradients(self, *, by_hand: torch.optim.Optimizer | None = None) -> None:
+        """Step the optimizer with the window's gradient and start to all-gather replicated weights.
+
+        Every rank calls it. A step with a non-finite gradient is skipped: neither the optimizer nor the schedule moves. fp16
+        always checks; bf16 checks unless `bf16.check_grad_overflow` is false or the optimizer steps in backward. `by_hand`: the
+        one optimizer whose `step` a loop has called; the gradient then stays until `zero_grad`.
+        """
+        if self.fragments is None:
+            raise ModelError(
+                "this engine has no optimizer to step: pass optimizer= to hf_dist.initialize, prepare one with the model, or "
+                'add "optimizer" to the config'
+            )
+        self.writer.raise_failure()
+        self.sharded.take_writes()
+        summary = self.window.summary()
+        begins = self.window.begins_step(by_hand)  # else it goes on, with another optimizer
+        self.global_steps += begins
+        overflow, skip = self._is_skipped(summary.norm, begins)
+        self.sharded.synchronize_buffers()
+        if not overflow:
+            if skip is None:
+                self.not_finite.note(summary.norm, self.global_steps)
+            self.window.unscale()
+            used = summary.used
+            self._unused.look(used)
+            tied = self.tied_views.before_step()
+            # A meeting, or what else is done to the weights after the step, may change them.
+            unit = self.sharded.read_first() if self.outer is None and not self.tied_views.views else None
+            first = None if unit is None else (unit, self.sharded.gather_ahead)
+            scaling = StepScaling(self.window.factor, skip)
+            self.fragments.step(lambda f: _is_used(f, used), scaling, first, only=by_hand)
+            self.tied_views.after_step(tied)
+            self.fragments.note_written()
+        moved = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
+        if moved or not overflow:
+            self.sharded.weights_changed()
+        self.window.stepped(by_hand)
+
+    def meet(self) -> None:
+        """Synchronise replicas that train alone, unless they just were. Every rank calls it, between two windows."""
+        if self.outer is not None and not self.outer.met:
+            self.sharded.take_writes()
+            self.outer.meet(self.scaler)
+            self.sharded.weights_changed()
+
+    def _is_skipped(self, norm: torch.Tensor, begins: bool) -> tuple[bool, torch.Tensor | None]:
+        """(whether the host skips the step, flag that makes the step skip itself or None); updates the loss scale.
+
+        `begins`: not for a further optimizer of the same step, which is skipped as the first one is.
+        """
+        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
+        if checks and self._skips_on_device(norm):
+            flag = (~torch.isfinite(norm)).float()
+            if begins:
+                self.skips.tell_late(flag)
+            return False, flag
+        overflow = (checks or self.scaler is not None) and not bool(torch.isfinite(norm))
+        if begins:
+            self.skips.tell(overflow)
+            if self.scaler is not None:
+                self.scaler.update(overflow)
+        return overflow, None
+
+    def _skips_on_device(self, norm: torch.Tensor) -> bool:
+        assert self.fragments is not None
+        return norm.is_cuda and self.fragments.on_device and self.window.puts_off()
+
+    def zero_grad(self, set_to_none: bool = True, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Abandon the window: drop its gradients; the next backward begins a new one. Not needed after the engine's `step()`.
+
+        Without `set_to_none`, gradients become zeros, with which the next step still steps their parameters, as in torch.
+        `optimizer`: one of several, whose parameters alone lose their gradients until the others have lost theirs. Local.
+        """
+        members = self.fragments.members if self.fragments is not None else []
+        if optimizer is not None and len(members) > 1:
+            own = self.fragments.of(optimizer) if self.fragments is not None else None
+            if not self.window.zeroed_by(optimizer, {id(m.optimizer) for m in members}):
+                self.sharded.zero_gradients(own.stands if own is not None else {}, set_to_none)
+                return
+        self.window.zero_grad(set_to_none)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping; None before the first step."""
+        return None if self.window.norm is None else float(self.window.norm)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group."""
+        return [g["lr"] for g in self.optimizer.param_groups] if self.optimizer else []
+
+    def resident_nbytes(self) -> dict[str, int]:
+        """Bytes of weights, masters and optimizer state that this rank holds between steps, by tier: device, host, disk.
+
+        `host` includes the space of offloaded gradients and transfer buffers; `device` includes no gradients.
+        """
+        parts = [self.sharded.resident_nbytes()]
+        if self.fragments is not None:
+            parts.append(self.fragments.resident_nbytes())
+        if self.outer is not None:
+            parts.append(self.outer.resident_nbytes())
+        return {tier.value: sum(part[tier] for part in parts) for tier in Tier}
+
+
+def _weakly(engine: Engine, method: Callable[[Engine], None]) -> Callable[[], None]:
+    """A call of `method` that does not keep the engine; nothing once it is gone."""
+    reference = weakref.ref(engine)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            method(found)
+
+    return call
+
+
+def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**microbatch).loss
+    return loss
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    return pytree.mapped(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
+
+
+def _is_used(part: OfParameter, used: dict[tuple[int, int], bool]) -> bool:
+    return used.get((id(part.group), part.index), True)

@@ -1,0 +1,207 @@
+"""The start-up report: layout, units, dtypes and memory of the run, and the source of each config value."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from hf_dist.config import BatchSizes, DistConfig, format_table
+from hf_dist.dist.network import describe
+from hf_dist.engine.engine import Engine
+from hf_dist.format_bytes import scaled, size_text
+from hf_dist.memory.activation import describe_checkpointing
+from hf_dist.memory.offload.storage import MASTER_NBYTES
+from hf_dist.optim.resume_hyperparams import kind_of
+from hf_dist.parallel.experts.spread import exchanges
+from hf_dist.parallel.local_sgd.outer import has_anchor
+from hf_dist.parallel.tensor_on_shards import TensorSplit
+from hf_dist.planning.comm_volume import state_traffic
+from hf_dist.planning.draw_mesh import mesh_lines
+from hf_dist.planning.optimizer_states import OptimizerStates
+from hf_dist.planning.overhead import measured
+from hf_dist.planning.state_bytes import States
+from hf_dist.planning.temporary import Temporary
+from hf_dist.sharding.placement import Placement
+from hf_dist.sharding.precision import is_emulated
+from hf_dist.sharding.runtime import ShardedModel
+
+MAX_UNIT_KINDS = 6
+"""Number of unit kinds listed, largest first; further kinds are only counted, so that the report fits a screen."""
+_RESTS = {
+    Placement.SHARD: "sharded",
+    Placement.REPLICATE: "replicated",
+    Placement.PARTIAL: "replicated (reduced once per step)",
+}
+
+
+def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
+    """The report as plain text. Local; rank 0 prints it once."""
+    sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
+    place = sharded.placements
+    weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
+    optimizer = OptimizerStates.of_attached(engine.fragments, config)
+    states = States.of_engine(sharded, config, optimizer)
+    parts = {
+        "layout": [
+            sharded.mesh.describe(),
+            f"weights {weights}, gradients {grads}, optimizer state {optim}",
+            *_mesh(sharded, states),
+            *_second_copy(sharded),
+            *_experts(sharded),
+            *_replicas(sharded, config),
+        ],
+        **({"network": network} if (network := _network(sharded)) else {}),
+        **({"pipeline": pipeline.describe()} if pipeline else {}),
+        **({"sequence": [split.describe()]} if split else {}),
+        **({"tensor": tensors.describe()} if tensors else {}),
+        "batch": [_batch(engine.batch)],
+        "precision": _precision(sharded),
+        "units": _units(sharded),
+        "memory": _memory(engine, states, optimizer),
+        "recompute": describe_checkpointing(sharded.model),
+        "config": format_table(config).splitlines(),
+    }
+    lines = ["hf_dist start-up report"]
+    for name, rows in parts.items():
+        lines += [f"  {name if i == 0 else '':<9}  {row}" for i, row in enumerate(rows)]
+    return "\n".join(lines)
+
+
+def _mesh(sharded: ShardedModel, states: States) -> list[str]:
+    """Which ranks hold which part, and the bytes of weights and gradients that a rank sends; empty for one rank."""
+    mesh = sharded.mesh
+    if mesh.axes.world == 1:
+        return []
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(mesh.hosts))}
+    traffic = state_traffic(states, mesh.axes)
+    traffic.pop("dp", None)  # a few numbers: losses and norms
+    lines = mesh_lines(mesh.axes, [numbers[host] for host in mesh.hosts] or [0] * mesh.axes.world, traffic)
+    activations = [axis for axis in ("pp", "cp", "tp", "ep") if mesh.axes.size(axis) > 1]
+    if activations:
+        lines.append(
+            f"and activations along {', '.join(activations)}: `hf-dist mesh --model ... --seq ...` counts them"
+        )
+    return lines
+
+
+def _network(sharded: ShardedModel) -> list[str]:
+    """Machines and GPUs, traffic between them, and GPU memory in use outside of tensors."""
+    mesh, precision = sharded.mesh, sharded.precision
+    lines = describe(mesh)
+    if len(set(mesh.hosts)) > 1 and precision.reduce == torch.float32 != precision.compute:
+        lines.append(
+            'gradients travel in float32; "communication_data_type": "bf16" halves what crosses between machines'
+        )
+    beside = measured(mesh.device)
+    if beside is not None:
+        lines.append(
+            f"{size_text(beside)} of the GPU are used outside of tensors (context, communicators, other programs)"
+        )
+    return lines
+
+
+def _second_copy(sharded: ShardedModel) -> list[str]:
+    """The ranks that share a second copy of the weights, and its size."""
+    nbytes = sum(g.second.nbytes for g in sharded.groups if g.second is not None)
+    if not nbytes:
+        return []
+    size = sharded.placements.second
+    return [
+        f"second copy of the weights among {size} neighbours: {size_text(nbytes)} per rank; all gathers except the first use it"
+    ]
+
+
+def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
+    """Replicas that train alone: when they synchronise, and the bytes that this sends."""
+    section, axis = config.local_sgd, sharded.mesh.replicas
+    if axis is None:
+        return ['"local_sgd" has no effect: there is one replica'] if section.enabled else []
+    numel = sum(g.resting[1] - g.resting[0] for g in sharded.trainable_groups)
+    nbytes = 2 * (axis.size - 1) * MASTER_NBYTES * numel // axis.size
+    kind = "Nesterov momentum" if section.nesterov else "momentum"
+    momentum = f", {kind} {section.outer_momentum:g}" if section.outer_momentum else ""
+    outer = f"outer rate {section.outer_lr:g}{momentum}" if has_anchor(section) else "the mean of their weights"
+    alone = f"{axis.size} replicas train alone and meet every {section.every} steps"
+    sent = f"{size_text(nbytes)} per rank and meeting, {size_text(nbytes // section.every)} per step"
+    if section.streams:
+        return [
+            f"{alone}, in {section.fragments} fragments in turn ({outer}): {sent}; a mean is taken up {section.overlap} steps "
+            f"after it was sent, and {section.mix:g} of a replica's own weights stay"
+        ]
+    return [f"{alone} ({outer}): {sent}; between meetings they send each other nothing"]
+
+
+def _experts(sharded: ShardedModel) -> list[str]:
+    """Experts spread over ranks."""
+    spread = exchanges(sharded.model)
+    if not spread:
+        return []
+    size, counts = sharded.mesh.axes.size("ep"), sorted({exchange.num_local for exchange in spread.values()})
+    kind = type(sharded.model.get_submodule(next(iter(spread)))).__name__
+    held = sum(slot.numel for g in sharded.groups if g.axes.parts is not None for slot in g.layout.slots)
+    here, whole = " or ".join(map(str, counts)), " or ".join(str(count * size) for count in counts)
+    return [
+        f"{here} of {whole} experts of {len(spread)} layers ({kind}) on each of {size} ranks, {scaled(held)} elements: tokens "
+        "travel to them, dropless"
+    ]
+
+
+def _aligned(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(what) for what, _ in rows)
+    return [f"{what:<{width}}  {value}" for what, value in rows]
+
+
+def _precision(sharded: ShardedModel) -> list[str]:
+    rows = _aligned(sharded.precision.rows())
+    compute = sharded.precision.compute
+    if is_emulated(compute, sharded.mesh.device):
+        short = "bf16" if compute == torch.bfloat16 else "fp16"
+        rows.append(f"this CPU has no {short} instructions: training in float32 is many times faster")
+    return rows
+
+
+def _batch(batch: BatchSizes) -> str:
+    ranks = f"{batch.data_ranks} data rank{'s' if batch.data_ranks > 1 else ''}"
+    if batch.micro is None:
+        return f"{batch.accumulation} microbatches per step on {ranks}, microbatch size of the loader"
+    micro = f"{batch.micro} per rank and microbatch"
+    return f"{batch.train} samples per step = {micro} x {batch.accumulation} microbatches x {ranks}"
+
+
+def _units(sharded: ShardedModel) -> list[str]:
+    """Kinds of units, those with most elements first."""
+    kinds = Counter(
+        (type(u.modules[0]).__name__ if u.name else "rest of the model", u.numel) for u in sharded.units if u.numel
+    )
+    order = sorted(kinds.items(), key=lambda item: -item[0][1] * item[1])
+    rows = [
+        (f"{count} x {kind}" if count > 1 else kind, f"{scaled(numel)} elements{' each' if count > 1 else ''}")
+        for (kind, numel), count in order
+    ]
+    more = [f"and {len(rows) - MAX_UNIT_KINDS} more kinds"] if len(rows) > MAX_UNIT_KINDS else []
+    return (_aligned(rows[:MAX_UNIT_KINDS]) if rows else ["none"]) + more
+
+
+def _memory(engine: Engine, states: States, optimizer: OptimizerStates) -> list[str]:
+    """Bytes of model states per rank, counted as in `hf-dist plan`."""
+    sharded, config = engine.sharded, engine.config
+    total = sum(g.layout.num_params for g in sharded.groups)
+    learning = sum(g.layout.num_params for g in sharded.trainable_groups)
+    assumed = config.optimizer is None and engine.optimizer is None  # as in an evaluation before training
+    if_used = "AdamW's, if that is used"
+    here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""
+    rows = [
+        (what, f"{size_text(nbytes)}  {if_used if assumed and what.startswith('optimizer') else kind}")
+        for what, nbytes, kind in (*states.rows(), *Temporary(states).rows())
+    ]
+    return [
+        f"{scaled(total)} parameters{here}, {scaled(learning)} of them trained; per rank:",
+        *(_aligned(rows) if rows else []),
+        *([] if optimizer.known else [f"optimizer state: not counted, of {kind_of(engine.optimizer)}"]),
+        *(
+            ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]
+            if sharded.passes.before_training
+            else []
+        ),
+    ]

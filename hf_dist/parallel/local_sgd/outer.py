@@ -1,0 +1,274 @@
+"""The outer step: averages the movement of a sharded model's replicas since their last meeting, and applies it by an own SGD.
+
+    pseudo-gradient = anchor - weights              of this replica, in fp32; the anchor: weights after the last meeting
+    anchor         -= outer_lr * SGD(mean over the replicas)
+    weights         = anchor
+
+A rate of 1 without momentum gives the mean of the weights. Then there is neither anchor nor state, and the weights
+themselves are sent. Fragments may take turns and overlap training (`turns.py`):
+
+    weights         = mix * weights + (1 - mix) * anchor        some steps after the pseudo-gradient was taken
+
+Sources: local SGD, Stich 2018 (arXiv 1805.09767); DiLoCo, Douillard et al. 2023 (arXiv 2311.08105); fragments, 2501.18512.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hf_dist.config.training_sections import LocalSgdConfig
+from hf_dist.dist import collectives
+from hf_dist.dist.collectives import Handle
+from hf_dist.dist.mesh import MeshAxis
+from hf_dist.errors import ModelError
+from hf_dist.memory.offload.host import sent
+from hf_dist.memory.offload.resting import Resting, Tier, opened
+from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.parallel.local_sgd.turns import Turns
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.precision import MASTER_DTYPE
+from hf_dist.sharding.runtime import ShardedModel
+
+__all__ = ["GroupMotion", "OuterOptimizer", "num_outer_states", "refuse_other_weights"]
+
+MAX_IN_FLIGHT = 2
+"""Groups whose pseudo-gradients are in flight at the same time, as with gradients."""
+
+
+class GroupMotion:
+    """One group's local state besides its weights: the anchor common to all replicas, and the outer momentum."""
+
+    def __init__(self, group: FlatGroup, config: LocalSgdConfig) -> None:
+        self.group = group
+        self._rate, self._factor, self._nesterov = config.outer_lr, config.outer_momentum, config.nesterov
+        numel, tier = group.resting[1] - group.resting[0], group.master.tier
+        shelf = group.storage.optim
+        self.anchor: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if has_anchor(config) else None
+        self.momentum: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if config.outer_momentum else None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Set the anchor to the current weights. Local."""
+        if self.anchor is not None:
+            with opened(self.group.master) as masters, opened(self.anchor, changed=True) as anchor:
+                anchor.copy_(masters)
+
+    @torch.no_grad()
+    def outgoing(self) -> torch.Tensor:
+        """The values to average, 1-D, a copy on the device. Local."""
+        if self.anchor is None:
+            return self.weights()
+        self.group.master.settle()  # a step may still be writing it
+        with opened(self.group.master) as masters, opened(self.anchor) as anchor:
+            return sent(anchor - masters, self.group.mesh.device)
+
+    @torch.no_grad()
+    def incoming(self, mean: torch.Tensor, mix: float = 0.0) -> None:
+        """Step the anchor by the mean of `outgoing` over the replicas, and set the weights from it. Local.
+
+        `mix`: the share of this replica's own weights that is kept.
+        """
+        self.group.master.settle()  # steps may have run since it was sent
+        with opened(self.group.master, changed=True) as masters:
+            mean = mean.to(masters.device)
+            if self.anchor is None:
+                _become(masters, mean, mix)
+            else:
+                if self.momentum is not None:
+                    with opened(self.momentum, changed=True) as momentum:
+                        momentum.mul_(self._factor).add_(mean)
+                        mean = mean.add_(momentum, alpha=self._factor) if self._nesterov else momentum.clone()
+                with opened(self.anchor, changed=True) as anchor:
+                    _become(masters, anchor.sub_(mean, alpha=self._rate), mix)
+        self.group.masters_changed()
+
+    @torch.no_grad()
+    def weights(self) -> torch.Tensor:
+        """The master weights, 1-D, a copy on the device. Local."""
+        self.group.master.settle()
+        with opened(self.group.master) as masters:
+            return sent(masters.clone(), self.group.mesh.device)
+
+    @torch.no_grad()
+    def become(self, weights: torch.Tensor) -> None:
+        """Set the master weights; anchor and momentum stay. Local."""
+        with opened(self.group.master, changed=True) as masters:
+            masters.copy_(weights)
+        self.group.masters_changed()
+
+    def resident_nbytes(self) -> dict[Tier, int]:
+        """Bytes of anchor and momentum at rest, by kind of memory."""
+        held = dict.fromkeys(Tier, 0)
+        for state in (self.anchor, self.momentum):
+            if state is not None:
+                held[state.tier] += state.nbytes
+        return held
+
+
+def _become(masters: torch.Tensor, values: torch.Tensor, mix: float) -> None:
+    """`masters` = mix * masters + (1 - mix) * values, in place."""
+    masters.copy_(values if not mix else torch.lerp(values, masters.to(values.dtype), mix))
+
+
+def num_outer_states(config: LocalSgdConfig) -> int:
+    """Number of fp32 tensors that a rank keeps besides its master weights, with several replicas."""
+    return has_anchor(config) + (config.outer_momentum > 0) if config.enabled else 0
+
+
+def has_anchor(config: LocalSgdConfig) -> bool:
+    """Whether replicas keep the weights of their last meeting; the plain mean of the weights needs none."""
+    return config.outer_lr != 1 or config.outer_momentum > 0
+
+
+def refuse_other_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ModelError` for an optimizer that evaluates with other weights: replicas average only the trained ones."""
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ModelError(
+            f"{type(optimizer).__name__} keeps other weights for evaluation than for training (`eval()`, `train()`), and "
+            'replicas that train alone ("local_sgd") would agree on the latter only. Use an optimizer without them, such as '
+            '"AdamW", or remove "local_sgd"'
+        )
+
+
+class OuterOptimizer:
+    """Lets the replicas of one model meet at intervals. Every rank has one and makes the same calls."""
+
+    def __init__(self, sharded: ShardedModel, config: LocalSgdConfig) -> None:
+        """Local. The replicas must be equal when it is created and whenever weights are loaded."""
+        assert sharded.mesh.replicas is not None
+        self.axis: MeshAxis = sharded.mesh.replicas
+        self.every = config.every
+        """Optimizer steps between two meetings; 0: the caller of `meet` counts."""
+        self.met = True
+        """Whether no step ran since the last meeting. Then a save or an evaluation covers all replicas."""
+        self.interval_ended = True
+        """Whether the last step ended an interval of `every` steps, when the job may contact all replicas."""
+        self._anchored = False
+        self.sharded = sharded
+        self.motions = [GroupMotion(group, config) for group in sharded.trainable_groups]
+        self.turns = Turns(config, len(sharded.units))
+        self._mix = config.mix
+        of_group = {id(motion.group): motion for motion in self.motions}
+        self._fragments = [
+            [of_group[id(group)] for unit in units for group in sharded.units[unit].groups if id(group) in of_group]
+            for units in self.turns.units
+        ]
+
+    def before_backward(self) -> None:
+        """At the start of backward: the first one after a meeting stores the common weights, with user writes. Local."""
+        if self.met and not self._anchored:
+            self._anchored = True
+            self.sharded.take_writes()
+            for motion in self.motions:
+                motion.begin()
+
+    def after_step(self, number: int, scaler: DynamicLossScaler | None) -> bool:
+        """After step `number` ran or was skipped (skipped steps count, so all replicas meet together). Whether weights changed.
+
+        Collective over the replicas at every `every`-th step and where a fragment has its turn, otherwise local.
+        """
+        self.met = False
+        self.interval_ended = bool(self.every) and number % self.every == 0
+        if self.every and self.turns.streams:
+            return self._take_turns(number)
+        if self.interval_ended:
+            self.meet(scaler)
+        return self.interval_ended
+
+    def _take_turns(self, number: int) -> bool:
+        starting = list(self.turns.starting(number))
+        if starting or self.turns.is_due(number):
+            self._let_masters_rest()
+        for fragment in starting:
+            for motion in self._fragments[fragment]:
+                if motion.group.layout.numel:
+                    self.turns.add(number, self._start(motion, motion.outgoing, self._mixed(motion)))
+        return self.turns.take_up(number)
+
+    def _mixed(self, motion: GroupMotion) -> Callable[[torch.Tensor], None]:
+        return lambda mean: motion.incoming(mean, self._mix)
+
+    def meet(self, scaler: DynamicLossScaler | None) -> None:
+        """Give all replicas the same weights; call `weights_changed()` afterwards. Collective over the replicas.
+
+        Runs the outer step. If fragments take turns, averages the weights instead, which does not change the replicas' mean
+        movement: anchors stay, and the next outer steps are the same as without this meeting.
+        """
+        self._let_masters_rest()
+        self.turns.take_up()
+        in_turn = bool(self.every) and self.turns.streams
+        in_flight: deque[Callable[[], None]] = deque()
+        for motion in self.motions:
+            if not motion.group.layout.numel:
+                continue
+            if len(in_flight) >= MAX_IN_FLIGHT:
+                in_flight.popleft()()
+            if in_turn:
+                in_flight.append(self._start(motion, motion.weights, motion.become))
+            else:
+                in_flight.append(self._start(motion, motion.outgoing, motion.incoming))
+        while in_flight:
+            in_flight.popleft()()
+        self.sharded.passes.buffers.share(self.axis)
+        if scaler is not None and scaler.dynamic:
+            self._agree_on_scale(scaler)
+        self.met, self.interval_ended, self._anchored = True, True, in_turn
+
+    def _let_masters_rest(self) -> None:
+        if self.sharded.mesh.device.type == "cuda":  # masters on the host may still be in transfer
+            torch.cuda.synchronize(self.sharded.mesh.device)
+
+    def _start(
+        self, motion: GroupMotion, outgoing: Callable[[], torch.Tensor], incoming: Callable[[torch.Tensor], None]
+    ) -> Callable[[], None]:
+        values = outgoing()
+        handle: Handle = collectives.all_reduce(self.axis, values)
+
+        def take_up() -> None:
+            handle.wait()
+            incoming(values)
+
+        return take_up
+
+    def _agree_on_scale(self, scaler: DynamicLossScaler) -> None:
+        """Set all replicas to the smallest loss scale among them, because each has changed its own since the last meeting."""
+        state = scaler.state_dict()
+        rows = torch.zeros(self.axis.size, len(state), dtype=torch.float64)
+        rows[self.axis.rank] = torch.tensor([float(value) for value in state.values()])
+        flat = sent(rows.view(-1), self.sharded.mesh.device)
+        collectives.all_gather(self.axis, flat).wait()
+        everyone = flat.view(rows.shape).tolist()
+        smallest = min(everyone, key=lambda row: row[0])
+        scaler.load_state_dict(dict(zip(state, smallest, strict=True)))
+
+    def before_load(self) -> None:
+        """Before weights are loaded, discard what is in flight. Collective over the replicas."""
+        self.turns.take_up()
+        self._anchored = False
+
+    def restart(self) -> None:
+        """Start again from equal weights, after all replicas loaded them. Local."""
+        self.met = self.interval_ended = True
+
+    def anchors_loaded(self) -> None:
+        """Keep the anchors loaded from a checkpoint instead of the weights. Local."""
+        self._anchored = True
+
+    def resident_nbytes(self) -> dict[Tier, int]:
+        """Bytes of anchors and momenta at rest, by kind of memory."""
+        held = dict.fromkeys(Tier, 0)
+        for motion in self.motions:
+            for tier, nbytes in motion.resident_nbytes().items():
+                held[tier] += nbytes
+        return held
+
+    def states(self) -> Iterator[tuple[str, FlatGroup, Resting]]:
+        """(kind, group, values) for a checkpoint: the outer momentum, and anchors unless they equal the weights."""
+        for motion in self.motions:
+            if motion.momentum is not None:
+                yield "momentum", motion.group, motion.momentum
+            if motion.anchor is not None and self.turns.streams:
+                yield "anchor", motion.group, motion.anchor

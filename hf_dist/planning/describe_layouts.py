@@ -1,0 +1,128 @@
+"""Layouts as a table, with the reason why each loses to the first, and as a picture of their step times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hf_dist.format_bytes import seconds_text, size_text
+from hf_dist.planning.found import Found
+from hf_dist.planning.search import MOST_TRIED_OF_AXIS
+from hf_dist.planning.step_time import PARTS
+from hf_dist.svg import Picture
+
+__all__ = ["draw_layouts", "layout_dict", "layout_table", "other_lines"]
+
+_COLOURS = {
+    "compute": "#4c78a8",
+    "recomputation": "#9ecae9",
+    "tp": "#f58518",
+    "cp": "#ffbf79",
+    "ep": "#b279a2",
+    "weights": "#e45756",
+    "bubble": "#bab0ac",
+    "optimizer": "#54a24b",
+}
+_MOST_REASONS = 3
+
+
+def layout_table(found: Sequence[Found]) -> list[str]:
+    """One line per layout below a header, fastest first."""
+    head = (
+        *("", "layout", "microbatches", "runs again", "tokens/s", "step", "exposed", "bubble"),
+        *("at rest", "peak", "inside", "between", "loses by"),
+    )
+    rows = [head, *(_row(number, each, found[0]) for number, each in enumerate(found, start=1))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(number: int, found: Found, first: Found) -> tuple[str, ...]:
+    layout, time = found.layout, found.time
+    parts = f", {layout.virtual} parts a rank" if layout.virtual > 1 else ""
+    return (
+        str(number),
+        layout.text,
+        f"{layout.micro} x {layout.microbatches}{parts}",
+        layout.recomputed,
+        f"{found.speed:.0f}",
+        seconds_text(time.seconds),
+        f"{time.exposed / time.seconds:.1%}",
+        f"{time.bubble:.1%}",
+        size_text(found.at_rest),
+        size_text(found.plan.device_need),
+        size_text(time.inside),
+        size_text(time.between),
+        "" if found is first else reason(found, first),
+    )
+
+
+def other_lines(others: Mapping[str, Found | None], first: Found) -> list[str]:
+    """A line for each axis that none of the best has."""
+    lines = []
+    for axis, found in others.items():
+        if found is None:
+            lines.append(f"with {axis}: none of the {MOST_TRIED_OF_AXIS} fastest fits")
+        else:
+            step = f"{seconds_text(found.time.seconds)}, {size_text(found.plan.device_need)}"
+            lines.append(f"with {axis}: {found.layout.text}, {step}; loses by {reason(found, first)}")
+    return lines
+
+
+def reason(found: Found, first: Found) -> str:
+    """For example `bubble 0.41 s, sends of tp 0.12 s; saves sends of cp 0.2 s`."""
+    named = {
+        "tp": "sends of tp",
+        "cp": "sends of cp",
+        "ep": "sends of ep",
+        "weights": "gathers and reductions that show",
+    }
+    more = found.loses(first)[:_MOST_REASONS]
+    if not more:
+        return "nothing: as fast"
+
+    def text(parts: Sequence[tuple[str, float]]) -> str:
+        return ", ".join(f"{named.get(name, name)} {seconds_text(seconds)}" for name, seconds in parts)
+
+    saved = first.loses(found)[:1]
+    return text(more) + (f"; saves {text(saved)}" if saved else "")
+
+
+def layout_dict(found: Found, first: Found) -> dict[str, object]:
+    """Plain values for programs."""
+    return {
+        "layout": found.layout.text,
+        "values": found.layout.values,
+        "tokens_per_second_and_rank": found.speed,
+        "seconds": dict(found.time.parts),
+        "bubble": found.time.bubble,
+        "device_at_rest": found.at_rest,
+        "device_peak": found.plan.device_peak,
+        "device_need": found.plan.device_need,
+        "sent": dict(found.time.sent),
+        "sent_inside": found.time.inside,
+        "sent_between": found.time.between,
+        "loses_by": dict(found.loses(first)),
+    }
+
+
+def draw_layouts(found: Sequence[Found]) -> Picture:
+    """One bar per layout, as long as its step, in the colours of the step's parts."""
+    left, width, height, top = 330, 620, 26, 34
+    longest = max(each.time.seconds for each in found)
+    picture = Picture(12, left + width + 200, top + len(found) * (height + 8) + 8)
+    at = left
+    for part in PARTS:
+        picture.box(at, 8, 10, 10, _COLOURS[part])
+        picture.words(at + 14, 17, part)
+        at += 40 + 7 * len(part)
+    for i, each in enumerate(found):
+        y, x = top + i * (height + 8), float(left)
+        picture.words(left - 8, y + 17, each.layout.text, anchor="end")
+        for part in PARTS:
+            seconds = each.time.parts[part]
+            length = width * seconds / longest
+            if length > 0.2:
+                picture.box(x, y, length, height, _COLOURS[part], title=f"{part} {seconds_text(seconds)}")
+            x += length
+        picture.words(x + 6, y + 17, f"{seconds_text(each.time.seconds)}, {size_text(each.plan.device_need)}")
+    return picture

@@ -1,0 +1,103 @@
+"""`hf_dist.memory_budget`: plans from the first training batch which units stay gathered, equally on all data ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from hf_dist.dist import collectives
+from hf_dist.dist.raise_on_all_ranks import first_problem
+from hf_dist.format_bytes import size_text
+from hf_dist.log import say, warn_once
+from hf_dist.planning.activations import Kept
+from hf_dist.planning.describe import kept_units
+from hf_dist.planning.memory_plan import MemoryPlan
+from hf_dist.planning.residency import budget_nbytes, has_budget, keep_within
+from hf_dist.planning.running import Running, memory_of, planned_config, planner_for
+from hf_dist.sharding.placement import Placement, Stay
+from hf_dist.tensors import pytree
+
+
+def keep_by_budget(engine: Running) -> None:
+    """If the config has a budget, plan before the first training forward which units stay gathered. Local."""
+    sharded = engine.sharded
+    if not has_budget(engine.config) or sharded.placements.params is not Placement.SHARD:
+        return
+    me = weakref.ref(engine)
+
+    def decide(args: Any, kwargs: Any) -> None:
+        found = me()
+        if found is not None:
+            sharded.passes.before_training = None
+            _decide(found, args, kwargs)
+
+    sharded.passes.before_training = decide
+
+
+def _tell_larger(planned: tuple[int, ...], args: Any, kwargs: Any) -> None:
+    """Tell, on this rank, of a microbatch for which the plan does not hold. Local."""
+    shape = _shape(args, kwargs)
+    if math.prod(shape) > math.prod(planned):
+        warn_once(
+            f"hf_dist.memory_budget: what stays gathered was planned from a first microbatch of {planned}, and one of {shape} "
+            "follows: the peak may be above the budget. Let the first batch have the longest rows, or give a smaller budget"
+        )
+
+
+def _shape(args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Of the tensor with most elements."""
+    return max(
+        (tuple(v.shape) for v in pytree.leaves((args, kwargs)) if isinstance(v, torch.Tensor)),
+        key=math.prod,
+        default=(),
+    )
+
+
+def _decide(engine: Running, args: Any, kwargs: Any) -> None:
+    """Set how long every unit stays gathered. Collective over dp. The arguments are this rank's first microbatch."""
+    sharded = engine.sharded
+    mine: tuple[int | None, Kept | None, int] = (None, None, 0)
+    plan, problem = None, ""
+    try:
+        plan = _plan(engine, args, kwargs)
+        mine, problem = (budget_nbytes(engine.config, memory_of(engine)), plan.kept, plan.logits), plan.problem
+    except Exception as error:  # on this rank alone, while the others wait for its result
+        problem = f"{type(error).__name__}: {error}"
+    first = first_problem(sharded.mesh.dp, problem)
+    everyone = collectives.all_gather_object(sharded.mesh.dp, mine)
+    budgets = [budget for budget, *_ in everyone if budget is not None]
+    activations = [kept for _, kept, _ in everyone if kept is not None]
+    if first is not None or plan is None or len(budgets) < len(everyone):
+        reason = f"the model does not run on meta ({first[1]})" if first else "the memory of the machine is not known"
+        say(f"hf_dist.memory_budget: no weights are kept gathered, because no peak can be planned: {reason}")
+        return
+    names = [field.name for field in fields(Kept)]
+    fullest = Kept(*(max(getattr(k, name) for k in activations) for name in names))
+    plan = replace(plan, kept=fullest, logits=max(logits for _, _, logits in everyone))
+    chosen = keep_within(plan, min(budgets))
+    for unit in sharded.units:
+        unit.stay = chosen.states.stays.get(unit.name, Stay.USE)
+    if any(unit.stay is not Stay.USE for unit in sharded.units):
+        sharded.passes.before_training = functools.partial(_tell_larger, _shape(args, kwargs))
+    say(_told(chosen, min(budgets)))
+
+
+def _plan(engine: Running, args: Any, kwargs: Any) -> MemoryPlan:
+    """What this rank's stage needs with no unit kept."""
+    shapes = [v.shape for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
+    micro = engine.batch.micro or (shapes[0][0] if shapes else 1)
+    batch = {k: v for k, v in kwargs.items() if k != "labels"}  # the measurement uses no labels
+    planner = planner_for(engine, micro, 0, args, batch)
+    return planner.plan_rank(planned_config(engine, micro), engine.mesh.pp.rank)
+
+
+def _told(plan: MemoryPlan, budget: int) -> str:
+    peak, left = size_text(plan.device_peak), f"of a budget of {size_text(budget)}"
+    if plan.device_peak > budget:
+        return f"hf_dist.memory_budget: nothing is kept gathered: {peak} are planned without, {left}"
+    return f"hf_dist.memory_budget: {kept_units(plan)}; planned peak {peak} {left}"

@@ -1,0 +1,173 @@
+"""The duration of a step under a layout, part by part, from counted operations and bytes and rough speeds.
+
+    compute        matrix products and attention of forward and backward; memory that all other kernels read and write, each by
+                   itself, or those between two products as one (compiled blocks)
+    recomputation  the same for recomputed blocks
+    tp, cp, ep     activations sent while nothing else runs; sums of backward over tp begin before the weight gradients
+    weights        gathers that forward does not hide, reductions (stage 3: and gathers) that backward does not hide; the ends
+                   of a step: first gathers and last reductions, hidden only by norms and, at stages 1 and 2, the optimizer
+    bubble         a pipeline's idle time
+    optimizer      reads and writes of states
+
+Microbatches of a pipeline follow one another; sends between its stages are hidden. The host takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hf_dist.dist.axes import Axes
+from hf_dist.planning.activations import Activations
+from hf_dist.planning.comm_volume import Traffic
+from hf_dist.planning.hardware import Hardware, link_of
+from hf_dist.planning.layouts import Layout
+from hf_dist.planning.sliced import EarlySum
+from hf_dist.sharding.group_axes import DENSE
+from hf_dist.sharding.placement import Placement
+
+__all__ = ["PARTS", "StepTime", "Sum", "step_time"]
+
+PARTS = ("compute", "recomputation", "tp", "cp", "ep", "weights", "bubble", "optimizer")
+_LOSS_NBYTES = 40
+"""Bytes the loss reads and writes per logit, forward and backward: casts, log-softmax, label selection."""
+_GRADIENT_NBYTES = 6
+"""Bytes per gradient element and microbatch: read in half precision, written in fp32."""
+_STATES_NBYTES = 32
+"""Bytes per element that a rank steps: masters, gradients and two states, read and written."""
+_NORM_NBYTES = 4
+"""Bytes per element that a rank steps: its gradient, read for the norm."""
+_PAIRWISE = ("ep", "cp")
+_OF_WEIGHTS = ("shard", "edp", "dp", *(axis for axis, _ in DENSE))
+"""Axes along which weights and gradients travel."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What one rank computes in a microbatch."""
+
+    forward: float
+    """Seconds of a forward; backward takes twice that."""
+    again: float
+    """Seconds of recomputed blocks."""
+
+    @classmethod
+    def of(cls, found: Activations, recomputed: str, hardware: Hardware, *, fused: bool = False) -> Sum:
+        """`found`: the whole model, on one rank of `tp` and `cp`; `recomputed`: one of `layouts.RECOMPUTED`.
+
+        `fused`: blocks are compiled.
+        """
+        of_blocks = "fused" if fused else "moved"
+        products, moved = (sum(getattr(block.work, name) for block in found.blocks) for name in ("flops", of_blocks))
+        loss = _LOSS_NBYTES * found.rows * found.vocabulary / 3
+        forward = (products + found.rest.flops) / hardware.flops + (moved + found.rest.moved + loss) / hardware.memory
+        again = 0.0 if recomputed == "nothing" else moved / hardware.memory
+        if recomputed == "blocks":
+            again += products / hardware.flops
+        return cls(forward, again)
+
+    def shared(self, stages: int) -> Sum:
+        """The computation of one of `stages` equal stages."""
+        return Sum(self.forward / stages, self.again / stages)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds by part, and the bytes sent by axis."""
+
+    parts: Mapping[str, float]
+    bubble: float = 0.0
+    """Share of the ranks' time."""
+    inside: int = 0
+    """Bytes that a rank sends within its machine in a step."""
+    between: int = 0
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by axis."""
+    alone: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of these sends by axis if nothing ran beside them."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of gathers and reductions beside which something is computed."""
+        weights = sum(self.alone.get(axis, 0.0) for axis in _OF_WEIGHTS)
+        return max(0.0, weights - self.parts["weights"])
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return sum(self.parts[name] for name in ("tp", "cp", "ep", "weights"))
+
+
+def step_time(
+    work: Sum,
+    traffic: Traffic,
+    axes: Axes,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    bubble: float,
+    numel: int,
+    ends: float,
+    early: Mapping[EarlySum, float] | None = None,
+) -> StepTime:
+    """`traffic`: of a rank in a step; `bubble`: the schedule's share; `numel`: a rank's parameters before ZeRO; `ends`: the
+    share of them that is gathered before anything runs, and whose gradients come last; `early`: sums over `tp` of a microbatch
+    that begin early -> how many."""
+    seconds: dict[str, float] = {}
+    inside = between = 0
+    sent: dict[str, int] = {}
+    for axis, crossed in traffic.items():
+        link = link_of(axes, axis, hardware.ranks_per_machine)
+        nbytes, count = sum(n for _, n in crossed.values()), sum(c for c, _ in crossed.values())
+        here, away = link.split(nbytes, pairwise=axis in _PAIRWISE)
+        inside, between = inside + here, between + away
+        sent[axis] = nbytes
+        seconds[axis] = max(here / hardware.inside, away / hardware.between) + count * hardware.latency
+    hidden = sum(
+        count * min(hardware.latency + one.nbytes / hardware.inside, one.flops / hardware.flops)
+        for one, count in (early or {}).items()
+    )
+    number = layout.microbatches
+    compute = (3 * work.forward + _GRADIENT_NBYTES * numel / hardware.memory) * number
+    again = work.again * number
+    stepped = numel // (layout.dp_shard * layout.cp if layout.placements.optim is Placement.SHARD else 1)
+    optimizer = _STATES_NBYTES * stepped / hardware.memory
+    parts = {
+        "compute": compute,
+        "recomputation": again,
+        "tp": max(0.0, seconds.get("tp", 0.0) - number * hidden),
+        "cp": seconds.get("cp", 0.0),
+        "ep": seconds.get("ep", 0.0),
+        "weights": _exposed(layout, seconds, work, ends, optimizer) + seconds.get("dp", 0.0),
+        "bubble": 0.0,
+        "optimizer": optimizer,
+    }
+    busy = sum(parts[name] for name in ("compute", "recomputation", "tp", "cp", "ep"))
+    parts["bubble"] = busy * bubble / (1 - bubble)
+    return StepTime(parts, bubble, inside, between, sent, seconds)
+
+
+def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: float, optimizer: float) -> float:
+    """Seconds of gathers and reductions that computation does not hide. A reduction (fp32) takes twice as long as a gather.
+
+    Norms of complete gradients are computed beside the last reductions. At stages 1 and 2 the first gather runs beside the
+    optimizer, which takes `optimizer` seconds and steps that unit first.
+    Pipelines gather and reduce once, overlapped with one microbatch; copies are reduced once, after their shards.
+    """
+    states, rounds = layout.placements, layout.rounds
+    shards = seconds.get("shard", 0.0) + seconds.get("edp", 0.0)
+    copies = sum(seconds.get(axis, 0.0) for axis, _ in DENSE)
+    one = shards / (rounds.forward + rounds.backward + 2 * rounds.reductions)
+    before = max(0.0, rounds.forward * (one - work.forward))
+    beside = rounds.reductions * (2 * work.forward + work.again)
+    after = max(0.0, (rounds.backward + 2 * rounds.reductions) * one + copies - beside)
+    first, last = ends * min(rounds.forward, 1) * one, ends * (2 * one + copies)
+    if states.optim is not states.params:  # the optimizer's own shards are gathered
+        first = max(0.0, first - (1 - ends) * optimizer)
+    last = max(0.0, last - (1 - ends) * optimizer * _NORM_NBYTES / _STATES_NBYTES)
+    return before + after + first + last

@@ -1,0 +1,1 @@
+"""Commands around training: `hf-dist`, the benchmark, the check of a layout."""

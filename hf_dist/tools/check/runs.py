@@ -1,0 +1,158 @@
+"""The runs: plain torch in one process, one process in the user's precision, and the layout on its ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_dist.engine.engine import Engine
+from hf_dist.hf.model_class import model_class
+from hf_dist.parallel.experts.spread import find_experts
+from hf_dist.sharding.full_params import all_tensors
+from hf_dist.tools.check.itself import itself
+from hf_dist.tools.check.job import Job
+from hf_dist.tools.check.training import Look, Training, checkpoint_of, whole_step
+
+__all__ = ["in_one_process", "on_ranks", "quiet", "routed_parameters"]
+
+Differences = dict[str, float]
+"""Parameter, in the model's order -> norm of its difference to one process, relative to the norm in one process."""
+_FLOOR = 0.01
+"""A tensor's norm counts as at least that of as many elements of this share of the model's rms weight. A key bias, whose
+gradient is zero in theory, is rounding and nothing else: relative to itself, it differs by its own size."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, only errors are logged, so that the table stays readable."""
+    import transformers
+
+    logger, theirs, handler = logging.getLogger("hf_dist"), transformers.utils.logging, logging.StreamHandler()
+    level, verbosity, shows_progress = logger.level, theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        theirs.set_verbosity(verbosity)
+        if shows_progress:
+            theirs.enable_progress_bar()
+
+
+@quiet()
+def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
+    """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
+
+    `plain`: the stock Trainer in fp32, all rows of a step in one batch. `same`: one process in the precision of the config,
+    with its distance from `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is
+    fp16. `itself`: what differs without a layout.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # or accelerate would wrap the model
+        os.environ.pop(name, None)
+    result: dict[str, Any] = {"itself": itself(job.make_model(), job.batches())}
+    result["plain"] = Training(job, job.steps + 1, look=_looks_at(job, [], keep="plain"))(_output(job))
+    if job.precision != "fp32":
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
+        differences: list[Differences] = []
+        look = _looks_at(job, differences, reference="plain", keep="same")
+        rows, parts = whole_step(job)
+        alone = {**job.alone, "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": parts}
+        result["same"] = Training(job, job.steps + 1, alone, look)(_output(job))
+        result["same"]["differences"] = differences
+    if job.precision == "fp16":
+        result["routed"] = routed_parameters(job.make_model())
+    return result
+
+
+@quiet()
+def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
+    """The layout: as `same` above, saved, read back by plain `from_pretrained`, and resumed on the ranks."""
+    reference = "plain" if job.precision == "fp32" else "same"
+    differences: list[Differences] = []
+    look = _looks_at(job, differences, reference=reference)
+    found = Training(job, job.steps + 1, job.layout, look, save_at=job.steps)(_output(job))
+    saved = checkpoint_of(_output(job), job.steps)
+    resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps, evaluates=False)(_output(job), saved)
+    result: dict[str, Any] = {key: found[key][: job.steps] for key in ("losses", "norms")}
+    result |= {"differences": differences, "skipped": found["skipped"], "evaluation": found["evaluation"]}
+    result["next"] = {
+        "going on": (found["losses"][-1], found["norms"][-1]),
+        "resumed": (resumed["losses"][-1], resumed["norms"][-1]),
+    }
+    if rank == 0:
+        cls: Any = model_class(job.class_name)
+        reread = cls.from_pretrained(saved, dtype=torch.float32)  # in half precision the masters
+        result["reloaded"] = _differences(reread.named_parameters(), _weights_file(job, reference, job.steps))
+        shutil.rmtree(_output(job), ignore_errors=True)
+    return result
+
+
+def _looks_at(job: Job, differences: list[Differences], *, reference: str = "", keep: str = "") -> Look:
+    """After each of `steps`: compares whole weights with those of another run, if named, and keeps them under a name.
+
+    In half precision these are the masters, which no rounding hides.
+    """
+
+    def look(step: int, model: nn.Module, engine: Engine | None) -> None:
+        if step > job.steps:
+            return
+        tensors = model.named_parameters() if engine is None else all_tensors(engine.sharded)
+        weights: Iterable[tuple[str, torch.Tensor]] = ((name, tensor.detach().float()) for name, tensor in tensors)
+        if keep:
+            kept = {name: tensor.contiguous() for name, tensor in weights}
+            save_file(kept, _weights_file(job, keep, step))
+            weights = kept.items()
+        if reference:
+            differences.append(_differences(weights, _weights_file(job, reference, step)))
+
+    return look
+
+
+def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each mixture of experts: the experts, their router and what else its module has."""
+    inside = [f"{path.rpartition('.')[0]}." for path in find_experts(model)]
+    names = [name for name, _ in model.named_parameters()]
+    return tuple(tuple(name for name in names if name.startswith(prefix)) for prefix in inside)
+
+
+def _differences(weights: Iterable[tuple[str, torch.Tensor]], file: str) -> Differences:
+    found: Differences = {}
+    with safe_open(file, framework="pt") as expected:
+        floor = _FLOOR * _rms([expected.get_tensor(name) for name in expected.keys()])  # noqa: SIM118
+        for name, weight in weights:
+            own, theirs = weight.detach().cpu().double(), expected.get_tensor(name).double()
+            if own.shape != theirs.shape:
+                found[name] = float("inf")
+                continue
+            norm = max(float(theirs.norm()), floor * theirs.numel() ** 0.5)
+            found[name] = float((own - theirs).norm()) / (norm or 1.0)
+    return found
+
+
+def _rms(tensors: Sequence[torch.Tensor]) -> float:
+    """Of all their elements."""
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors) / max(sum(t.numel() for t in tensors), 1))
+
+
+def _weights_file(job: Job, run: str, step: int) -> str:
+    return str(Path(job.folder) / f"{run}_{step}.safetensors")
+
+
+def _output(job: Job) -> str:
+    return str(Path(job.folder) / "output")

@@ -1,0 +1,183 @@
+"""One training of a check by the Trainer: rows in their order, what is logged, a look at the weights after each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import SequentialSampler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from hf_dist.engine.engine import Engine
+from hf_dist.errors import ModelError
+from hf_dist.hf.args import DistTrainingArguments
+from hf_dist.hf.trainer import DistTrainer
+from hf_dist.tools.check.data import Batch, joined
+from hf_dist.tools.check.job import Job
+
+__all__ = ["Look", "Training", "checkpoint_of", "clip", "one_row_more", "rows_of", "whole_step"]
+
+
+Look = Callable[[int, nn.Module, Engine | None], None]
+
+
+@dataclass
+class Training:
+    """Some steps of a job's rows. Every rank of a layout makes one and calls it; the stock Trainer runs in one process."""
+
+    job: Job
+    steps: int
+    config: dict[str, Any] | None = None
+    """A layout, or None for the stock Trainer in fp32 with all rows of a step in one batch."""
+    look: Look = lambda step, model, engine: None
+    """Called on every rank after each step."""
+    save_at: int = 0
+    """The step after which a checkpoint is written; 0 for none."""
+    evaluates: bool = True
+    """Whether the rows of `one_row_more` are evaluated at the end."""
+
+    def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
+        """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and the
+        loss of an `evaluation` at the end: NaN if HF computes none, as for a forward whose signature names no labels."""
+        model = self.job.make_model()
+        optimizer = self.job.make_optimizer(model)
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        looks = _Looks(self)
+        made: Any = _Stock if self.config is None else _Ours
+        trainer = made(
+            model=model,
+            args=self._arguments(folder),
+            train_dataset=rows_of(self.job.batches()),
+            eval_dataset=one_row_more(self.job),
+            data_collator=_collate,
+            optimizers=(optimizer, constant),
+            callbacks=[looks],
+        )
+        trainer.remove_callback(PrinterCallback)
+        looks.trainer = trainer
+        trainer.train(resume_from_checkpoint=resume or None)
+        steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        return {
+            "losses": [float(entry["loss"]) for entry in steps],
+            "norms": [float(entry["grad_norm"]) for entry in steps],
+            "skipped": trainer.dist_engine.skipped_steps if self.config else 0,
+            "evaluation": trainer.evaluate().get("eval_loss", math.nan) if self.evaluates else math.nan,
+        }
+
+    def _arguments(self, folder: str) -> Any:
+        common: dict[str, Any] = dict(
+            max_grad_norm=self.job.clip,
+            max_steps=self.steps,
+            per_device_eval_batch_size=1,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            report_to=[],
+            use_cpu=True,
+        )
+        common |= dict(save_strategy="steps" if self.save_at else "no", save_steps=self.save_at or 1)
+        if self.config is None:
+            rows, parts = whole_step(self.job)
+            return TrainingArguments(
+                folder, per_device_train_batch_size=rows, gradient_accumulation_steps=parts, **common
+            )
+        return DistTrainingArguments(
+            folder,
+            dist_config=cast(Any, self.config),
+            per_device_train_batch_size=self.config["train_micro_batch_size_per_gpu"],
+            gradient_accumulation_steps=self.config["gradient_accumulation_steps"],
+            bf16=self.job.precision == "bf16",
+            fp16=self.job.precision == "fp16",
+            **common,
+        )
+
+
+def whole_step(job: Job) -> tuple[int, int]:
+    """Rows of a batch and batches of a step in one process: one, unless the rows cannot be in one batch."""
+    batches = job.batches()
+    rows = len(rows_of(batches[:1]))
+    steps = [batches[i : i + job.window] for i in range(0, len(batches), job.window)]
+    if any(joined(step) is None for step in steps):
+        return rows, job.window
+    return rows * job.window, 1
+
+
+class _Sequential:
+    """Reads the rows in their order."""
+
+    train_dataset: Any
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+class _Ours(_Sequential, DistTrainer):
+    pass
+
+
+class _Stock(_Sequential, Trainer):
+    """transformers' own, with the norm of gradients in fp64.
+
+    torch's fp32 norm of a large tensor is no reference on CPUs: off by 3e-5 at 2 million elements, by 1e-3 at 20 million.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.clip_grad_norm_ = clip
+
+
+def clip(params: Iterable[nn.Parameter], most: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip gradients as torch does, by their norm in fp64, which is returned. `most`: 0 does not clip."""
+    trained = list(params)
+    norm = torch.stack([p.grad.double().norm() for p in trained if p.grad is not None]).norm()
+    if most:
+        torch.nn.utils.clip_grads_with_norm_(trained, most, norm)
+    return norm
+
+
+class _Looks(TrainerCallback):
+    """Calls `look`, and saves once."""
+
+    trainer: Any = None
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """After HF's own callback, which asks for a checkpoint at the end, too."""
+        control.should_save = state.global_step == self._training.save_at
+        self._training.look(state.global_step, self.trainer.model, getattr(self.trainer, "dist_engine", None))
+        return control
+
+
+def rows_of(batches: list[Batch]) -> list[Batch]:
+    """Each row as a batch of one, as padded as its microbatch."""
+    return [
+        {key: value[i : i + 1] for key, value in batch.items()}
+        for batch in batches
+        for i in range(len(next(iter(batch.values()))))
+    ]
+
+
+def one_row_more(job: Job) -> list[Batch]:
+    """Rows for an evaluation, one by one, so that each counts alike in every layout: one more than data ranks can share."""
+    return rows_of(job.batches())[: job.window + 1]
+
+
+def _collate(rows: list[Mapping[str, torch.Tensor]]) -> Batch:
+    found = joined(rows)
+    if found is None:
+        shapes = [{key: tuple(value.shape[1:]) for key, value in row.items()} for row in rows]
+        raise ModelError(f"--data: rows of these shapes cannot be one batch: {shapes}. Pad them in the file")
+    return found
+
+
+def checkpoint_of(folder: str, step: int) -> str:
+    """Where the Trainer has saved."""
+    return str(Path(folder) / f"checkpoint-{step}")

@@ -1,0 +1,61 @@
+"""The `hf-dist` command, one file per noun. A file imports torch or transformers only inside its functions.
+
+To add a command: a file beside this one, and one line below.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hf_dist.errors import HfDistError
+from hf_dist.tools.cli import (
+    balance,
+    bench,
+    check,
+    checkpoint,
+    config,
+    doctor,
+    env,
+    launch,
+    mesh,
+    plan,
+    schedule,
+    tune,
+    watch,
+)
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="hf-dist",
+    help="Shard Hugging Face models from a DeepSpeed-style JSON.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(env.env)
+app.command()(doctor.doctor)
+app.command()(check.check)
+app.command()(bench.bench)
+app.command(context_settings=launch.SETTINGS)(launch.launch)
+app.command()(checkpoint.export)
+app.command()(checkpoint.inspect)
+app.command()(schedule.schedule)
+app.command()(mesh.mesh)
+app.command()(plan.plan)
+app.command()(balance.balance)
+app.command()(tune.tune)
+app.command()(watch.watch)
+app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
+
+
+def main() -> None:
+    """Entry point of the console script. Errors of hf_dist are printed without a traceback; exit code 1."""
+    try:
+        app()
+    except HfDistError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,187 @@
+"""`hf-dist config`: is this file valid, what does it mean, and how does another tool's file look here? No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_dist.config import (
+    DistConfig,
+    axes_of,
+    differences,
+    examine,
+    format_differences,
+    format_table,
+    load_config,
+    read_config,
+    resolve,
+    shown,
+    with_disagreements,
+)
+from hf_dist.config.convert import Conversion, from_accelerate, from_fsdp_arguments
+from hf_dist.config.json_schema import json_schema
+from hf_dist.config.meaning import meaning, sentences
+from hf_dist.config.unknown import at
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.tools.cli.script_arguments import sources_from
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Check a config, and say what it means.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+File = Annotated[Path, typer.Argument(help="A DeepSpeed-style JSON file.", show_default=False)]
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(help="After `--`: the arguments of your script, compared with the file.", show_default=False),
+]
+WorldSize = Annotated[int | None, typer.Option(help="Processes of the job.", show_default=False, min=1)]
+Model = Annotated[str | None, typer.Option(help="A model folder, or an ID of the hub.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.command()
+def check(
+    file: File, script: Script = None, world_size: WorldSize = None, model: Model = None, as_json: AsJson = False
+) -> None:
+    """Report everything that is wrong with a config, alone or together with a script's arguments. Exit code 1 on any problem.
+
+    hf-dist config check zero3.json --world-size 8 -- --learning_rate 2e-5 --per_device_train_batch_size 4
+    """
+    try:
+        config = _resolved(file, script, world_size, model)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print(_as_json({"file": str(file), "ok": False, "problems": [vars(problem) for problem in error.problems]}))
+        sys.exit(1)
+    if as_json:
+        values = {path: {"value": config.value_at(path), "source": source} for path, source in config.sources.items()}
+        notes = [vars(note) for note in config.notes]
+        differs = [vars(each) for each in differences(config)]
+        print(
+            _as_json(
+                {"file": str(file), "ok": True, "problems": [], "notes": notes, "values": values, "differs": differs}
+            )
+        )
+    else:
+        print(format_table(config))
+
+
+@app.command()
+def explain(
+    file: File, script: Script = None, world_size: WorldSize = None, model: Model = None, as_json: AsJson = False
+) -> None:
+    """Print every key with its value, the source of the value, and what the key does."""
+    config = _resolved(file, script, world_size, model)
+    rows = list(_explained(config, read_config(file).data))
+    if as_json:
+        elsewhere = {each.path: f"{each.text}. As there: {each.restore}" for each in differences(config)}
+        table = [dict(zip(("key", "value", "source", "meaning"), row, strict=True)) for row in rows]
+        print(
+            _as_json([{**row, "differs": elsewhere[row["key"]]} if row["key"] in elsewhere else row for row in table])
+        )
+        return
+    width = max(len(key) for key, *_ in rows)
+    shown_width = min(24, max(len(shown(value)) for _, value, *_ in rows))
+    for key, value, source, text in rows:
+        print(f"{key:<{width}}  {shown(value):<{shown_width}}  {source}")
+        print(f"{'':<{width}}  {text}")
+    for line in format_differences(config):
+        print(line)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the config. Name it in "$schema", and editors complete keys and check values."""
+    print(_as_json(json_schema()))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path | None, typer.Argument(help="The YAML that `accelerate config` wrote.", show_default=False)
+    ] = None,
+    fsdp: Annotated[str | None, typer.Option(help='The value of --fsdp, e.g. "full_shard auto_wrap".')] = None,
+    fsdp_config: Annotated[Path | None, typer.Option(help="The JSON of --fsdp_config.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: print.", show_default=False)] = None,
+) -> None:
+    """Create a config from accelerate's YAML (deepspeed_config or fsdp_config), or from the Trainer's fsdp arguments."""
+    conversion = _converted(source, fsdp, fsdp_config)
+    text = _as_json(conversion.config)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")
+    for key, reason in conversion.notes.items():
+        print(f"{key}: {reason}", file=sys.stderr)
+    load_config(conversion.config)  # reports, by path, what is not available
+
+
+def _resolved(file: Path, script: list[str] | None, world_size: int | None, model: str | None) -> DistConfig:
+    """The config, compared with the known facts of the job. One ConfigError reports all problems."""
+    config, problems = examine(file)
+    data_ranks = None
+    if world_size is not None:
+        try:
+            data_ranks = axes_of(config, world_size).size("data")
+        except ConfigError as error:
+            known = {problem.path for problem in problems}
+            problems += [problem for problem in error.problems if problem.path not in known]
+    sources = sources_from(script, data_ranks, model)
+    compared = script is not None or world_size is not None or model is not None
+    if problems:
+        if compared:
+            problems = with_disagreements(config, sources, problems, ranks_known=data_ranks is not None)
+        raise ConfigError(problems)
+    return resolve(config, sources) if compared else config
+
+
+def _explained(config: DistConfig, data: Mapping[str, Any]) -> list[tuple[str, Any, str, str]]:
+    """Key, value, source and meaning of every key in the file, then of every key with its default."""
+    notes = {note.path: note for note in config.notes}
+    rows = []
+    for path in [*config.sources, *(note.path for note in config.notes if note.path not in config.sources)]:
+        written = config.spelled(path)
+        source = config.source_of(path)
+        line = config.lines.get(written)
+        source = f"line {line}" if line and source in ("file", "default") else source
+        note = notes.get(written)
+        text = f"no effect: {note.reason}" if note is not None and note.kind == "idle" else meaning(path)
+        text += f" ({note.reason})" if note is not None and note.kind == "read" else ""
+        text = note.reason if note is not None and note.kind in ("comment", "unknown", "override") else text
+        alias = f" (written as {written})" if written != path else ""
+        value = config.value_at(path)
+        rows.append((path, at(data, written) if value is None else value, source, text + alias))
+    done = {path for path, *_ in rows}
+    rest = [path for path in sentences() if path not in done and not _is_section(config, path)]
+    return rows + [(path, config.value_at(path), "default", meaning(path)) for path in rest]
+
+
+def _is_section(config: DistConfig, path: str) -> bool:
+    return hasattr(config.value_at(path), "model_fields") or path in ("optimizer", "scheduler")
+
+
+def _converted(source: Path | None, fsdp: str | None, fsdp_config: Path | None) -> Conversion:
+    if (source is None) == (fsdp is None):
+        raise ConfigError(Problem("convert", "", "needs the YAML of accelerate or --fsdp", "Pass one of the two."))
+    if source is None:
+        section = {} if fsdp_config is None else json.loads(fsdp_config.read_text(encoding="utf-8"))
+        return from_fsdp_arguments(str(fsdp), section)
+    import yaml
+
+    try:
+        data = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(Problem("source", str(source), f"cannot be read: {error}", "")) from None
+    if not isinstance(data, dict):
+        raise ConfigError(Problem("source", str(source), "is not a YAML mapping", "Pass what accelerate wrote."))
+    return from_accelerate(data)
+
+
+def _as_json(data: object) -> str:
+    return json.dumps(data, indent=2, default=str)

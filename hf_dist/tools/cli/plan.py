@@ -1,0 +1,193 @@
+"""`hf-dist plan`: does a config fit, and what should change if it does not, before a GPU is rented."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hf_dist.config import load_config, read_config
+from hf_dist.config.values import BadValue, memory_nbytes
+from hf_dist.dist.axes import RANKS_PER_MACHINE
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.tools.cli.layouts import AskedLayouts, print_layouts
+from hf_dist.tools.cli.options import signature_of
+from hf_dist.tools.cli.planned import meta_model, resolved_config, write_suggestions
+
+if TYPE_CHECKING:
+    from hf_dist.planning.advice import Tried
+    from hf_dist.planning.memory_plan import Limits, MemoryPlan
+
+__all__ = ["plan"]
+
+_OPTIONS: dict[str, Any] = {
+    "model": typer.Option(help="A model folder, or an ID of the hub; only its config.json is read."),
+    "config": typer.Option(
+        help="A DeepSpeed-style JSON file; with --gpus, the base config for layouts.", show_default=False
+    ),
+    "world_size": typer.Option(help="Ranks of the job, one per device.", min=1),
+    "device_memory": typer.Option(help="Memory of one device, such as 80GB.", show_default=False),
+    "host_memory": typer.Option(help="Memory of one machine: 512GB, or 512GB/4 for 4 ranks.", show_default=False),
+    "seq": typer.Option(help="Tokens per sample: 2048, 128k (131072), 1M (1048576)."),
+    "micro_batch": typer.Option(help="Samples per rank and forward.", min=1, show_default=False),
+    "suggest": typer.Option(help="Write the cheapest configs that fit into this folder.", show_default=False),
+    "json": typer.Option("--json", help="Print JSON, for programs."),
+    "gpus": typer.Option(help="Find the fastest layouts on this many GPUs.", min=1, show_default=False),
+    "gpus_per_node": typer.Option(help="GPUs per machine.", min=1),
+    "global_batch": typer.Option(help="With --gpus: rows per step, such as 512, or 4M-tokens.", show_default=False),
+    "output": typer.Option(help="With --gpus: also draw the layouts here, as .svg or .png.", show_default=False),
+}
+
+
+_NO_VERDICT = "device: not known; --device-memory 80GB says whether it fits"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options."""
+
+    model: str
+    config: Path | None = None
+    world_size: int = 1
+    device_memory: str | None = None
+    host_memory: str | None = None
+    seq: str = "2048"
+    micro_batch: int | None = None
+    suggest: Path | None = None
+    json: bool = False
+    gpus: int | None = None
+    gpus_per_node: int = RANKS_PER_MACHINE
+    global_batch: str | None = None
+    output: Path | None = None
+
+
+def plan(**options: Any) -> None:
+    """Print how much memory a config needs per rank, whether it fits, and which single setting helps most.
+
+    With --gpus: print the fastest layouts on that many GPUs, over all axes and stages that fit, and why the others lose.
+    The plan is for GPUs, where reductions overlap backward at every stage unless the file disables it.
+    An "auto" in the file means the Trainer's default (one microbatch per step, fp32, no checkpointing). So write your
+    script's arguments into the file, for example "activation_checkpointing": {"every_n_layers": 1} for gradient_checkpointing.
+    """
+    asked = Asked(**options)
+    if asked.gpus is not None:
+        host = f"{asked.host_memory}/{asked.gpus_per_node}" if asked.host_memory else None
+        limits = _limits(asked.device_memory, host, asked.gpus)
+        per_node, batch = asked.gpus_per_node, asked.global_batch
+        wanted = AskedLayouts(asked.model, asked.config, asked.gpus, per_node, _tokens(asked.seq), batch, limits)
+        print_layouts(wanted, meta_model(asked.model), suggest=asked.suggest, output=asked.output, as_json=asked.json)
+    elif asked.config is None:
+        raise ConfigError(Problem("--config", "", "is missing", "Name a JSON file, or --gpus to look for layouts."))
+    else:
+        _plan_config(asked, asked.config)
+
+
+def _plan_config(asked: Asked, config: Path) -> None:
+    from hf_dist.planning.advice import suggest as cheapest
+    from hf_dist.planning.advice import try_each
+    from hf_dist.planning.longest import longest_rows
+    from hf_dist.planning.overhead import estimated, measured_base
+    from hf_dist.planning.planner import Planner, Workload
+
+    limits = _limits(asked.device_memory, asked.host_memory, asked.world_size)
+    meta = meta_model(asked.model)
+    resolved = resolved_config(load_config(config), asked.world_size, asked.micro_batch, meta)
+    micro = resolved.train_micro_batch_size_per_gpu
+    assert isinstance(micro, int)
+    beside = functools.partial(estimated, base=measured_base())
+    tokens = _tokens(asked.seq)
+
+    def planner_of(length: int) -> Planner:
+        return Planner(meta, asked.world_size, Workload(micro, length), limits.device, beside)
+
+    planner = planner_of(tokens)
+    now = planner.plan(resolved)
+    ranks = resolved.sequence_parallel_size
+    longest = longest_rows(lambda length: planner_of(length).plan(resolved), limits, ranks)
+    tried = try_each(planner, resolved, limits)
+    found = cheapest(planner, resolved, limits) if asked.suggest is not None else []
+    changes = [each.change.values for each in found]
+    files = (
+        []
+        if asked.suggest is None
+        else write_suggestions(config.stem, read_config(config).data, asked.suggest, changes)
+    )
+    if asked.json:
+        print(json.dumps({**_as_dict(now, limits, tried, files), "longest_rows": longest}, indent=2))
+        return
+    print(
+        f"{asked.model}: microbatches of {micro} x {tokens} tokens, {asked.world_size} ranks, {resolved.dtype}, {config}"
+    )
+    print(_text(now, limits, tried, planner.expert_lines(resolved)))
+    if longest is not None:
+        shared = f", {longest // ranks} on each of {ranks} ranks" if ranks > 1 else ""
+        print(f"longest rows that fit: {longest} tokens{shared}")
+    if asked.suggest is not None:
+        for file, each in zip(files, found, strict=True):
+            print(f"wrote {file}: {each.change.text or 'unchanged'}")
+        if not files:
+            print("nothing fits: use more ranks, shorter samples, or a smaller model")
+
+
+plan.__signature__ = signature_of(Asked, _OPTIONS)  # type: ignore[attr-defined]
+
+
+def _tokens(text: str) -> int:
+    """`128k` is 131072, `1M` 1048576."""
+    factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    number = text[:-1] if factor > 1 else text
+    if not number.isdigit() or int(number) < 1:
+        raise ConfigError(Problem("--seq", repr(text), "is not a number of tokens", "Write 2048, 128k or 1M."))
+    return int(number) * factor
+
+
+def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str]) -> str:
+    from hf_dist.planning.describe import plan_table, settings, verdict
+
+    title = "would save more" if limits.device and not now.over(limits) else "one setting"
+    where = f", pipeline rank {now.stage}" if now.states.config.pipeline.stages > 1 else ""
+    parts = {
+        f"per rank{where}": plan_table(now),
+        "verdict": [*verdict(now, limits), *([] if limits.device else [_NO_VERDICT])],
+        "experts": experts,
+        title: settings(tried, limits) or ["nothing that hf_dist has a setting for saves memory here"],
+    }
+    return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) for name, lines in parts.items() if lines)
+
+
+def _as_dict(now: MemoryPlan, limits: Limits, tried: list[Tried], files: list[Path]) -> dict[str, Any]:
+    changes = [
+        {
+            "text": each.change.text,
+            "values": dict(each.change.values),
+            "saved": each.saved,
+            "host": each.plan.host,
+            "fits": not each.plan.over(limits),
+        }
+        for each in tried
+    ]
+    known = limits.device is not None or limits.host is not None
+    fits = not now.over(limits) if known else None
+    return {**now.as_dict(), "fits": fits, "settings": changes, "suggestions": [str(file) for file in files]}
+
+
+def _limits(device: str | None, host: str | None, world_size: int) -> Limits:
+    from hf_dist.planning.memory_plan import Limits
+
+    size, _, ranks = (host or "").partition("/")
+    if ranks and not ranks.strip().isdigit():
+        raise ConfigError(Problem("--host-memory", repr(host), "is not a size and a number of ranks", "Write 512GB/4."))
+    on_machine = int(ranks) if ranks else min(world_size, RANKS_PER_MACHINE)
+    return Limits(_nbytes("--device-memory", device), _nbytes("--host-memory", size or None), on_machine)
+
+
+def _nbytes(option: str, text: str | None) -> int | None:
+    """`80GB` in units of 1000, `80GiB` in units of 1024; a plain number is bytes."""
+    try:
+        return None if text is None else memory_nbytes(text)
+    except BadValue as bad:
+        raise ConfigError(Problem(option, repr(text), bad.clause, bad.fix)) from None

@@ -1,0 +1,154 @@
+"""Inputs that the plan of a pipeline has not seen: each gives the numbers of the plain model, or is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dist.errors import ModelError
+from hf_dist.parallel.pipeline import (
+    make_plan,
+    make_schedule,
+    partition,
+    probe,
+    verify,
+)
+from hf_dist.parallel.pipeline.stage_plan import StagePlan
+from tests.covering import FULL_GRID
+from tests.parallel.pipeline.local import run_local, stage_models, summed_gradients
+from tests.parallel.pipeline.test_parity import TOLERANCE, plain
+from tests.parallel.pipeline.zoo import CONFIGS, make_microbatches, make_model
+
+FAMILIES = [family for family in CONFIGS if family != "ViT"] if FULL_GRID else ["Bert", "T5", "Mixtral"]
+MICROBATCHES = 2
+Batch = dict[str, Any]
+LOWEST = torch.finfo(torch.float32).min
+
+
+def drawn(seed: int) -> torch.Generator:
+    """The same for each batch."""
+    return torch.Generator().manual_seed(seed)
+
+
+def causal(rows: int, length: int) -> torch.Tensor:
+    """A mask of four dimensions, in which later queries do not see the first key."""
+    seen = torch.ones(length, length).tril().bool()
+    seen[3:, 0] = False
+    return torch.where(seen, 0.0, LOWEST).expand(rows, 1, length, length).contiguous()
+
+
+def of_tokens(batch: Batch, width: int) -> dict[str, Batch]:
+    """Variant -> what changes; None leaves an argument out."""
+    rows, length = batch["input_ids"].shape
+    places = torch.arange(length)[None]
+    left = torch.ones(rows, length, dtype=torch.long)
+    left[:, :2] = 0
+    return {
+        "embeddings": {"input_ids": None, "inputs_embeds": torch.randn(rows, length, width, generator=drawn(3))},
+        "positions": {"position_ids": places.repeat(rows, 1).flip(1)},
+        "positions of one row": {"position_ids": places.flip(1)},
+        "packed rows": {"attention_mask": None, "position_ids": (places % (length // 2)).repeat(rows, 1)},
+        "types": {"token_type_ids": torch.randint(0, 2, (rows, length), generator=drawn(3))},
+        "no mask": {"attention_mask": None},
+        "padded on the left": {"attention_mask": left},
+        "whole mask": {"attention_mask": causal(rows, length)},
+        "whole mask of booleans": {"attention_mask": causal(rows, length) == 0},
+        "hidden states": {"output_hidden_states": True},
+        "attentions": {"output_attentions": True},
+        "cache": {"use_cache": True},
+        "a tuple": {"return_dict": False},
+        "logits to keep": {"logits_to_keep": length},
+        "router logits": {"output_router_logits": True},
+        "no router logits": {"output_router_logits": False},
+        "items": {"num_items_in_batch": torch.tensor(7)},
+    }
+
+
+def of_decoder(batch: Batch, width: int) -> dict[str, Batch]:
+    """Those of a model with an encoder."""
+    labels = batch["labels"]
+    mask = torch.ones_like(labels)
+    mask[:, -1] = 0
+    return {
+        "decoder's mask": {"decoder_attention_mask": mask},
+        "decoder's tokens": {"decoder_input_ids": labels.clamp(min=1).flip(1)},
+        "decoder's embeddings": {"decoder_inputs_embeds": torch.randn(*labels.shape, width, generator=drawn(4))},
+    }
+
+
+def variants(model: Any, batch: Batch) -> dict[str, Batch]:
+    """Variant -> the whole batch, of those whose arguments the forward's signature has."""
+    width = model.get_input_embeddings().weight.shape[1]
+    has = inspect.signature(model.forward).parameters
+    open_ended = {"use_cache", "output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch"}
+    changes = of_tokens(batch, width) | (of_decoder(batch, width) if "decoder_input_ids" in has else {})
+    return {
+        name: {key: value for key, value in (batch | change).items() if value is not None}
+        for name, change in changes.items()
+        if all(key in has or key in open_ended for key in change)
+    }
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Of a tuple, too."""
+    output = model(**batch)
+    return (output[0] if isinstance(output, tuple) else output.loss) / MICROBATCHES
+
+
+def plan_of(model: Any, example: Batch) -> StagePlan:
+    """Two stages."""
+    found = probe(model, example)
+    plan = make_plan(found, partition(found.costs(), 2).bounds)
+    verify(model, plan, example)
+    return plan
+
+
+def staged_step(model: Any, plan: StagePlan, batches: list[Batch]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and gradients of the stages of `plan`."""
+    schedule = make_schedule("1f1b", 2, len(batches))
+    staged = stage_models(model, plan, schedule)
+    losses = run_local(staged, schedule, batches, loss_of)
+    return [float(x) for x in losses], summed_gradients(staged)
+
+
+def is_equal(found: tuple[list[float], dict[str, torch.Tensor]], expected: Any) -> bool:
+    """Losses, and each gradient relative to its largest element."""
+    if found[0] != pytest.approx(expected[0], rel=TOLERANCE):
+        return False
+    for name, gradient in expected[1].items():
+        error = (found[1].get(name, torch.zeros_like(gradient)) - gradient).abs().max()
+        if error > TOLERANCE * gradient.abs().max() + 1e-12:
+            return False
+    return True
+
+
+def outcome(step: Callable[[], Any], expected: Any) -> str:
+    """One word."""
+    try:
+        return "equal" if is_equal(step(), expected) else "wrong"
+    except ModelError:
+        return "refused"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_input_that_comes_later_is_computed_or_refused(family: str) -> None:
+    model = make_model(family)
+    plain_batches = make_microbatches(family, MICROBATCHES)
+    plan, found = plan_of(model, plain_batches[0]), {}
+    for name in variants(model, plain_batches[0]):
+        batches = [variants(model, batch)[name] for batch in plain_batches]
+        try:
+            expected = plain(model, batches, loss_of)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):  # what the model itself does not take
+            model.zero_grad()
+            continue
+        found[name] = outcome(lambda b=batches: staged_step(model, plan, b), expected)
+    # These change what a model collects between its blocks, which is part of the plan.
+    known = {"hidden states", "no router logits", "router logits", "attentions"}
+    assert {name for name, word in found.items() if word != "equal"} <= known, found
+    assert "wrong" not in found.values(), found
+    assert len(found) > 10, found
