@@ -48,9 +48,9 @@ def test_words_about_memory_that_python_code_raises_are_no_lack_of_memory(tmp_pa
 
 def test_an_interrupt_in_a_save_waits_for_its_end(tmp_path: Path) -> None:
     _, output = ended("interrupted", tmp_path)
-    assert re.search(r"^\[rank 1\] interrupted \(KeyboardInterrupt\) at .*/hf_dist/agree.py:", output, re.MULTILINE), (
-        output
-    )
+    assert re.search(
+        r"^\[rank 1\] interrupted \(KeyboardInterrupt\) at .*/hf_dist/dist/raise_on_all_ranks.py:", output, re.MULTILINE
+    ), output
     assert "rank 1 (pid" in output and "ended: was interrupted (KeyboardInterrupt)" in output
     saved = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "checkpoint-")))
     assert len(saved) >= 2, saved
