@@ -190,9 +190,16 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a kernel that knows causal attention by itself gets no mask of packed documents",
         "parallel/sequence/attention.py",
-        '        kwargs["allow_is_causal_skip"] = False\n',
-        "",
+        'forward.documents)\n        kwargs["allow_is_causal_skip"] = False\n',
+        "forward.documents)\n",
         ("parallel/sequence/test_bits.py",),
+    ),
+    Mutant(
+        "a single query of the first rank sees every key, as HF's last one does",
+        "parallel/sequence/attention.py",
+        "    if q_length == 1:  # HF",
+        "    if q_length == 0:  # HF",
+        ("parallel/sequence/test_parity.py",),
     ),
     Mutant(
         "a recomputed block takes the relative biases of a row as long as its part",

@@ -116,13 +116,15 @@ def _mask(
     return SequenceMask(forward, seen, made, is_causal=is_causal, is_cross=is_cross)
 
 
-def _without_added(make: Callable[..., Any], real_length: int, **kwargs: Any) -> Any:
+def _without_added(make: Callable[..., Any], real_length: int, *, q_length: int, **kwargs: Any) -> Any:
     """A mask in which no query sees the keys added to make the length divide.
 
     A mask that is added to the scores hides with a large number: a query without keys (the last padding before a row that is
     padded on the left, which predicts the first token) attends to all keys of one process alike, so it must not know of more.
     """
-    mask = make(**kwargs)
+    if q_length == 1:  # HF takes a single query for the last one, which sees every key, and makes no mask
+        kwargs["allow_is_causal_skip"] = False
+    mask = make(q_length=q_length, **kwargs)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point() and mask.shape[-1] > real_length:
         mask = mask.clone()
         mask[..., real_length:] = -torch.inf

@@ -51,6 +51,13 @@ TWO = (
     Case("llama4", "ring", stage=2, kinds=("plain", "ragged", "masked")),
     Case("bert", "gather", stage=3, kinds=("plain", "ragged")),
     Case("mistral", "gather", 0),
+    # A token or two per rank: kernels and masks treat a single query apart.
+    *(
+        Case(family, exchange, 2, length=length, kinds=("plain", "masked"))
+        for family in ("llama", "mistral", "gemma2")
+        for exchange in ("gather", "ring", "ulysses")
+        for length in (2, 3)
+    ),
 )
 FOUR = (
     Case(stage=3),
@@ -94,6 +101,7 @@ BY_DEFAULT = (
     "mistral-ulysses2ring2-z3-cp4-shard2-checkpointing",
     "llama-odd-auto-z3-cp3",
     "llama-ring-z2-cp3-length2",
+    "llama-gather-z2-cp2-length2",
 )
 """What `parity/test_mixed.py` does not have."""
 if not FULL_GRID:
