@@ -87,7 +87,7 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
     for group in (g for g in sharded.groups if g.axes.owns):
         start, stop = (position - group.resting[0] for position in group.owned)
         values = group.master.part(start, stop)
-        if group.trainable or group.num_changes:  # other frozen weights do not change during the write
+        if group.trainable or group.rest.version:  # other frozen weights do not change during the write
             values = take(f"weights.{group.layout.slots[0].name}", values)
         for slot in group.layout.slots:
             first, last = group.layout.fragment(slot, group.axes.shard.rank)

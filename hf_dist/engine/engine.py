@@ -202,7 +202,7 @@ class Engine(EngineCheckpoints):
         """
         if self.fragments is not None and self.fragments.take_writes():
             for group in self.sharded.trainable_groups:
-                if group.fresh and group.writes.counted:
+                if group.full.is_current and group.full.writes.counted:
                     raise ModelError(
                         f"weights ({group.layout.slots[0].name} or a neighbour) were written through optimizer.param_groups "
                         "and through model.parameters() between two steps: write them in one of the two ways"

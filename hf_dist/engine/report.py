@@ -103,7 +103,7 @@ def _network(sharded: ShardedModel) -> list[str]:
 
 def _second_copy(sharded: ShardedModel) -> list[str]:
     """The ranks that share a second copy of the weights, and its size."""
-    nbytes = sum(g.second.nbytes for g in sharded.groups if g.second is not None)
+    nbytes = sum(g.rest.second.nbytes for g in sharded.groups if g.rest.second is not None)
     if not nbytes:
         return []
     size = sharded.placements.second

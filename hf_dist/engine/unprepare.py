@@ -70,7 +70,7 @@ def _unprepare(part: nn.Module) -> None:
 @torch.no_grad()
 def _give_back(group: FlatGroup, values: Mapping[str, torch.Tensor]) -> None:
     """Turn the group's parameters into ordinary ones. `values`: whole tensors, by name. Local."""
-    group.wait_unshard()
+    group.full.land()
     for slot, param in zip(group.layout.slots, group.params, strict=True):
         unguard(param)
         own_class(param)

@@ -51,10 +51,10 @@ def _generate(reference: weakref.ref[ShardedModel], model: Any, *args: Any, **kw
         return generate(model, *args, **kwargs)
     # Every forward sends tokens to experts on other ranks, so a rank that is done must continue for the others.
     spread = sharded.mesh.axes.size("ep") > 1
-    if all(group.pins and group.fresh for group in sharded.groups):  # inside a block that gathered everything
+    if all(group.pins and group.full.is_current for group in sharded.groups):  # inside a block that gathered everything
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
     every_rank(sharded.mesh, "model.generate()")
-    needed = sum(g.layout.numel * g.full.element_size() for g in sharded.groups if not g.resident)
+    needed = sum(g.layout.numel * g.full.values.element_size() for g in sharded.groups if not g.full.is_allocated)
     if not _fits(sharded, needed):
         say_once(
             f"generate: the {size_text(needed)} of full weights do not fit into the free memory, so every token gathers them "

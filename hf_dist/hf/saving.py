@@ -87,7 +87,7 @@ def _kept_adapters(sharded: ShardedModel) -> dict[str, torch.Tensor] | None:
 
 
 def _changes(sharded: ShardedModel) -> int:
-    return sum(group.num_changes for group in sharded.trainable_groups)
+    return sum(group.rest.version for group in sharded.trainable_groups)
 
 
 def _is_peft(model: nn.Module) -> bool:

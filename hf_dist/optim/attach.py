@@ -222,7 +222,7 @@ class FragmentedOptimizer:
         """Take the elements as they are for those of the last step. Local."""
         # Of all stand-ins, also those without elements here: ranks have to agree.
         versions = sum(stand._version for stand in self.stands.values())
-        self._written = versions, sum(group.num_changes for group in self.sharded.trainable_groups)
+        self._written = versions, sum(group.rest.version for group in self.sharded.trainable_groups)
 
     def step(self, used: Used, scaling: StepScaling | None = None, first: First | None = None) -> None:
         """Lend every used fragment its gradient, step as `scaling` says, take the gradients back.

@@ -73,7 +73,7 @@ def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:
         and batch.in_place
         and all(group.get("fused") for group in optimizer.param_groups)
         and all(g.master.tier is not Tier.DISK and g.master.get().device.type == "cpu" for g in batch.groups)
-        and all(g.shard is not g.master and g.shard.tier is not Tier.DISK for g in batch.groups)
+        and all(g.rest.shard is not g.master and g.rest.shard.tier is not Tier.DISK for g in batch.groups)
     )
 
 
@@ -93,8 +93,8 @@ class _InPieces(TorchDispatchMode):
         for *tensors, step in zip(*filter(None, lists), steps, strict=True):
             run = self._runs[tensors[0].data_ptr()]
             f, length = run.first, run.stop - run.first.start
-            deliver = f.group.storage.link.deliver
-            whole = (f.group.shard.get()[f.start : run.stop], *(_extended(t, length) for t in tensors))
+            deliver = f.group.rest.storage.link.deliver
+            whole = (f.group.rest.shard.get()[f.start : run.stop], *(_extended(t, length) for t in tensors))
             for into, *piece in [whole] if length <= numel else zip(*(t.split(numel) for t in whole), strict=True):
                 given = [[t] for t in piece] + [[]] * (_LISTS - 1 - len(piece))
                 kernel(*given, [step], *args[_LISTS:], **kwargs)

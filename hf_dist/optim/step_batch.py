@@ -117,13 +117,15 @@ class SwappedBatch(StepBatch):
             self._held[f] = held
             point_at(f.tensor, torch.empty(0))
         self.group.masters_changed()
-        self.group.deliver(self.group.master.get())
+        self.group.rest.deliver(self.group.master.get())
         for resting in (self.group.master, *self._states.values()):
             resting.release(changed=True)
 
     def _take(self, f: Fragment, key: str, value: torch.Tensor) -> None:
         if key not in self._states:
-            self._states[key] = self.group.storage.optim.new(self.group.master.elements.numel(), value.dtype, Tier.DISK)
+            self._states[key] = self.group.rest.storage.optim.new(
+                self.group.master.elements.numel(), value.dtype, Tier.DISK
+            )
             self._states[key].get(blank=True).zero_()
         into = self._states[key].get()[f.start : f.stop]
         if value.data_ptr() != into.data_ptr():  # created by this step, or replaced by the optimizer

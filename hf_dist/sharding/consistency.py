@@ -225,7 +225,7 @@ def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dic
     for group, slot in rows:
         name = f"parameter {slot.name}"
         if group.at_rest.whole:
-            sums[name, slot.held, -1] = int(checksum(group.full[slot.offset : slot.stop]))
+            sums[name, slot.held, -1] = int(checksum(group.full.values[slot.offset : slot.stop]))
         elif group.axes.then:  # others hold the same shard
             start, stop = group.fragment(slot)
             sums[name, slot.held, group.axes.shard.rank] = int(checksum(group.source[start:stop]))

@@ -72,8 +72,9 @@ def unsharded(
     afterwards their slices take the changes of global rank `writer` (None: each rank its own).
     """
     groups = _groups_of(what)
-    was_full = {id(group) for group in groups if group.fresh}  # inside another block, or in a forward: not ours to free
-    was_hidden = {id(group) for group in groups if group.is_cut and group.is_hidden}
+    # Inside another block, or in a forward: not ours to free.
+    was_full = {id(group) for group in groups if group.full.is_current}
+    was_hidden = {id(group) for group in groups if group.is_cut and group.full.is_guarded}
     for group in groups:
         group.pins += 1
         group.unshard()
@@ -90,8 +91,8 @@ def unsharded(
                 leave_whole(group, None if writer is None else group.mesh.axes.coordinate("tp", writer))
             moved = group.take_moved()
             settle(group, moved or before != [p._version for p in group.params])
-            if group.is_written and not group.is_replicated:
-                group.writes.watch()
+            if group.full.writable and not group.is_replicated:
+                group.full.writes.watch()
             if id(group) not in was_full or (group.is_replicated and id(group) in was_hidden):
                 group.reshard()
 
@@ -100,25 +101,24 @@ def unsharded(
 def _adopt_changes(group: FlatGroup, modifier_rank: int, changed: bool) -> None:
     """Give one rank's full weights to all. Collective over dp, tp and the pipeline stages that hold the group."""
     if group.share is None:
-        collectives.broadcast(group.mesh.tp, group.full, group.mesh.axes.coordinate("tp", modifier_rank))
+        collectives.broadcast(group.mesh.tp, group.full.values, group.mesh.axes.coordinate("tp", modifier_rank))
     source = group.mesh.axes.coordinate("dp", modifier_rank)
     # Over the ranks that hold these very elements. For other slices, the source is the rank at the modifier's coordinates.
     copies = [row.axis for row in group.axes.then if not row.at_end]
     for axis in (group.axes.shard, *copies):
-        collectives.broadcast(axis, group.full, group.mesh.axes.coordinate(axis.name, modifier_rank))
+        collectives.broadcast(axis, group.full.values, group.mesh.axes.coordinate(axis.name, modifier_rank))
     for holders in (row.axis for row in group.axes.then if row.between_stages):
         # Copies on several stages must stay equal: take them from the first stage that wrote.
         wrote = torch.tensor([changed], dtype=torch.int32, device=group.mesh.device)
         collectives.broadcast(group.mesh.dp, wrote, source)
         stages = collectives.all_gather_object(holders, bool(wrote))
         if True in stages:
-            collectives.broadcast(holders, group.full, stages.index(True))
-    group.num_changes += 1
+            collectives.broadcast(holders, group.full.values, stages.index(True))
     if group.adopt_full():
         group.write_back()
-        group.storage.link.wait_device()
-    if group.is_written:
-        group.writes.watch()
+        group.rest.storage.link.wait_device()
+    if group.full.writable:
+        group.full.writes.watch()
 
 
 def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[FlatGroup]:

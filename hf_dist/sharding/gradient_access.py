@@ -121,7 +121,7 @@ class GroupAccess:
         start, stop = group.resting
         if group.grad is None:
             group.gradient.add(torch.zeros(stop - start, dtype=group.precision.reduced, device=group.mesh.device))
-            group.storage.link.wait_host()
+            group.rest.storage.link.wait_host()
         assert group.grad is not None
         first, last = group.fragment(slot)
         origin = start + first - slot.offset

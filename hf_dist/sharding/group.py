@@ -18,9 +18,10 @@ from torch import nn
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import FreedParameterError, ModelError
-from hf_dist.memory.offload.resting import Tier, opened
+from hf_dist.memory.offload.resting import Resting, Tier, opened
 from hf_dist.memory.offload.storage import Storage
-from hf_dist.sharding.at_rest import plan_at_rest
+from hf_dist.sharding.at_rest import GroupAtRest, plan_at_rest
+from hf_dist.sharding.full_weights import FullWeights, WeightState
 from hf_dist.sharding.group_axes import GroupAxes
 from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.hpz import second_copy
@@ -30,6 +31,7 @@ from hf_dist.sharding.param_slice import held_slice
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare
+from hf_dist.sharding.resting_weights import RestingWeights
 from hf_dist.sharding.single_rank_gather import gathers_alone, leave_elements
 from hf_dist.sharding.states import states_of
 from hf_dist.sharding.user_writes import UserWrites
@@ -56,23 +58,17 @@ class FlatGroup:
         self.placements = placements
         self.precision = precision
         self.axes = axes
-        self.storage = storage
         self.trainable = self.params[0].requires_grad
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
-        self.is_written = self.dtype.is_floating_point
-        """Whether user code may write the weights: packed ones are read only."""
         self.loaded_dtypes = [p.dtype for p in self.params]
         self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size)
         wire = precision.wire(axes.shard.size)
         self.window = WindowGradient(
             self.params, self.layout, mesh.device, accumulated=precision.grads, wire=wire, divisor=axes.divisor
         )
-        self.fresh = True  # `full` holds (or is being filled with) the current weights
-        self.pins = 0  # `gathered()` blocks that want the full weights to stay
-        self._guarded = False
+        self.pins = 0
+        """Blocks that want the full weights to stay."""
         self._kept = False  # user code has read the weights outside of a pass, which this rank can gather alone
-        self._gather: collectives.Handle | None = None
-        self._stale_shard = False  # `master` was written and `shard` was not
         self.share: Any = None
         """State that all groups of a model cut along `tp` share (`slices.py`); None for an uncut model."""
         self.slices: list[list[TensorSlice]] | None = None
@@ -81,19 +77,16 @@ class FlatGroup:
         """Of the root's groups: gathers the weights for the current forward, returns whether one runs (`hooks.py`)."""
         self.access: GradientAccess | None = None
         """Implements `p.grad` of the parameters; None for frozen groups."""
-        self.num_changes = 0  # how often `master` was written
-        self._is_outdated = False  # `full` of a frozen group, whose `master` was written
-        self._keepable = False  # `full` was gathered since the weights changed, so a second copy can be made of it
-        self._build_storage()
+        self._build_storage(storage)
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
-            if self.is_written:
+            if self.full.writable:
                 unguard(p)  # the guard class must derive from the prepared class
                 prepare(p)
-                if self._guarded:
+                if self.full.is_guarded:
                     guard(p)
-        if self.fresh and not self._guarded:
-            self.writes.watch()
+        if not self.full.is_guarded:
+            self.full.writes.watch()
         self._built = True
 
     _built = False
@@ -105,7 +98,7 @@ class FlatGroup:
 
     # ------------------------------------------------------------------ storage
 
-    def _build_storage(self) -> None:
+    def _build_storage(self, storage: Storage) -> None:
         """Move the elements into flat buffers and make every parameter a view of `full`. Called once.
 
         Collective over `axes.shard` if a parameter is lazy and its weights rest replicated: each rank reads its own part of the
@@ -114,46 +107,45 @@ class FlatGroup:
         layout, device = self.layout, self.mesh.device
         sources = [lazy_source(p) for p in self.params]
         streamed = any(source is not None for source in sources)
-        self.at_rest = plan_at_rest(
+        plan = plan_at_rest(
             layout,
             self.axes.shard.rank,
             self.trainable,
             self.dtype,
             frozen=self.precision.frozen_dtype(self.dtype, self.loaded_dtypes),
             placements=self.placements,
-            storage=self.storage,
+            storage=storage,
             precision=self.precision,
             spread=self.axes.shard.size < self.mesh.shard.size,
         )
-        self.resting = self.at_rest.interval
         # 1D, compute dtype. Not zeroed if weights rest sharded: the storage is then freed without being touched.
-        new = torch.zeros if self.is_replicated else torch.empty
-        self.full = new(layout.numel, dtype=self.dtype, device=device)
-        states = states_of(self.at_rest, self.full, self.storage, self.precision.grads)
-        self.shard, self.master, self.gradient = states.shard, states.master, states.gradient
-        self.second = second_copy(self.at_rest, self.axes.second, device)
-        self.writes = UserWrites(self.params, layout, self.full)
+        new = torch.zeros if plan.whole else torch.empty
+        values = new(layout.numel, dtype=self.dtype, device=device)
+        self.full = FullWeights(self.params, layout, values, writable=self.dtype.is_floating_point)
+        states = states_of(plan, values, storage, self.precision.grads)
+        self.rest = RestingWeights(plan, states, second_copy(plan, self.axes.second, device), storage)
+        self.gradient = states.gradient
         with opened(self.master, changed=True) as masters:
             self._take_over(masters, sources, streamed)
-            self.masters_changed()
-            self.deliver(masters)
-        self.storage.link.wait_device()
+            self.rest.changed()
+            self.rest.deliver(masters)
+        self.rest.storage.link.wait_device()
         if streamed and self.is_replicated:
             self._gather_streamed()
-        self._is_outdated = False
-        self.reshard()
+        self.reshard()  # first: where weights rest sharded, the buffer was never filled, and no second copy is kept of it
+        self.full.version = self.rest.version
 
     def _take_over(self, masters: torch.Tensor, sources: Sequence[WeightSource | None], streamed: bool) -> None:
         """Fill the masters from the loaded parameters (fp32 weights keep their low bits); make parameters views. Local."""
         first, last = self.owned if streamed else self.resting
         mine = masters[first - self.resting[0] : last - self.resting[0]]
-        for slot, p, source in zip(self.layout.slots, self.params, sources, strict=True):
+        for index, (slot, p, source) in enumerate(zip(self.layout.slots, self.params, sources, strict=True)):
             if source is not None:
                 read_overlap(mine, first, source, slot)
                 release(p)
-            elif streamed or self.at_rest.separate or self.master is not self.shard:
+            elif streamed or not self.rest.in_full:
                 copy_overlap(mine, first, p.detach().reshape(-1), slot.offset)
-            view = self.full[slot.offset : slot.stop].view(slot.shape)
+            view = self.full.view(index)
             if not streamed and self.is_replicated:
                 view.copy_(p.detach())
             p.data = view
@@ -162,9 +154,29 @@ class FlatGroup:
         """All-gather replicated states, of which each rank has read only its own part. Collective over `axes.shard`."""
         if self.resting == (0, self.layout.numel):  # gather `source`, so that masters keep all bits of an fp32 file
             collectives.all_gather(self.axes.shard, self.source).wait()
-        self.fresh = False
+        self.full.outdate()
         self.unshard()
         self.wait_unshard()
+
+    @property
+    def at_rest(self) -> GroupAtRest:
+        """Which tier holds each state."""
+        return self.rest.plan
+
+    @property
+    def resting(self) -> tuple[int, int]:
+        """Interval [start, stop) of the flat buffer of which this rank has the masters."""
+        return self.rest.plan.interval
+
+    @property
+    def master(self) -> Resting:
+        """The weights that are stepped, 1-D over `resting`."""
+        return self.rest.master
+
+    @property
+    def writes(self) -> UserWrites:
+        """What user code has written into the parameters."""
+        return self.full.writes
 
     @property
     def source(self) -> Any:
@@ -199,171 +211,96 @@ class FlatGroup:
 
     # ------------------------------------------------------------------ weights
 
-    @property
-    def resident(self) -> bool:
-        """Whether the storage of the full weights is allocated."""
-        return self.layout.numel == 0 or self.full.untyped_storage().nbytes() > 0
-
     def unshard(self) -> None:
         """Start to fill `full` with the current weights, unless it already holds them. Collective over `axes.shard`."""
-        if self.fresh:
+        if self.full.is_current:
             return
-        storage = self.full.untyped_storage()
-        with torch.autograd._unsafe_preserve_version_counter(self.full), torch.no_grad():
-            if not self.resident:
-                storage.resize_(self.layout.numel * self.full.element_size())
-                in_huge_pages(self.full)
-            if self.second is not None and self.second.holds:
-                self._gather = self.second.gather(self.full)
-            else:
-                self._gather = self._fill_full() if self.at_rest.separate else self._gather_full()
-        self.fresh = self._keepable = True
-
-    def _fill_full(self) -> collectives.Handle:
-        start, stop = self.resting
-        values = self.shard.get()
-        with self.storage.link.beside(values) as arrival:
-            self.full[start:stop].copy_(values, non_blocking=True)
-            gather = self._gather_full()
-        self.shard.release(after=arrival)
-        return collectives.Handle([gather, *arrival])
-
-    def _gather_full(self) -> collectives.Handle:
-        if self.resting == (0, self.layout.numel):
-            return collectives.Handle([])
-        return collectives.all_gather(self.axes.shard, self.full)
+        self.full.gather(lambda: self.rest.fill(self.full.values, self.axes.shard))
+        self.full.version = self.rest.version
 
     def wait_unshard(self) -> None:
         """Wait for the gather. Afterwards the parameters can be read. Local."""
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
-        if self._guarded:
-            self._guarded = False
-            for p in (*self.params, *self.writes.aliases):
-                unguard(p)
-            if self.is_written:
-                self.writes.watch()
-
-    def _guard(self) -> None:
-        if not self._guarded:
-            self._guarded = True
-            for p in (*self.params, *self.writes.aliases):
-                guard(p)
+        self.full.wait()
 
     def reshard(self) -> None:
         """Free the full weights if they rest sharded and are not pinned. Local."""
         if self.is_replicated or self.pins:
-            if self.is_cut and not self.pins and self._gather is None:
-                self._guard()
+            if self.is_cut and not self.pins:
+                self.full.hide()
             return
-        if self._gather is not None:  # never free what a collective still writes into
-            self._gather.wait()
-            self._gather = None
+        self.full.land()
         self.take_writes()
-        if self.second is not None and self._keepable:
-            self.second.keep(self.full)
-        self.fresh = self._keepable = False
-        self._guard()
-        with torch.autograd._unsafe_preserve_version_counter(self.full):
-            self.full.untyped_storage().resize_(0)
+        if self._full_is_master:
+            self.rest.keep_second(self.full.values)
+        self.full.free()
+
+    @property
+    def _full_is_master(self) -> bool:
+        """Whether the full weights are the masters' of now: no step has written these since the gather."""
+        return self.full.is_current and self.full.version == self.rest.version
 
     def take_writes(self) -> None:
         """Copy weights that user code has written since the gather into the masters. Local.
 
         Each rank takes its own elements: as in plain data parallelism, every rank must write the same values.
         """
-        if not self.is_written or not self.fresh or self._guarded or not self.writes.happened:
+        full = self.full
+        if not full.writable or full.state is not WeightState.READABLE or not full.writes.happened:
             return
-        self.wait_unshard()
-        self.writes.take_back()
-        self.num_changes += 1
+        full.writes.take_back()
         if self.adopt_full():
-            self.write_back()
-            self.storage.link.wait_device()
-        self._is_outdated = False  # `full` has what was written
-        self.writes.watch()
+            self.rest.write_back()
+            self.rest.storage.link.wait_device()
+        full.writes.watch()
 
     def take_moved(self) -> bool:
         """`UserWrites.take_back`, counted: the masters may be part of `full`. Local."""
-        moved = self.writes.take_back()
-        self.num_changes += moved
+        moved = self.full.writes.take_back()
+        if moved:
+            is_master = self.full.version == self.rest.version
+            self.rest.count_change()
+            self.full.version = self.rest.version if is_master else self.full.version
         return moved
 
-    @torch.no_grad()
     def adopt_full(self) -> bool:
         """Copy elements of `full` that differ into the masters; False if the masters are part of `full`. Local."""
-        if not self.at_rest.separate and self.master is self.shard:
+        if self.rest.in_full:
+            self.rest.changed()
+            self.full.version = self.rest.version
             return False
-        start, stop = self.resting
-        with opened(self.master, changed=True) as masters:
-            new = self.full[start:stop].to(masters.device)
-            # Only changed elements: the others keep the low bits that the compute dtype cannot hold.
-            torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
-        self.masters_changed()
-        self._keepable = self.fresh
+        self.rest.adopt(self.full.values)
+        if self.full.is_current:
+            self.full.version = self.rest.version
         return True
 
     def fetch(self) -> None:
         """Start to load the next gather's input into memory, unless it is already there. Local."""
-        if not self.fresh and not (self.second is not None and self.second.holds):
-            self.shard.fetch()
+        if not self.full.is_current:
+            self.rest.fetch()
 
     def masters_changed(self) -> None:
         """Note that `master` was written. Call `write_back` or `weights_changed` before the next gather. Local."""
-        self.num_changes += 1
-        self._is_outdated = not self.trainable
-        self._stale_shard = self.shard is not self.master
-        self._forget_second()
-
-    def _forget_second(self) -> None:
-        self._keepable = False
-        if self.second is not None:
-            self.second.holds = False
+        self.rest.changed()
 
     def write_back(self) -> None:
-        """Copy the masters into the all-gather's input, if they were written. Local.
-
-        A copy to the device is asynchronous: call `storage.link.wait_device()` before the next gather.
-        """
-        if self._stale_shard:
-            self.deliver(self.master.get())
-            self.master.release()
-
-    def deliver(self, masters: torch.Tensor) -> None:
-        """Like `write_back`, for a caller that already holds the master tensor. Local."""
-        if self._stale_shard:
-            self._stale_shard = False
-            with torch.no_grad():
-                self.storage.link.deliver(self.shard.get(blank=True), masters)
-            if self.shard.tier is Tier.DISK:  # the disk write reads host memory, which must be filled first
-                self.storage.link.wait_host()
-            self.shard.release(changed=True)
+        """Copy the masters into the all-gather's input, if they were written (`RestingWeights.write_back`). Local."""
+        self.rest.write_back()
 
     def weights_changed(self) -> None:
         """Note that `source` was stepped, so `full` is outdated. From now on, reads wait for the next gather. Local."""
-        if not self.trainable and not (self._is_outdated and self.at_rest.separate):
+        outdated, self.full.version = self.full.version != self.rest.version, self.rest.version
+        if not self.trainable and not (outdated and self.at_rest.separate):
             return
-        self._is_outdated = False
         if self.pins:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if not self.is_replicated:
-            self.writes.stop()  # what user code wrote was taken before the step
-            self._forget_second()  # on all ranks alike, even on a rank that stepped no element
-            self.reshard()
+            self.full.writes.stop()  # what user code wrote was taken before the step
+            self.rest.forget_second()  # on all ranks alike, even on a rank that stepped no element
+            self.full.free()
             return
-        if self._gather is not None:  # a gather of the old weights: its transfers must not be dropped half-way
-            self._gather.wait()
-            self._gather = None
-        self.fresh = False
-        self._guard()
+        self.full.outdate()
         if self._kept:
             self.unshard()
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether the guard answers for the parameters."""
-        return self._guarded
 
     @property
     def is_cut(self) -> bool:
@@ -390,7 +327,7 @@ class FlatGroup:
                 "backward, read it whole inside `with hf_dist.gathered(model):`, on every rank, and change it with "
                 "modifier_rank=0; hf_dist.full_gradient(parameter) is its whole gradient, hf_dist.full_shape its shape."
             )
-        awaited = self.fresh and (self._gather is None or self.is_replicated)
+        awaited = self.full.is_current and (self.full.state is not WeightState.GATHERING or self.is_replicated)
         if not awaited and gathers_alone(self):
             self._kept = True
             self.unshard()
@@ -427,12 +364,12 @@ class FlatGroup:
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes that weights and masters take at rest, by tier; host bytes include the space kept for gradients."""
         held = dict.fromkeys(Tier, 0)
-        if self.resident:
-            held[Tier.DEVICE] += self.full.numel() * self.full.element_size()
-        for state in {id(s): s for s in (self.master, self.shard)}.values():
-            if self.at_rest.separate or state is not self.shard:  # else the state is a part of `full`
+        if self.full.is_allocated:
+            held[Tier.DEVICE] += self.full.values.numel() * self.full.values.element_size()
+        for state in {id(s): s for s in (self.master, self.rest.shard)}.values():
+            if self.at_rest.separate or state is not self.rest.shard:  # else the state is a part of `full`
                 held[state.tier] += state.nbytes
-        held[Tier.DEVICE] += self.second.nbytes if self.second is not None else 0
+        held[Tier.DEVICE] += self.rest.second.nbytes if self.rest.second is not None else 0
         held[Tier.HOST] += self.gradient.host_nbytes
         return held
 

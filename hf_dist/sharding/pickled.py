@@ -113,7 +113,7 @@ def _check_whole(module: nn.Module, sharded: ShardedModel) -> None:
         return
     cut = sharded.pipeline is not None or any(not s.held.everything for g in sharded.groups for s in g.layout.slots)
     own = [g for g in sharded.groups if any(id(p) in params for p in g.params)]
-    freed = [g for g in own if not (g.fresh or g.is_replicated or gathers_alone(g))]
+    freed = [g for g in own if not (g.full.is_current or g.is_replicated or gathers_alone(g))]
     if not cut and not freed:
         return
     instead = "Call hf_dist.unprepare(model) on every rank first; this makes it an ordinary model with all weights"

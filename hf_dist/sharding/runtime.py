@@ -200,7 +200,7 @@ class ShardedModel:
     def finish_gathers(self) -> None:
         """Wait for running gathers of replicated weights before the model is dropped, when no forward will. Local."""
         for group in self.groups:
-            if group.is_replicated and group.fresh:
+            if group.is_replicated and group.full.is_current:
                 group.wait_unshard()
 
     def weights_changed(self) -> None:
@@ -222,7 +222,7 @@ class ShardedModel:
                 continue
             for group in unit.groups:
                 group.weights_changed()
-            if self.placements.params is Placement.SHARD or all(group.fresh for group in unit.groups):
+            if self.placements.params is Placement.SHARD or all(group.full.is_current for group in unit.groups):
                 continue
             while in_flight and sum(u.numel for u in in_flight) + unit.numel > most:
                 in_flight.popleft().wait_unshard()

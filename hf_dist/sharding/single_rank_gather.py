@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hf_dist.memory.offload.resting import Resting, Tier
+from hf_dist.memory.offload.resting import Tier
 from hf_dist.sharding.group_axes import GroupAxes
 from hf_dist.sharding.guard import guard, is_guarded, is_left, unguard
+from hf_dist.sharding.resting_weights import RestingWeights
 
 __all__ = ["gathers_alone", "leave_elements"]
 
@@ -18,7 +19,7 @@ class Group(Protocol):
 
     params: list[nn.Parameter]
     axes: GroupAxes
-    shard: Resting
+    rest: RestingWeights
 
     def unshard(self) -> Any:
         """Start to gather the full weights."""
@@ -36,7 +37,7 @@ class Group(Protocol):
 
 def gathers_alone(group: Group) -> bool:
     """Whether this rank can gather the full weights without another rank or memory, and then keep them. Local."""
-    return group.axes.shard.size == 1 and group.shard.tier is Tier.DEVICE
+    return group.axes.shard.size == 1 and group.rest.shard.tier is Tier.DEVICE
 
 
 def leave_elements(group: Group) -> None:

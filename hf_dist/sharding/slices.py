@@ -86,12 +86,12 @@ def leave_whole(group: FlatGroup, source: int | None) -> None:
     if share.whole == share.groups:
         share.use_whole(False)
     share.whole.discard(id(group))
-    for slot, param in zip(group.layout.slots, group.params, strict=True):
+    for index, (slot, param) in enumerate(zip(group.layout.slots, group.params, strict=True)):
         if slot.held.everything:
             continue
         whole = raw_data(param).contiguous()
         if source is not None:
             collectives.broadcast(group.mesh.tp, whole, source)
-        view = group.full[slot.offset : slot.stop].view(slot.shape)
+        view = group.full.view(index)
         view.copy_(slot.held.take(whole))
         set_raw_data(param, view)

@@ -145,4 +145,4 @@ class TiedViews:
             masters[start:stop] = before[name] + own.to(before[name])
         group.masters_changed()
         group.write_back()
-        group.storage.link.wait_device()
+        group.rest.storage.link.wait_device()

@@ -71,7 +71,7 @@ class ShardUnit:
     @property
     def fresh(self) -> bool:
         """Whether the current full weights are in memory or in flight."""
-        return all(g.fresh for g in self.groups)
+        return all(g.full.is_current for g in self.groups)
 
     def fetch(self) -> None:
         """Start to load resting weights into memory ahead of `unshard`. Local."""

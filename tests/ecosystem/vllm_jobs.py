@@ -49,7 +49,7 @@ class Server:
         for name, tensor in named:
             arrived.append((name, tensor if self.watched is not None else tensor.clone()))
             groups = self.watched.sharded.groups if self.watched is not None else ()
-            self.most_gathered = max(self.most_gathered, sum(g.layout.numel for g in groups if g.resident))
+            self.most_gathered = max(self.most_gathered, sum(g.layout.numel for g in groups if g.full.is_allocated))
         told = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in arrived]
         assert told == metadata
         self.weights = {name: tensor.clone() for name, tensor in arrived}
@@ -163,6 +163,6 @@ def synchronised(folder: Path, kind: str, stage: int, mode: str = "server") -> d
         "weights": server.weights if server is not None else {},
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "most": server.most_gathered / sum(sizes) if is_main and mode == "server" else 0.0,
-        "at rest": [g.resident for g in engine.sharded.groups],
+        "at rest": [g.full.is_allocated for g in engine.sharded.groups],
         "merged": any(getattr(m, "merged", False) for m in model.modules()),
     }

@@ -88,7 +88,7 @@ class Delayed:
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         """The other parts come from the weights of the recorded step."""
-        flat = next(g for g in self.engine.sharded.groups if g.full is full)
+        flat = next(g for g in self.engine.sharded.groups if g.full.values is full)
         weights = torch.zeros(flat.layout.numel, dtype=torch.float32, device=full.device)
         for slot in flat.layout.slots:
             weights[slot.offset : slot.stop] = self.recorded[self.step][slot.name].reshape(-1)

@@ -12,7 +12,7 @@ def _weights_are_not_waited_for() -> None:
     original = FlatGroup.wait_unshard
 
     def wait_unshard(self: Any) -> None:
-        self._gather = None
+        self.full._gather = None
         original(self)
 
     FlatGroup.wait_unshard = wait_unshard  # type: ignore[method-assign]
@@ -24,7 +24,7 @@ def _freed_while_gathered() -> None:
     original = FlatGroup.reshard
 
     def reshard(self: Any) -> None:
-        self._gather = None
+        self.full._gather = None
         original(self)
 
     FlatGroup.reshard = reshard  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ FP32 = Setting(stage=2, offload="optimizer", dtype="fp32", clipping=0.0)
 """The host asks for no norm, which would make it wait."""
 FOUND: dict[str, tuple[Setting, str, str]] = {
     "the wait for gathered weights": (Setting(stage=3), "race", "all_gather"),
-    "the wait before weights are freed": (Setting(stage=3), "early free", "sharding/group.py"),
+    "the wait before weights are freed": (Setting(stage=3), "early free", "sharding/full_weights.py"),
     "the wait for what is on its way to the host": (FP32, "race", "memory/offload/host.py"),
     "the wait for what is on its way to the device": (
         Setting(stage=2, offload="optimizer"),

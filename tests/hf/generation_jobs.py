@@ -86,7 +86,7 @@ def on_ranks(folder: Path, family: str, stage: int, loop: str) -> Record:
     with hf_dist.gathered(model):  # other numbers of calls on each rank
         for _ in range(1 + 2 * rank):
             record["block"] = generate(model, rank, "greedy")
-    record["at rest"] = sum(g.resident for g in engine.sharded.groups)
+    record["at rest"] = sum(g.full.is_allocated for g in engine.sharded.groups)
     return record
 
 

@@ -51,8 +51,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a frozen weight that forward writes is forgotten",
         "sharding/group.py",
-        "self.is_written = self.dtype.is_floating_point",
-        "self.is_written = self.trainable",
+        "writable=self.dtype.is_floating_point",
+        "writable=self.trainable",
         ("window/test_raw_loops.py::test_frozen_weights_that_forward_writes_stay_written",),
     ),
     Mutant(
@@ -95,15 +95,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "what user code writes into weights inside a forward is freed with them",
         "sharding/group.py",
-        "        self.take_writes()\n        if self.second",
-        "        if self.second",
+        "        self.take_writes()\n        if self._full",
+        "        if self._full",
         ("window/test_raw_loops.py",),
     ),
     Mutant(
         "a second copy is made of weights that were loaded over since",
         "sharding/group.py",
-        "if self.second is not None and self._keepable:",
-        "if self.second is not None and self.fresh:",
+        "if self._full_is_master:",
+        "if self.full.is_current:",
         ("sharding/test_hpz.py",),
     ),
     Mutant(
@@ -305,7 +305,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a slice of a matrix is taken for the weight",
         "sharding/group.py",
-        "            if self.is_cut and not self.pins and self._gather is None:\n                self._guard()\n",
+        "            if self.is_cut and not self.pins:\n                self.full.hide()\n",
         "",
         ("hf/test_disturbed.py",),
     ),

@@ -382,8 +382,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "weights that were assigned and read inside gathered count as written through param_groups",
         "sharding/group.py",
-        "self.num_changes += moved",
-        "self.num_changes += 0",
+        "            self.rest.count_change()\n",
+        "",
         ("window/test_written_weights.py",),
     ),
     Mutant(

@@ -156,7 +156,7 @@ def test_activations_equal_what_autograd_saves(dtype: str, every: int) -> None:
     data = config_of(3, "", **more)
     engine = hf_dist.initialize(llama(4), config=data, device="cpu")
     ids = torch.zeros(MICRO, SEQ, dtype=torch.long)
-    measured = saved_nbytes(engine.model, [group.full for group in engine.sharded.groups], input_ids=ids)
+    measured = saved_nbytes(engine.model, [group.full.values for group in engine.sharded.groups], input_ids=ids)
     with torch.device("meta"):
         meta = llama(4)
     config = resolved(data)

@@ -83,7 +83,7 @@ def measure(rank: int, world: int, stage: int, precision: str, accumulation: int
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for g in sharded.groups
-        for t in (g.full, g.source)
+        for t in (g.full.values, g.source)
         if t.untyped_storage().nbytes()
     }
     sharded.weights_changed()

@@ -64,7 +64,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 def here(engine: Any) -> list[int]:
     """Units whose full weights are allocated."""
-    return [u.index for u in engine.sharded.units if any(g.resident and g.layout.numel for g in u.groups)]
+    return [u.index for u in engine.sharded.units if any(g.full.is_allocated and g.layout.numel for g in u.groups)]
 
 
 def weights_of(engine: Any) -> list[torch.Tensor]:
@@ -338,7 +338,7 @@ def count_gathers(rank: int, world: int) -> list[dict[str, Any]]:
 
 def resident(engine: Any) -> int:
     """Bytes of full weights that are allocated."""
-    return sum(g.full.untyped_storage().nbytes() for g in engine.sharded.groups)
+    return sum(g.full.values.untyped_storage().nbytes() for g in engine.sharded.groups)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import operator
 import pickle
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -221,10 +222,12 @@ def left_over(stage: int) -> list[str]:
         engine.backward(nn.functional.mse_loss(engine(x), y))
         alive: dict[str, Any] = {"sharded": weakref.ref(engine.sharded), "model": weakref.ref(model)}
         for g, group in enumerate(engine.sharded.groups):
-            for name in ("full", "source", "grad"):
-                if getattr(group, name) is not None:
-                    alive[f"{name} {g}"] = weakref.ref(getattr(group, name).untyped_storage())
-                    alive[f"{name} tensor {g}"] = weakref.ref(getattr(group, name))
+            for name in ("full.values", "source", "grad"):
+                tensor = attrgetter(name)(group)
+                if tensor is not None:
+                    alive[f"{name} {g}"] = weakref.ref(tensor.untyped_storage())
+                    alive[f"{name} tensor {g}"] = weakref.ref(tensor)
+                del tensor
             alive[f"group {g}"] = weakref.ref(group)
             alive[f"parameter {g}"] = weakref.ref(group.params[0])
             del group

@@ -85,11 +85,13 @@ def train(rank: int, second: int, case: dict[str, Any]) -> dict[str, Any]:
     with hf_dist.gathered(model):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     groups = [
-        (u.is_root, u.index, g.layout.numel, g.full.element_size()) for u in engine.sharded.units for g in u.groups
+        (u.is_root, u.index, g.layout.numel, g.full.values.element_size())
+        for u in engine.sharded.units
+        for g in u.groups
     ]
     return {
         "losses": losses, "weights": weights, "sent": sent, "planned": plan["all_gather"][1], "groups": groups,
-        "second": sum(g.second.nbytes for g in engine.sharded.groups if g.second is not None),
+        "second": sum(g.rest.second.nbytes for g in engine.sharded.groups if g.rest.second is not None),
         "replicas": engine.mesh.axes.size("dp_replicate"),
     }  # fmt: skip
 

@@ -45,7 +45,7 @@ class GroupMotion:
         self.group = group
         self._rate, self._factor, self._nesterov = config.outer_lr, config.outer_momentum, config.nesterov
         numel, tier = group.resting[1] - group.resting[0], group.master.tier
-        shelf = group.storage.optim
+        shelf = group.rest.storage.optim
         self.anchor: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if has_anchor(config) else None
         self.momentum: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if config.outer_momentum else None
 

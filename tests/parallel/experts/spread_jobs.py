@@ -257,7 +257,7 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
     part = mine(batches(setting)[0], rank, world, setting)[0]
     groups = engine.sharded.groups
     spread = [g for g in groups if g.axes.parts is not None]
-    places = [g.full.data_ptr() for g in spread]  # 0: freed
+    places = [g.full.values.data_ptr() for g in spread]  # 0: freed
     with comm_counter.record() as log:
         total, _ = summed_loss(engine.model, part)
         engine.backward(total / 100)
@@ -273,7 +273,7 @@ def traffic(rank: int, world: int, stage: int) -> dict[str, Any]:
     states = States.of_model(build(setting), engine.config, num_shards=world, rank=rank, ep=world)
     planned = step_traffic(states)
     return {
-        "stays": all(places) and places == [g.full.data_ptr() for g in spread],
+        "stays": all(places) and places == [g.full.values.data_ptr() for g in spread],
         "counted": log.nbytes("all_to_all"),
         "by_hand": by_hand,
         "weights_of_experts_sent": sum(

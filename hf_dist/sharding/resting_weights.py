@@ -1,0 +1,117 @@
+"""The weights of one group between uses: the masters that are stepped, and what the gathers read.
+
+Two tensors may hold the same weights, so each has a version, which is that of the masters when it was written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_dist.dist import collectives
+from hf_dist.dist.mesh import MeshAxis
+from hf_dist.memory.offload.resting import Tier, opened
+from hf_dist.memory.offload.storage import Storage
+from hf_dist.sharding.at_rest import GroupAtRest
+from hf_dist.sharding.hpz import SecondCopy
+from hf_dist.sharding.states import States
+
+
+class RestingWeights:
+    """This rank's masters and gather input of one group."""
+
+    def __init__(self, plan: GroupAtRest, states: States, second: SecondCopy | None, storage: Storage) -> None:
+        """`states`: the tensors of the plan; `second`: another source of the gathers, among neighbours."""
+        self.plan = plan
+        self.shard = states.shard
+        """What the gathers read."""
+        self.master = states.master
+        """What is stepped; often the same object."""
+        self.second = second
+        self.storage = storage
+        self.version = 0
+        """How often the weights have changed."""
+        self._shard_version = 0
+
+    @property
+    def in_full(self) -> bool:
+        """Whether the masters are a part of the full weights, so that a write into these is one into the masters."""
+        return not self.plan.separate and self.master is self.shard
+
+    # ------------------------------------------------------------------ changes
+
+    def changed(self) -> None:
+        """Note that `master` was written. Local."""
+        self.version += 1
+        if self.shard is self.master:
+            self._shard_version = self.version
+        self.forget_second()
+
+    def count_change(self) -> None:
+        """Note a change of the weights that `master` has, or gets later. Local."""
+        self.version, self._shard_version = self.version + 1, self._shard_version + 1
+
+    @torch.no_grad()
+    def adopt(self, full: torch.Tensor) -> None:
+        """Copy the elements of `full` (1D, the whole group) that differ into the masters. Local."""
+        start, stop = self.plan.interval
+        with opened(self.master, changed=True) as masters:
+            new = full[start:stop].to(masters.device)
+            # Only changed elements: the others keep the low bits that the compute dtype cannot hold.
+            torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
+        self.changed()
+
+    def write_back(self) -> None:
+        """Copy the masters into the gather's input, if they were written. Local.
+
+        A copy to the device is asynchronous: call `storage.link.wait_device()` before the next gather.
+        """
+        if self._shard_version != self.version:
+            self.deliver(self.master.get())
+            self.master.release()
+
+    def deliver(self, masters: torch.Tensor) -> None:
+        """Like `write_back`, for a caller that already holds the master tensor. Local."""
+        if self._shard_version == self.version:
+            return
+        self._shard_version = self.version
+        with torch.no_grad():
+            self.storage.link.deliver(self.shard.get(blank=True), masters)
+        if self.shard.tier is Tier.DISK:  # the disk write reads host memory, which must be filled first
+            self.storage.link.wait_host()
+        self.shard.release(changed=True)
+
+    # ------------------------------------------------------------------ gathers
+
+    def fetch(self) -> None:
+        """Start to load what the next gather reads into memory, unless it is already there. Local."""
+        if self.second is None or not self.second.holds:
+            self.shard.fetch()
+
+    def fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
+        """Start to fill `full` (1D, the whole group) from all ranks' parts. Collective over `axis`, or the neighbours."""
+        if self.second is not None and self.second.holds:
+            return self.second.gather(full)
+        if not self.plan.separate:
+            return self._all_gather(full, axis)
+        start, stop = self.plan.interval
+        values = self.shard.get()
+        with self.storage.link.beside(values) as arrival:
+            full[start:stop].copy_(values, non_blocking=True)
+            gather = self._all_gather(full, axis)
+        self.shard.release(after=arrival)
+        return collectives.Handle([gather, *arrival])
+
+    def _all_gather(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
+        if self.plan.interval == (0, full.numel()):
+            return collectives.Handle([])
+        return collectives.all_gather(axis, full)
+
+    def keep_second(self, full: torch.Tensor) -> None:
+        """Keep this rank's part of the current full weights, of which the next gathers are made. Local."""
+        if self.second is not None:
+            self.second.keep(full)
+
+    def forget_second(self) -> None:
+        """The next gather reads the shards. At the same moments on all ranks. Local."""
+        if self.second is not None:
+            self.second.holds = False
