@@ -57,6 +57,7 @@ TWO = (
         for family in ("llama", "mistral", "gemma2")
         for exchange in ("gather", "ring", "ulysses")
         for length in (2, 3)
+        if (family, exchange) != ("gemma2", "ring")  # refused: soft caps
     ),
 )
 FOUR = (
