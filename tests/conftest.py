@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hf_dist import log
 from tests import garbage, references, second_try
 from tests.durations import Durations
 
@@ -27,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Everything is loaded."""
     garbage.settle()
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is logged once per process is logged in each test: another one may have met the same words before."""
+    monkeypatch.setattr(log, "_said", set())
 
 
 @pytest.fixture(autouse=True, scope="module")
