@@ -39,6 +39,7 @@ def nothing_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def accelerate_starts_anew() -> Iterator[None]:
     """accelerate keeps one state per process: no file finds the precision that another one has chosen."""
+    garbage.settle()  # each Trainer of a process collects: not through all that earlier files have loaded
     yield
     state = sys.modules.get("accelerate.state")
     if state is not None:

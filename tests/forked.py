@@ -139,6 +139,8 @@ def _become(command: list[str], cwd: str, env: dict[str, str], into: list[int]) 
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The server's start method would be that of the job's loaders, each worker of which would import everything again.
+        mp.set_start_method(None, force=True)
         os.environ.clear()
         os.environ.update(env)
         os.chdir(cwd)

@@ -20,6 +20,7 @@ WORLD = 64
 LAST = WORLD - 1
 # The embedding is large enough to be a unit of its own.
 SMALL = Case(width=64, inner=224, layers=2, heads=4, kv_heads=1, vocabulary=1 << 14, seq=32)
+WINDOW, BLOCKS = (3, 4) if FULL_GRID else (2, 2)
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage0": (0, config_of(0)),
     "stage1-accumulated": (LAST, config_of(1, gradient_accumulation_steps=3)),
@@ -29,7 +30,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage3-accumulated-bf16-wire": (0, config_of(3, gradient_accumulation_steps=2, communication_data_type="bf16")),
     "stage2-reduced-once": (
         LAST,
-        config_of(2, gradient_accumulation_steps=3, hf_dist={"reduce_once_per_window": True}),
+        config_of(2, gradient_accumulation_steps=WINDOW, hf_dist={"reduce_once_per_window": True}),
     ),
     "stage3-reduced-once": (0, config_of(3, gradient_accumulation_steps=3, hf_dist={"reduce_once_per_window": True})),
     "hsdp-accumulated": (LAST, config_of(3, gradient_accumulation_steps=2)),
@@ -39,7 +40,6 @@ CASES["hsdp-accumulated"][1]["zero_optimization"]["mics_shard_size"] = 8
 # One whose weights are whole, one that shards them, one that copies the shards; `planning/test_mixed_traffic.py` has more.
 CASES = some_of(CASES, "stage2-reduced-once", "stage3", "hsdp-accumulated")
 
-BLOCKS = 4 if FULL_GRID else 2
 # Heads wider and narrower than the rest, so that the peak is at the loss, at the head or in the blocks; and blocks whose
 # gradient finds no room beside the head's.
 PEAKS = {
@@ -61,8 +61,10 @@ def measure_all(rank: int, world: int) -> dict[str, dict[str, Any]]:
 
 
 LOSSES: dict[str, Any] = {"chunks": None, "as it is": False}
-# By default the two that are about the ends; `STAGED` has peaks in the blocks.
-PEAKED = [(name, loss) for name in PEAKS for loss in LOSSES] if FULL_GRID else [("loss", "chunks"), ("head", "chunks")]
+# By default the two that are about the ends, and not the many chunks of a long row; `STAGED` has peaks in the blocks.
+PEAKED = (
+    [(name, loss) for name in PEAKS for loss in LOSSES] if FULL_GRID else [("loss", "as it is"), ("head", "chunks")]
+)
 
 
 def measure_peaks(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]]:
@@ -142,7 +144,7 @@ JOBS = some_of(JOBS, "experts, long rows")  # `planning/test_mixed_traffic.py` h
 # Rows long enough that activations count, and heads that do.
 LONG = Case(512, 1792, 4, 8, 2, 4000, checkpointing=False)
 STAGED = {
-    "tp-pp": mixed.Job("", 32, {"tp": 2, "pp": 4}, stage=1, seq=4096, microbatches=4),
+    "tp-pp": mixed.Job("", 32, {"tp": 2, "pp": 4}, stage=1, seq=4096, microbatches=WINDOW + 1),
     "tp-pp-cp": mixed.Job("", 4096, {"tp": 2, "pp": 2, "cp": 2}, stage=3, seq=4096, microbatches=2),
     "gpipe": mixed.Job("", 8, {"pp": 2}, stage=1, seq=4096, microbatches=3, more={"pipeline.schedule": "gpipe"}),
     "interleaved": mixed.Job(
@@ -164,7 +166,7 @@ def experts() -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     heads = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=1024)
-    sizes = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=4)
+    sizes = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=BLOCKS)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**heads, **sizes, num_experts=8, num_experts_per_tok=2, use_cache=False)
     ).train()

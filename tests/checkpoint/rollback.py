@@ -15,7 +15,7 @@ from tests.memory.offload.training import OPTIMIZERS, Net, differences, make_eng
 
 BEFORE, AFTER = (range(3), (3, 4)) if FULL_GRID else (range(1), (3,))
 """Of pipelines: steps that a load takes back, and those that show the moments it has brought."""
-LENGTH: dict[str, Any] = {} if FULL_GRID else {"max_steps": 4}
+LENGTH: dict[str, Any] = {} if FULL_GRID else {"max_steps": 4, "gradient_accumulation_steps": 1}
 """Of the Trainer's runs."""
 
 
@@ -162,7 +162,7 @@ def stages(rank: int, world: int, root: str) -> tuple[float, list[float]]:
     where = Path(root) / "stages"
 
     def engine(pp: int = 2) -> Any:
-        model = build("Llama", False, False)
+        model = build("Llama", False, False, *(() if FULL_GRID else (3,)))
         batch = step_batches("Llama", 1, 0)[0]
         config = PipelineCase(pp=pp, stage=1).config
         return hf_dist.initialize(model, config=config, optimizer=optimizer_for(model), example_batch=batch)

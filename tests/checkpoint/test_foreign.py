@@ -19,6 +19,8 @@ from tests.hf.on_ranks import run_jobs
 from tests.hf.recipes import RECIPES, make_model
 
 JOBS = "tests.checkpoint.importing:"
+READERS, MICRO = (2, 2) if FULL_GRID else (1, 4)
+"""Ranks that read other files, and their rows: of two ranks are a stock run, FSDP's shards, a mixture, what is missing."""
 STOCK = ("even", "dropout", "lora", "moe")
 
 
@@ -102,8 +104,8 @@ def test_bin_weights_of_the_stock_trainer_are_read(
     folder = without_state(stock[0], tmp_path / "checkpoint-3")
     shutil.copy(stock[0] / "optimizer.pt", folder)
     torch.save(named[0], folder / "pytorch_model.bin")
-    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder)}
-    same(ranks(tmp_path, 2, ("resumed", job))[0], stock[1], "the stock Trainer")
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder), "micro": MICRO}
+    same(ranks(tmp_path, READERS, ("resumed", job))[0], stock[1], "the stock Trainer")
 
 
 # One file is read, and goes on, in `test_an_import_counts_what_it_reads`.
@@ -133,8 +135,8 @@ def test_a_universal_checkpoint_of_deepspeed_goes_on(
 ) -> None:
     folder = without_state(stock[0], tmp_path / "checkpoint-3")
     importing.write_universal(folder, named[0], named[1], flat=flat)
-    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder)}
-    same(ranks(tmp_path, 2, ("resumed", job))[0], stock[1], "DeepSpeed (universal)", "optimizer state")
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder), "micro": MICRO}
+    same(ranks(tmp_path, READERS, ("resumed", job))[0], stock[1], "DeepSpeed (universal)", "optimizer state")
 
 
 def test_weights_of_a_deepspeed_checkpoint_are_taken_or_the_way_to_them_is_named(
@@ -147,8 +149,8 @@ def test_weights_of_a_deepspeed_checkpoint_are_taken_or_the_way_to_them_is_named
     (folder / "latest").write_text("global_step3")
     whole = Path(shutil.copytree(folder, tmp_path / "whole" / "checkpoint-3"))
     shutil.copy(stock[0] / "model.safetensors", whole)
-    job = {"recipe": "even", "stage": 3, "checkpoint": str(whole)}
-    refusal, result = ranks(tmp_path / "jobs", 2, ("refused", {"checkpoint": str(folder)}), ("resumed", job))
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(whole), "micro": MICRO}
+    refusal, result = ranks(tmp_path / "jobs", READERS, ("refused", {"checkpoint": str(folder)}), ("resumed", job))
     assert "python zero_to_fp32.py" in refusal
     assert result["logs"][0][1] == pytest.approx(stock[1][0][1], rel=1e-6), "the first loss depends on the weights only"
     assert "written by DeepSpeed; taken: weights, schedule; not taken: optimizer state" in result["said"][0]
@@ -162,7 +164,7 @@ def test_files_of_single_ranks_and_another_model_are_refused_by_name(
     part = without_state(stock[0], tmp_path / "checkpoint-4")
     torch.save(dict(list(named[0].items())[:2]), part / "pytorch_model_fsdp.bin")
     jobs = [("refused", {"checkpoint": str(folder)}) for folder in (single, part)]
-    local, other = ranks(tmp_path / "jobs", 2, *jobs)
+    local, other = ranks(tmp_path / "jobs", READERS, *jobs)
     assert "LOCAL_STATE_DICT" in local and "SHARDED_STATE_DICT" in local
     assert "does not hold" in other and "saved from another model" in other
 
@@ -172,7 +174,7 @@ def test_only_tensors_and_numbers_are_unpickled(
 ) -> None:
     folder = without_state(stock[0], tmp_path / "checkpoint-3")
     torch.save({**named[0], "more": Path("x")}, folder / "pytorch_model_fsdp.bin")
-    message = ranks(tmp_path / "jobs", 2, ("refused", {"checkpoint": str(folder)}))[0]
+    message = ranks(tmp_path / "jobs", READERS, ("refused", {"checkpoint": str(folder)}))[0]
     assert "written by FSDP" in message and "cannot be read (UnpicklingError" in message
 
 
@@ -263,8 +265,8 @@ def test_of_several_universal_folders_the_one_is_read_that_deepspeed_reads(
     shutil.copytree(folder / "global_step3_universal", folder / "global_step20_universal")
     for file in (folder / "global_step20_universal").rglob("fp32.pt"):
         torch.save({"param": torch.load(file)["param"] * 2, "cat_dim": 0}, file)
-    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder)}
-    same(ranks(tmp_path / "named", 2, ("resumed", job))[0], stock[1], "DeepSpeed (universal)")
+    job = {"recipe": "even", "stage": 3, "checkpoint": str(folder), "micro": MICRO}
+    same(ranks(tmp_path / "named", READERS, ("resumed", job))[0], stock[1], "DeepSpeed (universal)")
     (folder / "latest_universal").unlink()
     found = foreign._universal_folder(folder)
     assert found is not None and found.parent.name == "global_step20_universal", "by its step, not by its letters"

@@ -15,15 +15,13 @@ from hf_dist.checkpoint.pieces import Piece
 from hf_dist.checkpoint.weight_plan import StoredTensor, WeightPlan
 from hf_dist.errors import CheckpointError
 from tests.checkpoint import killing, saving
-from tests.covering import FULL_GRID, some_of
+from tests.covering import FULL_GRID, FULL_GRID_ONLY, some_of
 from tests.harness import run_ranks
 from tests.references import shared
 
-STEPS = 5
+STEPS = 5 if FULL_GRID else 3
 KILLS = int(os.environ.get("HF_DIST_KILLS", "3" if FULL_GRID else "1"))
 """Jobs at stage 3, with and without a background writer; a quarter as many in each mixed layout."""
-# What ranks write that hold other parameters than their neighbours; `parity/test_mixed.py` saves and loads in the others.
-MIXED = list(some_of(killing.LAYOUTS, "stages, in the background"))
 
 
 def killed(job: Any, world: int, arguments: tuple[Any, ...]) -> None:
@@ -34,7 +32,8 @@ def killed(job: Any, world: int, arguments: tuple[Any, ...]) -> None:
         assert "ended without a result" in str(error) or "closed" in str(error) or "reset" in str(error), error
 
 
-@pytest.mark.parametrize("layout", MIXED)
+@FULL_GRID_ONLY  # a killed engine is below, a killed Trainer `hf/test_elastic.py`; `parity/test_mixed_life.py` saves and loads
+@pytest.mark.parametrize("layout", killing.LAYOUTS)
 def test_a_job_in_a_mixed_layout_that_is_killed_in_a_save_goes_on_as_if_it_was_not(layout: str, tmp_path: Path) -> None:
     roots = [str(tmp_path / str(seed)) for seed in range(-(-KILLS // 4))]
     for seed, root in enumerate(roots):

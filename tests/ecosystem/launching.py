@@ -1,4 +1,4 @@
-"""Two ranks of a script under the real launchers, in processes of their own."""
+"""Ranks of a script, mostly two, under the real launchers, in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import forked, processes
 from tests.harness import ROOT
 
 LAUNCHERS: dict[str, list[str]] = {
-    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "{port}"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "{ranks}", "--master_port", "{port}"],
     "accelerate": [
         *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "{port}"),
@@ -26,19 +26,31 @@ LAUNCHERS: dict[str, list[str]] = {
 }
 
 
-def launch(launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True) -> str:
-    """What the ranks printed; the test fails with the end of their errors when the launcher does. `is_real`: not forked."""
-    return launched(launcher, words, folder, timeout, is_real).stdout
+def launch(
+    launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True, ranks: int = 2
+) -> str:
+    """What the ranks printed; the test fails with the end of their errors when the launcher does.
+
+    `is_real`: not forked. `ranks`: of torchrun; the others start two.
+    """
+    return launched(launcher, words, folder, timeout, is_real, ranks=ranks).stdout
 
 
 def launched(
-    launcher: str, words: Sequence[str], folder: Path, timeout: float = 250, is_real: bool = True, fails: bool = False
+    launcher: str,
+    words: Sequence[str],
+    folder: Path,
+    timeout: float = 250,
+    is_real: bool = True,
+    fails: bool = False,
+    ranks: int = 2,
 ) -> subprocess.CompletedProcess[str]:
     """`launch` with both streams. `fails`: the launcher has to, else the test does."""
     port = HeldPort()
     trl = find_spec("trl")
     configs = Path(str(trl.origin)).parent / "accelerate_configs" if trl is not None else ""
-    command = [sys.executable, *(word.format(port=port.number, trl=configs) for word in LAUNCHERS[launcher]), *words]
+    own = (word.format(port=port.number, trl=configs, ranks=ranks) for word in LAUNCHERS[launcher])
+    command = [sys.executable, *own, *words]
     path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import needs
-from tests.covering import some_of
+from tests.covering import FULL_GRID, some_of
 from tests.ecosystem.launching import launch
 from tests.ecosystem.on_ranks import nothing_asked, run_scripts
 from tests.ecosystem.tiny import save_example_models, save_models, words
@@ -133,19 +133,21 @@ A file per rank: lines of two ranks would mix on one pipe.
 """
 
 
+LAUNCHED: dict[str, tuple[str, list[str], str, bool, int]] = {
+    # Name: (launcher, script or module, what names the config, in new interpreters, ranks).
+    "torchrun": ("torchrun", ["-m", "package.module"], "argument", False, 2),
+    "torchrun for real": ("torchrun", ["-m", "package.module"], "--config", True, 2 if FULL_GRID else 1),
+    "accelerate": ("accelerate", ["package/module.py"], "argument", False, 2),
+    "accelerate for real": ("accelerate", ["-m", "package.module"], "--config", True, 2),
+    "hf-dist": ("hf-dist", ["-m", "package.module"], "YAML", False, 2),
+}
+LAUNCHED = some_of(LAUNCHED, "torchrun for real", "accelerate", "hf-dist")
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("launcher", "named", "by", "is_real"),
-    [
-        ("torchrun", ["-m", "package.module"], "argument", False),
-        ("accelerate", ["package/module.py"], "argument", False),
-        ("accelerate", ["-m", "package.module"], "--config", True),
-        ("hf-dist", ["-m", "package.module"], "YAML", False),
-    ],
-)
-def test_a_script_or_module_under_a_launcher(
-    launcher: str, named: list[str], by: str, is_real: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_script_or_module_under_a_launcher(name: str, tmp_path: Path) -> None:
+    launcher, named, by, is_real, ranks = LAUNCHED[name]
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text(MODULE)
     (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
@@ -154,12 +156,12 @@ def test_a_script_or_module_under_a_launcher(
     config = ["--config", "zero3.json"] if by == "--config" else []
     given += ["--deepspeed", "zero3.json"] if by == "argument" else []
     runner = [] if launcher == "hf-dist" else ["-m", "hf_dist.run"]
-    launch(launcher, [*runner, *config, *named, *given], tmp_path, is_real=is_real)
+    launch(launcher, [*runner, *config, *named, *given], tmp_path, is_real=is_real, ranks=ranks)
     found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
-    assert len(found) == 2
+    assert len(found) == ranks
     for rank in found:
         assert len(set(rank.pop("losses"))) == 2
         # A loop of accelerate's is sharded where the job has a config, not where a Trainer is given one.
         accelerator = "Accelerator" if by == "argument" else "DistAccelerator"
         assert rank.pop("imported") == [accelerator, accelerator, False, True]
-        assert rank == {"name": "__main__", "argv": "--output_dir", "world": 2, "stage": "SHARD"}
+        assert rank == {"name": "__main__", "argv": "--output_dir", "world": ranks, "stage": "SHARD"}

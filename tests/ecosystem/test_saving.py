@@ -26,7 +26,8 @@ OWN = [(kind, stage) for kind in OWN_KINDS for stage in (1, 3)]
 if not FULL_GRID:
     # At stage 3 what is saved is in shards. Modules of the library, and parameters in a loss beside the model.
     SENTENCES = [("dense", 3), ("softmax", 1)]  # `test_resumed_library.py` has "lora"
-    OWN = [("cloning", 3), ("main_alone", 3), ("llava", 1), ("renaming", 3), ("value_head", 3)]
+    # "main_alone": `test_one_rank.py`.
+    OWN = [("cloning", 3), ("llava", 1), ("renaming", 3), ("value_head", 3)]
 Job = tuple[str, dict[str, Any]]
 
 

@@ -13,8 +13,8 @@ from tests.examples.running import REPO, TIMEOUT_S, run, train
 
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
 # By default the examples' own files are the text: to look through the standard library costs every process half a second.
-TEXT = ("--vocab_size", "512", *(() if FULL_GRID else ("--text_dir", "examples")))
-LITTLE = "60000" if FULL_GRID else "20000"
+TEXT = ("--vocab_size", "512", *(() if FULL_GRID else ("--text_dir", "examples", "--per_device_train_batch_size", "2")))
+LITTLE = "60000" if FULL_GRID else "12000"
 
 
 def test_all_configs_are_described_in_their_readme() -> None:
@@ -23,7 +23,7 @@ def test_all_configs_are_described_in_their_readme() -> None:
     assert [path.name for path in CONFIGS if f"`{path.name}`" not in readme] == []
 
 
-# By default accelerate's launcher, which is torchrun's agent, is the one that is started for real: `ecosystem/test_run.py`.
+# By default torchrun's agent, which is accelerate's launcher, too, is started for real in `ecosystem/test_run.py`.
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_text_classification_trains_saves_and_classifies(tmp_path: Path) -> None:
     small = ["--max_per_label", "16", "--num_labels", "4", "--max_length", "32"]

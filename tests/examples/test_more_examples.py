@@ -59,8 +59,7 @@ def test_a_loop_without_a_trainer_runs_under_accelerate_launch_and_goes_on(tmp_p
     script = [*on_few_texts("examples/no_trainer.py"), "--dist_config", config_of("zero3.json", tmp_path), *options]
     said = run(*launcher, *script, "--num_epochs", "1", ACCELERATE_USE_CPU="true")
     assert "epoch 0: held-out loss" in said
-    alone = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]  # "on any number of processes"
-    said = run(*alone, *script, "--num_epochs", "2", ACCELERATE_USE_CPU="true")
+    said = run(*script, "--num_epochs", "2", ACCELERATE_USE_CPU="true")  # "on any number of processes"
     assert "epoch 1: held-out loss" in said and "epoch 0" not in said
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -106,7 +105,8 @@ def test_rewards_come_over_http_from_a_server_that_is_away_for_a_moment(tmp_path
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_dist.run"]
+    ranks = 2 if FULL_GRID else 1
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m", "hf_dist.run"]
     asked = [*on_few_texts("examples/grpo_remote_rewards.py"), "--deepspeed", "configs/zero3_fp32.json"]
     asked += ["--output_dir", str(tmp_path)]
     small = ["--use_cpu", "--max_steps", "2", "--max_completion_length", "4", "--bf16", "False"]
@@ -114,5 +114,5 @@ def test_rewards_come_over_http_from_a_server_that_is_away_for_a_moment(tmp_path
     said = run(*launcher, *asked, *small, REWARD_URL=url, ACCELERATE_USE_CPU="true")
     server.shutdown()
     assert "mean reward of the last step: 0." in said
-    assert len(batches) >= 5 and set(batches) == {4}, "two ranks, two steps, and the one that was refused"
+    assert len(batches) >= 2 * ranks + 1 and set(batches) == {4}, "two steps of each, and the one that was refused"
     AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -43,7 +43,7 @@ def setting(cell: Cell) -> PipelineSetting:
     if (
         not FULL_GRID
     ):  # who waits for whom shows at first; stages of which a rank has two take their microbatches in pairs
-        steps, microbatches = 1, 2 if cell["schedule"] == "interleaved_1f1b" else 3
+        steps, microbatches = 1, 2
     more = dict(evaluates=cell["evaluates"], tensor=cell["tensor"])
     return PipelineSetting(cell["schedule"], cell["stages"], data, stage, microbatches, steps, **more)
 

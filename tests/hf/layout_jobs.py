@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from hf_dist.hf.callbacks import throughput
+from tests.covering import FULL_GRID
 from tests.hf.on_ranks import dist_trainer, record_of, stock_record, totals
 from tests.hf.recipes import RECIPES, Recipe, texts
 from tests.references import shared
@@ -22,8 +23,8 @@ DECODING: dict[str, dict[str, Any]] = {
     "static": {"do_sample": False, "cache_implementation": "static"},
 }
 """Ways to generate. Stages have no cache of a fixed size."""
-SPAN = {"max_steps": 10}
-"""Of the runs that are resumed."""
+SAVED_AT, LAST, ROWS = (6, 10, 48) if FULL_GRID else (3, 5, 24)
+"""Of the runs that are resumed: steps, and rows; a save in the middle of an epoch, the end in the middle of the next one."""
 
 
 def stages(count: int, **more: Any) -> dict[str, Any]:
@@ -67,14 +68,20 @@ def stock(recipe: str, data_ranks: int, rows: int | None = None, **changes: Any)
 
 
 def saved(folder: Path, stage: int, layout: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    """A whole run that saves in the middle of an epoch of eight steps, and ends in the middle of the next one."""
-    more = {**SPAN, "save_strategy": "steps", "save_steps": 6, "gradient_accumulation_steps": accumulation}
-    return {**train(folder, "even", stage, layout, **more), "checkpoint": str(folder / "checkpoint-6")}
+    """A whole run with a checkpoint on its way."""
+    more = {
+        "max_steps": LAST,
+        "save_strategy": "steps",
+        "save_steps": SAVED_AT,
+        "gradient_accumulation_steps": accumulation,
+    }
+    return {**train(folder, "even", stage, layout, ROWS, **more), "checkpoint": str(folder / f"checkpoint-{SAVED_AT}")}
 
 
 def resumed(folder: Path, saved_by: str, stage: int, layout: dict[str, Any], accumulation: int) -> dict[str, Any]:
     """Train on from the checkpoint of another layout."""
-    trainer = dist_trainer("even", stage, folder, layout, **SPAN, gradient_accumulation_steps=accumulation)
+    trainer = dist_trainer("even", stage, folder, layout, max_steps=LAST, gradient_accumulation_steps=accumulation)
+    trainer.train_dataset = trainer.train_dataset[:ROWS]
     trainer.train(resume_from_checkpoint=saved_by)
     return record_of(trainer)
 

@@ -18,8 +18,10 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import SequentialSampler
 
 from tests.attempts import attempts
+from tests.covering import FULL_GRID
 
 STEPS, ROWS, WORDS = 2, 4, 64
+MANY = 10 if FULL_GRID else 6
 PROMPT = torch.tensor([[3, 4, 5, 6]])
 Weights = dict[str, torch.Tensor]
 
@@ -320,7 +322,7 @@ def evaluated_first(stage: int | None, ranks: int, folder: str) -> dict[str, Any
 
 
 def many(stage: int, ranks: int, folder: str) -> list[tuple[int, ...]]:
-    """What is left after each of ten Trainers in a row, half of them on one model.
+    """What is left after each of `MANY` Trainers in a row, half of them on one model.
 
     Sharded models, their groups of weights, bytes of tensors, process groups, threads, open files.
     """
@@ -328,8 +330,8 @@ def many(stage: int, ranks: int, folder: str) -> list[tuple[int, ...]]:
     from hf_dist.sharding.runtime import ShardedModel
 
     left, model = [], small_model()
-    for number in range(10):
-        finetune(model if number < 5 else small_model(), folder, stage, ranks)
+    for number in range(MANY):
+        finetune(model if number < MANY // 2 else small_model(), folder, stage, ranks)
         gc.collect()
         things = gc.get_objects()
         kinds = [type(thing) for thing in things]

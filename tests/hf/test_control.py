@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests import garbage
 from tests.hf.control_jobs import FLAGS, STEPS, outcome
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 from tests.references import shared
@@ -27,7 +26,6 @@ LATE: Job = ("tests.hf.control_jobs:added_late", {})
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    garbage.settle()  # each Trainer of this process collects: not through all that files before this one have loaded
     return outcomes_by_world({2: [*(job(*asked) for asked in ASKED), LATE]}, tmp_path_factory)
 
 

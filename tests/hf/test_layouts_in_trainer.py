@@ -33,16 +33,19 @@ def job(function: str, **arguments: Any) -> Job:
     return (OWN + function, arguments)
 
 
-AT_ONCE: dict[str, Any] = {"warmup_steps": 1, "max_grad_norm": 0.0, "gradient_checkpointing": True}
-"""One case has the recipes `no_clipping` and `checkpointing`, too: a schedule, a norm and a block ask nothing of each other."""
+AT_ONCE: dict[str, Any] = {
+    "train_sampling_strategy": "group_by_length",
+    **{"warmup_steps": 1, "max_grad_norm": 0.0, "gradient_checkpointing": True},
+}
+"""One case has the recipes `group_by_length`, `no_clipping` and `checkpointing`, too: an order of rows, a schedule, a norm and
+a block ask nothing of each other."""
 
 
 def length(recipe: str, data_ranks: int) -> dict[str, Any]:
     """Of a run: an epoch of three steps, in the last of which a rank has one microbatch only."""
     if FULL_GRID:
         return {}
-    rows = (24 if recipe == "group_by_length" else 14) * data_ranks
-    return {"rows": rows, "num_train_epochs": 1, **(AT_ONCE if recipe == "cosine" else {})}
+    return {"rows": 14 * data_ranks, "num_train_epochs": 1, **(AT_ONCE if recipe == "cosine" else {})}
 
 
 def train_job(recipe: str, stage: int, layout: dict[str, Any], data_ranks: int = 1) -> Job:
@@ -68,11 +71,8 @@ ON_TWO = [
     *((name, 3, CP) for name in NAMES),
     *(("plain", stage, sequences(2, exchange)) for stage, exchange in ((1, "ring"), (2, "gather"))),
 ]
-FEW = {
-    "label_smoothing": PP, "compute_loss_func": PP, "classifier": PP, "group_by_length": PP, "cosine": PP,
-    "moe": TP, "lora": CP,
-}  # fmt: skip
-"""Every way to make a loss, here or on four ranks, and what asks something of the loop. Exchanges: `parallel/sequence/`."""
+FEW = {"label_smoothing": PP, "compute_loss_func": PP, "cosine": PP, "moe": TP, "lora": CP}
+"""Every way to make a loss, here, on four ranks or (a classifier's) in `EVALUATED`. Exchanges: `parallel/sequence/`."""
 ON_TWO = ON_TWO if FULL_GRID else [case for case in ON_TWO[:-2] if case[2] is FEW.get(case[0])]
 ON_FOUR = [
     *((name, 3, PP) for name in ("plain", "label_smoothing", "classifier", "lora", "moe")),
@@ -99,7 +99,7 @@ EVALUATED = [
     ("plain", 1, TP),
     ("plain", 3, CP),
 ]
-EVALUATED = EVALUATED if FULL_GRID else EVALUATED[2:4]
+EVALUATED = EVALUATED if FULL_GRID else [EVALUATED[0], EVALUATED[4]]
 GENERATED = [(stage, layout) for layout in (PP, TP, CP) for stage in (0, 3)]
 GENERATED = GENERATED if FULL_GRID else GENERATED[::3]  # sequences: `parallel/sequence/test_whole_calls.py`
 DROPOUT = (PP, CP) if FULL_GRID else (PP,)

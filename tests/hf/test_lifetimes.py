@@ -216,8 +216,8 @@ def test_nothing_is_left_of_trainers_before(stage: int, told: Any) -> None:
         assert not isinstance(left, str), left
         print(left)
         assert {(shards, groups) for shards, groups, *_ in left} == {(1, 3)}, "of the model that is there"
-        before, after = left[1], left[9]
-        assert len({nbytes for _, _, nbytes, *_ in left[5:]}) == 1, "bytes of tensors"
+        before, after = left[1], left[-1]
+        assert len({nbytes for _, _, nbytes, *_ in left[len(left) // 2 :]}) == 1, "bytes of tensors"
         assert after[3] == before[3], "process groups"
-        # Eight Trainers later: one thread or file of each would be eight. Collectives of gloo end in their own time.
+        # At least four Trainers later: one thread or file of each would be four. Collectives of gloo end in their own time.
         assert after[4] - before[4] < 4 and after[5] - before[5] < 4, "threads, open files"

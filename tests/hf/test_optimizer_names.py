@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from transformers.training_args import OptimizerNames
 
-from tests import garbage
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 from tests.hf.optimizer_names import adafactor_rates, alone, on_two, options, parted, shown_rates, small_model
@@ -42,11 +41,6 @@ if not FULL_GRID:  # of bitsandbytes every class once: pages and other bits are 
 WORLDS, RATES = ((1, 4), (0, 1, 3)) if FULL_GRID else ((1,), (0, 3))
 """Ranks that go on, and stages at which rates are shown."""
 ABSENT = ("You need to install", "You need to have", "Please install", "No module named")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def little_garbage() -> None:
-    garbage.settle()  # each Trainer of this process collects: not through all that files before this one have loaded
 
 
 @pytest.fixture(scope="module")

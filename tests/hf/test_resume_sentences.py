@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from transformers import TrainerCallback
 
 from hf_dist import DistTrainer, DistTrainingArguments
 from hf_dist.hf import resumed_arguments
+from tests.covering import FULL_GRID
 from tests.hf.loss_kinds import CLASSES, LENGTH, Net
 from tests.hf.on_ranks import weights_of
 
@@ -155,13 +158,13 @@ def kept_in_samples(found: Run, same: Run) -> None:
     assert found.rows[SAVED] == same.rows[SAVED][:2]
 
 
+BY_EPOCHS: dict[str, Any] = {"data_seed": 5, "max_steps": -1, "num_train_epochs": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], Check]] = {
     # Name: (arguments of the first run, changes, arguments of which a line tells, check).
     "max_steps": ({}, {"max_steps": 12}, {"max_steps"}, rates_are(linear(12))),
     "fewer steps": ({}, {"max_steps": 6}, {"max_steps"}, rates_are(linear(6))),
     "num_train_epochs": (
-        {"max_steps": -1, "num_train_epochs": 2}, {"num_train_epochs": 3}, {"num_train_epochs"},
-        rates_are(linear(15), RATE * 0.6),
+        BY_EPOCHS, {"num_train_epochs": 3}, {"num_train_epochs"}, rates_are(linear(15), RATE * 0.6)
     ),
     "epochs beside max_steps": ({}, {"num_train_epochs": 7}, set(), nothing_changes),
     "learning_rate": ({}, {"learning_rate": 0.5}, {"learning_rate"}, nothing_changes),
@@ -180,8 +183,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], Check]] = {
         {}, {"optim": "adagrad", "max_steps": 12}, {"optim", "max_steps"}, rates_are(linear(12))
     ),
     "seed": ({}, {"seed": 3}, {"seed"}, other_rows_same_draws),
-    "seed beside data_seed": ({"data_seed": 5}, {"seed": 3}, {"seed"}, nothing_changes),
-    "data_seed": ({"data_seed": 5}, {"data_seed": 6}, {"data_seed"}, other_rows_same_draws),
+    "seed beside data_seed": (BY_EPOCHS, {"seed": 3}, {"seed"}, nothing_changes),
+    "data_seed": (BY_EPOCHS, {"data_seed": 6}, {"data_seed"}, other_rows_same_draws),
     "max_grad_norm": ({}, {"max_grad_norm": 1e-3}, {"max_grad_norm"}, limited),
     "global_batch": (
         {}, {"per_device_train_batch_size": 2}, {"global_batch", "per_device_train_batch_size"}, kept_in_samples
@@ -191,6 +194,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], Check]] = {
         {"per_device_train_batch_size", "gradient_accumulation_steps"}, same_rows,
     ),
 }  # fmt: skip
+AT_ONCE = [
+    ("num_train_epochs", "data_seed"), ("seed beside data_seed",), ("warmup_steps", "seed"), ("optim",),
+    ("learning_rate", "weight_decay", "epochs beside max_steps"), ("global_batch", "max_grad_norm"),
+    ("the same class", "factors"), ("another class with options",), ("lr_scheduler_type",),
+]  # fmt: skip
+"""Changes that one run has by default, and passes the checks of each: what they change is not the same."""
 
 
 def test_every_argument_of_which_a_resume_tells_has_a_case() -> None:
@@ -215,11 +224,12 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]]
     return make
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_resume_says_is_what_it_does(name: str, begun: Any, tmp_path: Path) -> None:
-    first, changes, told, check = CASES[name]
+@pytest.mark.parametrize("names", [(name,) for name in CASES] if FULL_GRID else AT_ONCE, ids=" and ".join)
+def test_what_a_resume_says_is_what_it_does(names: tuple[str, ...], begun: Any, tmp_path: Path) -> None:
+    (first, *_), *_ = cases = [CASES[name] for name in names]
     checkpoint, same = begun(first)
     assert same.said == {}
-    found = run(tmp_path, checkpoint, **(first | changes))
-    assert set(found.said) == told, found.said
-    check(found, same)
+    found = run(tmp_path, checkpoint, **functools.reduce(operator.or_, (changes for _, changes, *_ in cases), first))
+    assert set(found.said) == set().union(*(told for *_, told, _ in cases)), found.said
+    for *_, check in cases:
+        check(found, same)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import garbage
 from tests.covering import FULL_GRID, FULL_GRID_ONLY
 from tests.harness import run_ranks
 from tests.hf import reworked
@@ -70,7 +69,6 @@ JOBS: dict[str, Job] = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    garbage.settle()  # each Trainer of this process collects: not through all that files before this one have loaded
     found = run_ranks(run_jobs, 2, (list(JOBS.values()), str(tmp_path_factory.mktemp("reworked"))), timeout=300)
     return [dict(zip(JOBS, rank, strict=True)) for rank in found]
 

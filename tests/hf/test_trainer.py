@@ -68,14 +68,12 @@ def named(case: tuple[Job, int]) -> str:
 
 FEW = (
     *("train-plain-3-w2", "train-label_smoothing-1-w2", "train-override_adds-0-w2", "train-override_own-1-w2"),
-    *("train-compute_loss_func-3-w2", "train-classifier-2-w2", "train-moe-3-w2", "train-classifier-3-w1"),
-    *("json_optimizer-0-w2", "json_section-optimizer-2-w2", "json_section-scheduler-2-w2", "twice-plain-1-w2"),
-    *("evaluated-metrics-3-w2", "raw_loop-3-w2", "train-lora-3-w2", "train-classifier_override-3-w2"),
-    "train-no_clipping-3-w2",
+    *("train-compute_loss_func-3-w2", "train-moe-3-w2", "train-classifier-3-w1", "train-classifier_override-3-w2"),
+    *("json_optimizer-0-w2", "json_section-scheduler-2-w2", "evaluated-metrics-3-w2", "raw_loop-3-w2"),
 )
-"""Every job, stage and way to make a loss.
+"""Every stage and way to make a loss, and every job but a second training, which `test_lifetimes.py` has.
 
-Optimizers: `test_optimizer_names.py`; other recipes: `test_layouts_in_trainer.py`.
+Optimizers: `test_optimizer_names.py`; adapters: `test_peft.py`; other recipes: `test_layouts_in_trainer.py`.
 """
 CASES = list(some_of({named(case): case for case in CASES}, *FEW).values())
 

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 
 from hf_dist.config.training_sections import LayerDropConfig
 from hf_dist.hf.callbacks.layer_drop import left_out
-from tests import garbage
 from tests.covering import FULL_GRID, some_of
 from tests.harness import run_ranks
 from tests.hf.on_ranks import dist_trainer, record_of, run_jobs
@@ -122,7 +121,6 @@ JOBS = some_of(JOBS, "pipeline", "resumed", "layer drop, checkpointed", "elastic
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the main rank of two saw of each job."""
-    garbage.settle()  # each Trainer of this process collects: not through all that files before this one have loaded
     folder = str(tmp_path_factory.mktemp("sections"))
     found = run_ranks(run_jobs, 2, (list(JOBS.values()), folder), timeout=400)[0]
     return dict(zip(JOBS, found, strict=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hf_dist import DistTrainer, DistTrainingArguments
+from tests.covering import chosen
 from tests.hf.loss_kinds import CLASSES, LENGTH, Net
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 
@@ -70,14 +72,20 @@ def steps_from(first: int, rows: int, step: int) -> dict[int, list[int]]:
 
 BATCHES = [(2, 2), (4, 1), (1, 1), (2, 1), (8, 1), (3, 2)]
 """Rows of a microbatch, microbatches."""
-
-
 # Of ten rows HF's loop adds an incomplete window of (2, 2) to the first of the next epoch.
-@pytest.mark.parametrize(
-    ("rows", "batch", "accumulation"), [*((rows, *b) for rows in (100, 10) for b in BATCHES[rows == 10 :]), (16, 2, 1)]
-)
-def test_goes_on_with_the_next_row(rows: int, batch: int, accumulation: int, tmp_path: Path) -> None:
-    whole = read(tmp_path / "whole", rows, 4, 1, LAST)
+GRID = [*((rows, *b) for rows in (100, 10) for b in BATCHES[rows == 10 :]), (16, 2, 1)]
+CASES = chosen(GRID, lambda case: {"rows": case[0], "batch": case[1:]}, 1)
+
+
+@pytest.fixture(scope="module")
+def whole_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """A run without a break over so many rows."""
+    return functools.cache(lambda rows: read(tmp_path_factory.mktemp("whole"), rows, 4, 1, LAST))
+
+
+@pytest.mark.parametrize(("rows", "batch", "accumulation"), CASES)
+def test_goes_on_with_the_next_row(rows: int, batch: int, accumulation: int, whole_of: Any, tmp_path: Path) -> None:
+    whole = whole_of(rows)
     at = {100: 16, 16: 0, 10: 4}[rows]  # inside the first epoch, at its end, inside the second
     assert {step: whole["seen"][step] for step in range(SAVED, LAST)} == steps_from(at, rows, 4)
     if rows == 10:
@@ -94,8 +102,8 @@ def resumed(folder: Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    checkpoint = read(tmp_path_factory.mktemp("one"), 100, 4, 1, LAST)["checkpoint"]
+def outcomes(whole_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    checkpoint = whole_of(100)["checkpoint"]
     jobs: list[Job] = [
         (f"{__name__}:resumed", {"rows": 100, "batch": batch, "accumulation": 1, "steps": LAST, "resume": checkpoint})
         for batch in (2, 4)

@@ -56,6 +56,12 @@ def made(section: dict[str, Any] | None, stage: int, optimizer: Any = None, **mo
     return hf_dist.initialize(model, config=config, optimizer=optimizer(model) if optimizer else None)
 
 
+def on_two_ranks(rank: int, world: int, stages: tuple[int, ...], root: str) -> dict[str, Any]:
+    """What two ranks do, in one spawn; `bits` exchanges in small rounds from there on."""
+    parts = {"odd": odd(rank, world), "planned": planned(rank, world), "saved": saved(rank, world, root, 3)}
+    return {**parts, "bits": bits(rank, world, stages)}
+
+
 def bits(rank: int, world: int, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], int, int, int, int]]:
     """By stage: weights after torch's Muon, bytes and number of exchanges on this rank, the formula's bytes, rounds."""
     from hf_dist.dist import comm_counter

@@ -90,10 +90,8 @@ BY_DEFAULT = (
     "gpt2-z3-acc3-w2",  # products with transposed weights
     "t5-z0-acc3-checkpointing-w2",
     "vit-z2-acc3-checkpointing-w2",
-    "llama-z2-acc3-checkpointing-lora-once-w2",
     "gpt_oss-z2-acc1-checkpointing-ep2-w2",
     "deepseek_v3-z0-acc3-tied-lora-ep2-w2",
-    "llama-z1-acc3-lora-muon-w2",
     "qwen3_moe-z3-acc3-ep2-muon-w2",  # several matrices in one weight
     "llama-z2-acc3-lora-lamb-w2",  # weights that are zero
     "llama-z3-acc3-lora-adafactor-w3",

@@ -20,7 +20,8 @@ from tests.sharding.test_accounting import Net
 WORLD = 2
 ALL = "1TB"
 """Room for everything."""
-ACCUMULATIONS = (1, 3)
+WINDOW = 3 if FULL_GRID else 2
+ACCUMULATIONS = (1, WINDOW)
 ZERO = {"stage": 3, "stage3_prefetch_bucket_size": 0}
 """Without prefetch: it has all units of a model this small gathered at once, so that keeping them would cost nothing."""
 VOCAB, WIDTH, TOKENS, ROWS = 512, 64, 32, 2
@@ -76,8 +77,8 @@ def weights_of(engine: Any) -> list[torch.Tensor]:
 
 
 def dropping(**more: Any) -> Any:
-    """Three blocks that draw random numbers."""
-    return llama(3, dropout=0.1, **more)
+    """Blocks that draw random numbers."""
+    return llama(3 if FULL_GRID else 2, dropout=0.1, **more)
 
 
 def language_model(engine: Any, rank: int, microbatch: int) -> torch.Tensor:
@@ -149,8 +150,8 @@ CASES = [(cell["model"], cell["count"]) for cell in cells({"model": tuple(MODELS
 if (
     not FULL_GRID
 ):  # of HF's own model, what is not in the small ones: dropout, bf16, checkpointed blocks, weights on the host
-    CASES = [("llama-bf16", 3), ("llama-checkpointed", 1), ("offloaded", 1)]
-    CASES += [("frozen-checkpointed", 3), ("one-block-often", 1), ("unused-unit", 3)]
+    CASES = [("llama-bf16", WINDOW), ("llama-checkpointed", 1), ("offloaded", 1)]
+    CASES += [("frozen-checkpointed", WINDOW), ("one-block-often", 1), ("unused-unit", WINDOW)]
 
 
 def run_models(rank: int, world: int) -> list[list[dict[str, Any]]]:
@@ -159,16 +160,10 @@ def run_models(rank: int, world: int) -> list[list[dict[str, Any]]]:
     return [[run(name, budget, count, rank) for budget in budgets] for name, count in CASES]
 
 
-@functools.cache
-def model_runs() -> list[Any]:
-    """By rank."""
-    return run_ranks(run_models, WORLD)
-
-
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-acc{count}" for name, count in CASES])
 def test_equal_to_the_last_bit(index: int) -> None:
     _, count = CASES[index]
-    for of_rank in model_runs():
+    for of_rank in runs()["models"]:
         plain, kept = of_rank[index]
         assert set(plain["stays"]) == {"USE"}
         chosen = {"WINDOW"} if count > 1 else {"USE", "BACKWARD"}
@@ -234,7 +229,7 @@ def run_interrupted(rank: int, world: int) -> list[list[dict[str, Any]]]:
 
 
 def test_a_window_that_ends_early_leaves_nothing_stale() -> None:
-    for of_rank in run_ranks(run_interrupted, WORLD):
+    for of_rank in runs()["interrupted"]:
         for kinds, (plain, kept) in zip(ENDS, of_rank, strict=True):
             assert kept["losses"] == plain["losses"], kinds
             assert all(torch.equal(a, b) for a, b in zip(kept["weights"], plain["weights"], strict=True)), kinds
@@ -302,7 +297,7 @@ MIXES: dict[str, dict[int, Stay]] = {
 }
 MIXED = cells({"mix": tuple(MIXES), "accumulation": ACCUMULATIONS}, 2)
 if not FULL_GRID:  # of several microbatches, where to stay over a window is something else than until backward
-    MIXED = [{"mix": mix, "accumulation": 3} for mix in ("nothing", "root-embedding-last-over-the-window", "both")]
+    MIXED = [{"mix": mix, "accumulation": WINDOW} for mix in ("nothing", "root-embedding-last-over-the-window", "both")]
     MIXED += [{"mix": "two-to-backward", "accumulation": 1}]
 
 
@@ -341,17 +336,24 @@ def resident(engine: Any) -> int:
     return sum(g.full.values.untyped_storage().nbytes() for g in engine.sharded.groups)
 
 
+def run_all(rank: int, world: int) -> dict[str, Any]:
+    """What two ranks do."""
+    jobs: dict[str, Any] = {"models": run_models, "interrupted": run_interrupted, "gathers": count_gathers}
+    return {name: job(rank, world) for name, job in jobs.items()}
+
+
 @functools.cache
-def counted() -> list[Any]:
-    """By rank."""
-    return run_ranks(count_gathers, WORLD)
+def runs() -> dict[str, list[Any]]:
+    """By job and rank; one spawn for all."""
+    ranks = run_ranks(run_all, WORLD, timeout=600)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 @pytest.mark.parametrize("index", range(len(MIXED)), ids=[f"{cell['accumulation']}-{cell['mix']}" for cell in MIXED])
 def test_gathers_and_resident_bytes_equal_the_formula(index: int) -> None:
     mix, accumulation = MIXED[index].values()
     stays = MIXES[mix]
-    for of_rank in counted():
+    for of_rank in runs()["gathers"]:
         got = of_rank[index]
         numel, last = got["units"], len(got["units"]) - 1
         assert got["names"][1] == "embed" and last == 5

@@ -25,7 +25,11 @@ def loss_of(loop: Loop, step: int) -> torch.Tensor:
     return nn.functional.mse_loss(getattr(out, "hidden", out), y)
 
 
-def plain(loop: Loop, steps: int = 4) -> None:
+STEPS = 4 if FULL_GRID else 3
+"""The third is the first that finds in order what a step after the first one has left."""
+
+
+def plain(loop: Loop, steps: int = STEPS) -> None:
     """Nothing special about the loop."""
     for step in range(steps):
         loop.backward(loss_of(loop, step))
@@ -48,7 +52,7 @@ def towers(loop: Loop, first: str) -> None:
 
 def two_forwards(loop: Loop) -> None:
     """As in DPO: two forwards and one without gradient between them, one backward."""
-    for step in range(4):
+    for step in range(STEPS):
         one = loss_of(loop, step)
         with torch.no_grad():
             loop.extra[f"between {step}"] = mean_over_ranks(loop, loss_of(loop, step + 10))
@@ -59,7 +63,7 @@ def two_forwards(loop: Loop) -> None:
 
 def two_backwards(loop: Loop) -> None:
     """Two losses of their own forwards, each with a backward, one step."""
-    for step in range(4):
+    for step in range(STEPS):
         loop.backward(loss_of(loop, step))
         loop.backward(loss_of(loop, step + 10))
         loop.step()
@@ -67,7 +71,7 @@ def two_backwards(loop: Loop) -> None:
 
 def two_backwards_of_one_forward(loop: Loop) -> None:
     """Two losses of the same forward; the first backward keeps the graph."""
-    for step in range(4):
+    for step in range(STEPS):
         x, y = loop.part(*batch(step))
         out = loop.model(x)
         loop.backward(nn.functional.mse_loss(out, y), retain_graph=True)
@@ -77,7 +81,7 @@ def two_backwards_of_one_forward(loop: Loop) -> None:
 
 def evaluation_between(loop: Loop) -> None:
     """Forwards in evaluation between steps, and between a forward and its backward."""
-    for step in range(4):
+    for step in range(STEPS):
         loss = loss_of(loop, step)
         for name, mode in (("no_grad", torch.no_grad), ("inference", torch.inference_mode)):
             with mode():
@@ -156,7 +160,7 @@ def input_gradients(loop: Loop) -> None:
 
 def blocks_called_directly(loop: Loop) -> None:
     """The loop calls the parts of the model itself, never the model."""
-    for step in range(4):
+    for step in range(STEPS):
         x, y = loop.part(*batch(step))
         h = loop.model.first(x)
         for block in loop.model.blocks:

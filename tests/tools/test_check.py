@@ -24,7 +24,7 @@ from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.limits import FP32, limits
 from hf_dist.tools.check.training import clip
 from hf_dist.tools.cli import app
-from tests.covering import FULL_GRID, FULL_GRID_ONLY, some_of
+from tests.covering import FULL_GRID_ONLY, some_of
 from tests.hf import own_losses
 from tests.parity.families import make_model
 from tests.tools.proofs import asked_for, start_fork_server
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, bf16": ("qwen3_moe", {"expert_parallel": {"enabled": True, "autoep_size": 2}, "bf16": {"enabled": True}}),
     "images": ("vit", {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}),
 }
-# Below, others have stages and offload (the table), images in bf16 (key biases) and experts (a mixture in half precision).
+# Below, others have stages and offload (the table) and images in bf16 (key biases).
 LAYOUTS = some_of(LAYOUTS, "zero3")
 
 
@@ -83,22 +83,20 @@ HALF: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-WORLD = 4 if FULL_GRID else 2
-"""Two ranks of a sequence can share the experts, too."""
-
-
-@pytest.mark.parametrize("dtype", some_of(HALF, "fp16"))
+@FULL_GRID_ONLY  # what half precision is allowed is below, without processes and for images
+@pytest.mark.parametrize("dtype", HALF)
 def test_a_mixture_in_half_precision_is_as_near_as_one_process_is(dtype: str, tmp_path: Path) -> None:
     start_fork_server()
     family, axes = HALF[dtype]
     config = {**axes, dtype: {"enabled": True}, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
-    asked = asked_for(tmp_path, family, config, world=WORLD)
-    proof = prove(prepare(asked, tmp_path), WORLD)
+    asked = asked_for(tmp_path, family, config, world=4)
+    proof = prove(prepare(asked, tmp_path), 4)
     assert proof.equal, proof
     assert not proof.blamed and not proof.to_blame
     assert proof.precision == dtype and max(row.allowed for row in proof.rows) < 0.05
 
 
+@FULL_GRID_ONLY  # the same loss is found in fp32 below
 def test_a_loss_that_is_wrong_by_less_than_one_in_a_thousand_is_found_in_bf16(tmp_path: Path) -> None:
     start_fork_server()
     config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -144,7 +142,8 @@ def test_a_sum_over_rows_is_equal_because_the_trainer_adds_up(tmp_path: Path) ->
     assert verdict(tmp_path, "Summed").equal
 
 
-@pytest.mark.parametrize("half", [False, True] if FULL_GRID else [True])
+@FULL_GRID_ONLY  # the loss is told by itself, above, and what the note says of it, below, without processes
+@pytest.mark.parametrize("half", [False, True])
 def test_in_batch_negatives_are_not_equal_and_the_note_says_why(half: bool, tmp_path: Path) -> None:
     """Also in half precision, where one process has all rows of a step in one batch, as in fp32."""
     proof = verdict(tmp_path, "Negatives", bf16={"enabled": half})

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests import garbage
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
 from tests.hf.on_ranks import record_of, run_jobs
@@ -36,7 +35,6 @@ def _name(case: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What the main rank found, case by case."""
-    garbage.settle()  # each Trainer of this process collects: not through all that files before this one have loaded
     jobs = [("tests.window.interrupted:job", case) for case in CASES]
     return run_ranks(run_jobs, 2, (jobs, str(tmp_path_factory.mktemp("interrupted"))), timeout=600)[0]
 

@@ -57,7 +57,7 @@ def test_a_run_killed_in_the_middle_of_a_swap_leaves_no_files_and_resumes_from_i
 
 def test_state_on_disk_of_twice_the_memory_limit_trains(tmp_path: Path) -> None:
     run = processes.run(
-        script("limited", tmp_path, "nvme", 2, 90 if FULL_GRID else 45), env=ENVIRONMENT, cwd=ROOT, timeout=280
+        script("limited", tmp_path, "nvme", 2, 90 if FULL_GRID else 36), env=ENVIRONMENT, cwd=ROOT, timeout=280
     )
     assert run.returncode == 0, run.stderr[-2000:]
     *losses, end, refused = run.stdout.splitlines()

@@ -74,16 +74,15 @@ GRID = [
 BY_DEFAULT = (
     ("Llama", 2, False, True, "1f1b"),
     ("Mixtral", 2, True, False, "1f1b"),
-    ("Bloom", 2, True, False, "1f1b"),
     ("GPT2", 3, False, False, "1f1b"),
-    ("Bart", 4, False, False, "1f1b"),
     ("ViT", 2, False, False, "1f1b"),
     ("GptOss", 2, False, False, "1f1b"),
     ("Gemma3", 2, False, False, "zb_h1"),
     ("DebertaV2", 2, False, False, "zb_h1"),
     ("T5", 4, False, False, "zb_h1"),
 )
-"""Every number of stages, ties, recomputation, tables used often in a split backward; every kind of block."""
+"""Every number of stages, ties, recomputation, tables used often in a split backward; every kind of block, but for those of
+Bloom and Bart, whose outputs are read below."""
 FEW = GRID if FULL_GRID else [case for case in GRID if case in BY_DEFAULT]
 
 
@@ -100,7 +99,7 @@ SCHEDULED = {
     "schedule": ("gpipe", "interleaved_1f1b", "zb_h1"),
     "checkpointing": (False, True),
 }
-SCHEDULES = cells(SCHEDULED, 1)
+SCHEDULES = [cell for cell in cells(SCHEDULED, 1) if FULL_GRID or cell["family"] != "T5"]  # it is above, with `zb_h1`
 
 
 @pytest.mark.parametrize(("family", "schedule", "checkpointing"), [tuple(cell.values()) for cell in SCHEDULES])
@@ -114,7 +113,7 @@ OWN_LISTS = ("Bloom", "Falcon", "DebertaV2", *SEQ2SEQ)
 """Models that make the list of hidden states in code between their blocks, which a stage cannot know."""
 
 
-@pytest.mark.parametrize("family", CONFIGS if FULL_GRID else ["Gemma3", "GptOss", "Bert", "Bloom", "T5"])
+@pytest.mark.parametrize("family", CONFIGS if FULL_GRID else ["GptOss", "Bert", "Bloom", "T5"])
 def test_evaluation_gives_the_logits_and_what_transformers_collects(family: str) -> None:
     model = make_model(family).eval()
     more = {"output_hidden_states": family not in OWN_LISTS}

@@ -87,7 +87,6 @@ THREE = (
     Case(exchange="ring", cp=3, stage=2, length=2, kinds=("plain",), accumulation=1),
 )
 BY_DEFAULT = (
-    "qwen3-ring-z3-cp2-checkpointing",
     "llama-mqa-auto-z3-cp2-checkpointing",
     "llama-classifier-ring-z0-cp2",
     "bert-tokens-gather-z1-cp2",
