@@ -290,6 +290,41 @@ def test_functions_are_short() -> None:
     check(problems, f"No function over {MAX_FUNCTION_LINES} lines: name its parts.")
 
 
+def of_training() -> list[Path]:
+    """The files of the package without its tools."""
+    return [path for path in python_files("hf_dist") if PACKAGE / "tools" not in path.parents]
+
+
+def is_slot(node: ast.AnnAssign) -> bool:
+    """Whether a class declares here, in itself or in a method, what is called later: a function, or an object by a Protocol."""
+    if not isinstance(node.target, ast.Attribute):
+        return False
+    called = {"Callable"} | {
+        kind.name
+        for path in of_training()
+        for kind in nodes(path)
+        if isinstance(kind, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in kind.bases)
+    }
+    return any(isinstance(part, ast.Name) and part.id in called for part in ast.walk(node.annotation))
+
+
+def test_parts_are_finished_when_they_are_made() -> None:
+    files = of_training()
+    slots = {n.target.attr: path for path in files for n in nodes(path) if isinstance(n, ast.AnnAssign) and is_slot(n)}  # type: ignore[union-attr]
+    filled = {
+        target.attr
+        for path in files
+        for node in nodes(path)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in {"self", "cls"}
+        if slots.get(target.attr, path) != path
+    }
+    # Two objects that need each other; beside these, the engine, to which a model's `Listener` is connected.
+    mutual = {"access", "reach", "continues"}
+    check(sorted(filled ^ mutual), "Give a part in its constructor what it needs.")
+
+
 def test_functions_take_few_parameters() -> None:
     problems = []
     for path in python_files("hf_dist", "examples"):

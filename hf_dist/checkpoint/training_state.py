@@ -57,10 +57,16 @@ class Stateful(Protocol):
     """What is saved, namely the engine."""
 
     sharded: ShardedModel
-    fragments: Optimizers | None
-    outer: OuterOptimizer | None
     number: int
     global_steps: int
+
+    @property
+    def fragments(self) -> Optimizers | None:
+        """What steps this rank's fragments; None without an optimizer."""
+
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """Of replicas that train alone."""
 
     @property
     def mesh(self) -> ParallelMesh:

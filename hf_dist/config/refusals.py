@@ -1,4 +1,4 @@
-"""THE list of settings that cannot be combined. `hf_dist/README.md` shows it as a table, and a test compares the two.
+"""THE list of settings that cannot be combined. `hf_dist/config/README.md` shows it as a table, and a test compares the two.
 
 Keys alone decide the rows of `REFUSALS`, when a file is read and again after arguments or "auto" have filled keys. Conflicts
 that depend on the model or the script are raised where they are found; `ELSEWHERE` says where.
@@ -287,7 +287,9 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "hf/counting_losses.py",
         "counts boxes or masks over all processes",
     ),
-    Elsewhere("several optimizers of one model", f"`{_EARLY}`, `local_sgd`", "engine/engine.py", "takes one optimizer"),
+    Elsewhere(
+        "several optimizers of one model", f"`{_EARLY}`, `local_sgd`", "engine/optimizer_step.py", "takes one optimizer"
+    ),
     Elsewhere(
         "adapters on stacked experts",
         f"{_CUT}, experts that are not spread",

@@ -77,7 +77,7 @@ class Fp16Config(Frozen):
     initial_scale_power: Whole = 16
     """`fp16.initial_scale_power`: the adaptive scale starts at 2 to this power."""
     loss_scale_window: Count = 1000
-    """`fp16.loss_scale`: fixed factor on the loss; 0 makes the factor adapt to overflows."""
+    """`fp16.loss_scale_window`: steps in a row without an overflow after which the adaptive scale doubles."""
     hysteresis: Count = 2
     """`fp16.hysteresis`: overflows before the scale halves."""
     consecutive_hysteresis: Flag = False

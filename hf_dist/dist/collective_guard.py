@@ -16,7 +16,7 @@ from hf_dist.dist import collectives
 from hf_dist.errors import OneRankError
 from hf_dist.dist.mesh import MeshAxis, ParallelMesh
 
-__all__ = ["REMEDY", "every_rank", "line_of_user", "passes_user_code", "tell"]
+__all__ = ["REMEDY", "every_rank", "line_of_user", "passes_user_code", "report"]
 
 REMEDY = (
     "Every rank has to call it, because each holds a part of the weights: take it out of `if rank == 0:` "
@@ -30,7 +30,7 @@ _LIBRARIES = tuple({*site.getsitepackages(), sysconfig.get_path("stdlib"), _PACK
 _verdict = ""
 
 
-def tell(verdict: str) -> None:
+def report(verdict: str) -> None:
     """Make this rank's wait in `every_rank` raise `verdict`, because no other rank will come. From any thread."""
     global _verdict
     _verdict = verdict
@@ -46,7 +46,7 @@ def every_rank(mesh: ParallelMesh, name: str) -> None:
     if axis.size == 1:
         return
     called = f"{name} at {line_of_user(sys._getframe(1))}"
-    tell("")
+    report("")
     try:
         everyone = _gathered(axis, called)
     except RuntimeError as error:

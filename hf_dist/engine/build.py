@@ -28,25 +28,23 @@ from hf_dist.dist import excepthook, watchdog
 from hf_dist.dist.batch_consistency import compare_rows
 from hf_dist.dist.host_info import ranks_here
 from hf_dist.dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
+from hf_dist.engine.assembly import assemble
 from hf_dist.engine.ddp_compat import give_ddp_whole_weights
 from hf_dist.engine.engine import Engine
-from hf_dist.engine.pipeline_runner import CutModel, Example, Pipeline, cut_model, example_of
+from hf_dist.engine.pipeline_runner import CutModel, Example, cut_model, example_of
 from hf_dist.engine.report import start_up_report
 from hf_dist.engine.unprepare import taking_over
+from hf_dist.engine.window import Loop
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.log import say
 from hf_dist.memory.activation import set_up_checkpointing
-from hf_dist.memory.loss import tiled_loss_for
 from hf_dist.memory.offload.storage import Storage, open_storage
 from hf_dist.optim.build import optimizer_for
-from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.parallel.experts.low_rank import keep_adapters_low_rank
-from hf_dist.parallel.experts.router_loss import router_loss_for
 from hf_dist.parallel.experts.spread import check_experts, expert_counts, spread_experts
-from hf_dist.parallel.sequence import as_split, split_sequence
+from hf_dist.parallel.sequence import SplitSequence, as_split
 from hf_dist.parallel.tensor_on_shards import TensorSplit, plan_tensors, split_tensors
-from hf_dist.planning.memory_budget import keep_by_budget
 from hf_dist.planning.optimizer_states import OptimizerStates
 from hf_dist.sharding.comm_limits import InFlightLimits
 from hf_dist.sharding.compiled import compile_blocks
@@ -58,11 +56,11 @@ from hf_dist.sharding.consistency import (
     tell_full_build,
 )
 from hf_dist.sharding.fit import check_fit
-from hf_dist.sharding.placement import Placement, placements_for
+from hf_dist.sharding.placement import placements_for
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.quantised import prepare_quantised
 from hf_dist.sharding.runtime import ShardedModel
-from hf_dist.sharding.tied_views import TiedView, TiedViews, separated
+from hf_dist.sharding.tied_views import TiedView, separated
 
 LrScheduler = Any
 """An object with `step()`, or a function that makes one from the optimizer."""
@@ -160,14 +158,13 @@ def build_engine(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     lr_scheduler: LrScheduler | None = None,
     trainable: bool = True,
-    make_optimizer: bool = True,
     example: Example | None = None,
+    loop: Loop | None = None,
 ) -> Engine:
     """Shard `model` and assemble the engine. Collective: every rank calls it with the same model and resolved config.
 
     `trainable=False`: a frozen model (reference, reward, evaluation only), without gradient or optimizer memory.
-    `make_optimizer=False`: the caller makes and attaches the optimizer and schedule, including those in the config.
-    `example`: a sample call of the model, for a pipeline.
+    `example`: a sample call of the model, for a pipeline. `loop`: calls the engine (default: a loop of the user's own).
     """
     give_ddp_whole_weights()
     if not isinstance(config.expert_parallel.autoep_size, int):
@@ -194,27 +191,22 @@ def build_engine(
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
     # After sharding: optimizer state is made for fragments, never for whole parameters.
-    if optimizer is None and trainable and make_optimizer:
+    if optimizer is None and trainable and not (loop and loop.makes_optimizer):
         optimizer = _optimizer_of(model, config)
-    pipeline = Pipeline(cut, sharded, config.pipeline) if cut else None
-    engine = Engine(
-        sharded=sharded,
-        config=config,
-        batch=batch,
-        optimizer=optimizer,
-        pipeline=pipeline,
-        scaler=DynamicLossScaler.from_config(config.fp16) if settled(config.fp16.enabled) and trainable else None,
+    engine = assemble(
+        sharded, config, batch, cut=cut, tensors=tensors, views=views, trainable=trainable, loop=loop or Loop()
     )
-    engine.tied_views = TiedViews(views, sharded.groups, mesh)
-    _set_up_loss(engine, tensors, trainable=trainable)
-    _split_rows(engine, mesh)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
+    for number, one in enumerate(given):
+        engine.attach_optimizer(one, beside=given[:number])
+    if engine.split_sequence is not None:
+        _verify_split(engine.split_sequence, engine)
     # Last: a schedule reads and writes the param groups that the optimizer will step.
     engine.lr_scheduler = _scheduler(lr_scheduler, config, optimizer)
     for change in _changes:
         change(engine)
     watchdog.watch(engine)
     if trainable:
-        keep_by_budget(engine)
         say(start_up_report(engine, tensors))
     return engine
 
@@ -242,27 +234,11 @@ def after_build(*changes: Callable[[Engine], None]) -> None:
     _changes.extend(change for change in changes if change not in _changes)
 
 
-def _set_up_loss(engine: Engine, tensors: TensorSplit | None, *, trainable: bool) -> None:
-    """The tiled loss, where this rank computes one, and the routers' loss. Local."""
-    sharded, config, pipeline = engine.sharded, engine.config, engine.pipeline
-    if trainable and (pipeline is None or sharded.mesh.pp.rank == pipeline.last):
-        kept = sharded.root.modules if sharded.placements.params is Placement.SHARD else engine.model.modules()
-        vocabulary = tensors.model.vocabulary if tensors else None
-        engine.tiled_loss = tiled_loss_for(engine.model, set(kept), config, vocabulary)
-        engine.router_loss = router_loss_for(
-            engine.model, sharded.mesh, engine.batch.accumulation, config.hf_dist.router_loss
-        )
+def _verify_split(split: SplitSequence, engine: Engine) -> None:
+    """Try the model on parts of rows: what differs from the whole is refused when it comes. Collective over the ranks of cp."""
+    from hf_dist.parallel.sequence.verify import verify  # imports transformers
 
-
-def _split_rows(engine: Engine, mesh: ParallelMesh) -> None:
-    """Split sequences over ranks, if the mesh has ranks for it. After `_set_up_loss`, which must see whole rows."""
-    split = engine.split_sequence = split_sequence(engine.model, mesh, engine.config.hf_dist.sequence_parallel)
-    if split is not None:
-        from hf_dist.parallel.sequence.verify import verify  # imports transformers
-
-        if engine.router_loss is not None:
-            engine.router_loss.split_over = split.axis_under_way
-        verify(split, engine.model, engine.evaluate, tries=engine.pipeline is None)
+    verify(split, engine.model, engine.evaluate, tries=engine.pipeline is None)
 
 
 def _cut(

@@ -26,17 +26,25 @@ class EngineCheckpoints(Stateful):
 
     config: DistConfig
     batch: BatchSizes
-    scaler: DynamicLossScaler | None
     lr_scheduler: Any
-    skips: SkippedSteps
     micro_steps: int
+
+    @property
+    def scaler(self) -> DynamicLossScaler | None:
+        """The loss scale of fp16."""
+        raise NotImplementedError
+
+    @property
+    def skips(self) -> SkippedSteps:
+        """The skipped steps."""
+        raise NotImplementedError
 
     @property
     def optimizer(self) -> Any:
         """The optimizer, or several as one object; None without any."""
         raise NotImplementedError
 
-    def meet(self) -> None:
+    def synchronize_replicas(self) -> None:
         """Synchronise replicas that train alone."""
         raise NotImplementedError
 
@@ -64,7 +72,7 @@ class EngineCheckpoints(Stateful):
         `engine.writer.wait()` waits for it.
         """
         every_rank(self.mesh, "engine.save_checkpoint()")
-        self.meet()
+        self.synchronize_replicas()
         self.sharded.take_writes()
         self.writer.save(
             self,

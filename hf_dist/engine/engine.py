@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,41 +15,41 @@ from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.engine.checkpoints import EngineCheckpoints
+from hf_dist.engine.optimizer_step import OptimizerStep
 from hf_dist.engine.pipeline_runner import Pipeline
-from hf_dist.engine.runner import Runner, Step, Whole
+from hf_dist.engine.runner import Runner, Step
 from hf_dist.engine.window import Window
-from hf_dist.errors import ConfigError, ModelError, Problem
-from hf_dist.log import say_once
 from hf_dist.memory.loss import TiledLoss
 from hf_dist.memory.offload.host import sent
 from hf_dist.memory.offload.resting import Tier
-from hf_dist.optim.attach import FragmentedOptimizer
-from hf_dist.optim.build import is_from_config
-from hf_dist.optim.fragment import OfParameter
-from hf_dist.optim.in_backward import KEY as IN_BACKWARD
-from hf_dist.optim.in_backward import StepInBackward
 from hf_dist.optim.loss_scale import DynamicLossScaler
-from hf_dist.optim.low_precision_states import rounding_of
 from hf_dist.optim.not_finite import NotFinite
 from hf_dist.optim.optimizers import Optimizers
-from hf_dist.optim.raw_calls import route
+from hf_dist.optim.raw_calls import RawCalls, route
 from hf_dist.optim.skipped import SkippedSteps
-from hf_dist.optim.step_scaling import StepScaling, takes_scaling
-from hf_dist.optim.stepping import check_whole, sight_of
-from hf_dist.optim.unused import UnusedParameters
 from hf_dist.parallel.experts.router_loss import RouterLoss
-from hf_dist.parallel.local_sgd.outer import OuterOptimizer, refuse_other_weights
+from hf_dist.parallel.local_sgd.outer import OuterOptimizer
 from hf_dist.parallel.sequence import SplitSequence
+from hf_dist.planning.memory_budget import MemoryBudget
 from hf_dist.planning.out_of_memory import explained, shape_of
+from hf_dist.sharding.group import FlatGroup
+from hf_dist.sharding.moments import Moments
 from hf_dist.sharding.ownership import check_owner
 from hf_dist.sharding.runtime import ShardedModel
-from hf_dist.sharding.tied_views import TiedViews
 from hf_dist.tensors import pytree
 
 _NUMBERS = itertools.count()
 
 
-class Engine(EngineCheckpoints):
+@dataclass(frozen=True)
+class Losses:
+    """What computes losses in another way than the model's code; None where this rank or model has no such loss."""
+
+    tiled: TiledLoss | None = None
+    router: RouterLoss | None = None
+
+
+class Engine(EngineCheckpoints, RawCalls, Moments):
     """The training-loop API, with DeepSpeed's conventions. Made by `hf_dist.initialize`; the Trainer uses the same object.
 
     loss = engine(**batch).loss
@@ -63,49 +63,37 @@ class Engine(EngineCheckpoints):
         sharded: ShardedModel,
         config: DistConfig,
         batch: BatchSizes,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-        lr_scheduler: Any = None,
-        scaler: DynamicLossScaler | None = None,
-        pipeline: Pipeline | None = None,
+        window: Window,
+        stepping: OptimizerStep,
+        runner: Runner,
+        losses: Losses,
+        split_sequence: SplitSequence | None = None,
+        memory_budget: MemoryBudget | None = None,
     ) -> None:
+        """Put together finished parts (`build.py` makes them, in this order) and listen to the passes of `sharded`. Local."""
         self.sharded = sharded
         self._model = sharded.model
         self.config = config
         self.batch = batch
-        self.pipeline = pipeline
-        """The pipeline stages of this rank; None without a pipeline."""
-        self.window = Window(sharded, batch.accumulation)
+        self.window = window
         """The gradients of the microbatches since the last step."""
-        self.runner: Runner = pipeline or Whole(sharded.model, self.window)
+        self.stepping = stepping
+        """The optimizers and their step."""
+        self.runner = runner
         """Runs the model, whole or in stages."""
-        self.outer: OuterOptimizer | None = None
-        """Synchronises replicas that train alone (`local_sgd`); None without such replicas."""
-        if sharded.mesh.replicas is not None and sharded.trainable_groups:
-            self.outer = OuterOptimizer(sharded, config.local_sgd)
-            self.window.on_backward = self.outer.before_backward
-        self.tied_views = TiedViews((), (), sharded.mesh)
-        """Parameters that are views of each other in the model as it was given."""
-        self.fragments: Optimizers | None = None
-        """Steps this rank's fragments of the parameters; None without an optimizer."""
-        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
-        for number, one in enumerate(given):
-            self.attach_optimizer(one, beside=given[:number])
-        self.lr_scheduler = lr_scheduler
-        self.scaler = scaler
-        self.tiled_loss: TiledLoss | None = None
+        self.tiled_loss = losses.tiled
         """Computes head and loss without the full logits; None if the model has no such head or the config disables it."""
-        self.router_loss: RouterLoss | None = None
+        self.router_loss = losses.router
         """The auxiliary loss of mixture-of-experts routers; None for a model without it."""
-        self.split_sequence: SplitSequence | None = None
+        self.split_sequence = split_sequence
         """Hooks that split sequences over ranks; None if sequences are whole."""
+        self.memory_budget = memory_budget
+        """Plans which units stay gathered; None without `hf_dist.memory_budget`."""
+        self.lr_scheduler: Any = None
+        """Moved by `step()`; the user's, or that of the config."""
         self.number = next(_NUMBERS)
         """Index among the engines of this process; equal on all ranks, which make engines in the same order."""
-        self.global_steps = 0
-        """Optimizer steps so far, skipped ones included."""
-        self.skips = SkippedSteps()
-        self.not_finite = NotFinite()
-        """Steps whose gradients were not finite."""
-        self._unused = UnusedParameters(sharded, allowed=config.zero_optimization.ignore_unused_parameters)
+        sharded.listener.connect(self)
 
     # ------------------------------------------------------------------ the parts
 
@@ -125,6 +113,45 @@ class Engine(EngineCheckpoints):
     def device(self) -> torch.device:
         """Where batches must be."""
         return self.mesh.device
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline stages of this rank; None without a pipeline."""
+        return self.runner if isinstance(self.runner, Pipeline) else None
+
+    @property
+    def fragments(self) -> Optimizers | None:
+        """Steps this rank's fragments of the parameters; None without an optimizer."""
+        return self.stepping.optimizers if self.stepping.optimizers.members else None
+
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """Synchronises replicas that train alone (`local_sgd`); None without such replicas."""
+        return self.stepping.outer
+
+    @property
+    def scaler(self) -> DynamicLossScaler | None:
+        """The loss scale of fp16; None in other precisions."""
+        return self.stepping.scaler
+
+    @property
+    def skips(self) -> SkippedSteps:
+        """The skipped steps."""
+        return self.stepping.skips
+
+    @property
+    def not_finite(self) -> NotFinite:
+        """Steps whose gradients were not finite."""
+        return self.stepping.not_finite
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.stepping.count
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        self.stepping.count = value
 
     @property
     def loss_scale(self) -> float:
@@ -170,56 +197,55 @@ class Engine(EngineCheckpoints):
         It takes the place of those attached before, except for the ones in `beside`, which step other parameters.
         Raises `ConfigError` or `ModelError`, with the engine unchanged.
         """
-        sight = sight_of(optimizer)
-        check_whole(sight.stepping, optimizer, self.config)
-        early = self.config.hf_dist.optimizer_in_backward
-        if beside and (early or self.outer is not None):
-            key = IN_BACKWARD if early else "local_sgd.enabled"
-            raise ConfigError(
-                Problem(key, "true", "takes one optimizer", "Give all parameters to one, in several param groups.")
-            )
-        if (section := self.config.optimizer) is not None and not is_from_config(optimizer):
-            say_once(
-                f'the "optimizer" of the JSON ({section.type}) is not used: the program has given {type(optimizer).__name__}, '
-                "which trains with its own options"
-            )
-        rounding = rounding_of(self.config, self.mesh.world.rank)
-        if self.outer is not None:
-            refuse_other_weights(optimizer)
-        kept = [] if self.fragments is None else [self.fragments.of(other) for other in beside]
-        new = FragmentedOptimizer(self.sharded, optimizer, one_by_one=early, sight=sight, rounding=rounding)
-        self.fragments = Optimizers([*kept, new])
-        route(optimizer, self, new.calls)
-        self.window.early = StepInBackward(new) if early else None
-        self.sharded.passes.before_forward = _weakly(self, Engine.take_group_writes)
-        self.window.puts_off = lambda: not beside and takes_scaling(optimizer)
-        self.sharded.reducer.when_final = self.window.early.gradient_final if self.window.early else None
-
-    def take_group_writes(self) -> None:
-        """Show the model what user code has written through the optimizer's param groups. Collective if there is any.
-
-        Raises `ModelError` if it has written the model's parameters, too, since the last step: which was first is not known.
-        """
-        if self.fragments is not None and self.fragments.take_writes():
-            for group in self.sharded.trainable_groups:
-                if group.full.is_current and group.full.writes.counted:
-                    raise ModelError(
-                        f"weights ({group.layout.slots[0].name} or a neighbour) were written through optimizer.param_groups "
-                        "and through model.parameters() between two steps: write them in one of the two ways"
-                    )
-            self.sharded.weights_changed()
+        route(optimizer, self, self.stepping.attach(optimizer, beside).calls)
 
     def add_param_group(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by `optimizer.add_param_group`: train the new group's parameters. Local; every rank adds the same group."""
-        assert self.fragments is not None
-        self.fragments.of(optimizer).add_group()
+        self.stepping.optimizers.of(optimizer).add_group()
 
     def switch_optimizer(self, mode: str, optimizer: torch.optim.Optimizer) -> None:
         """Call the optimizer's `train` or `eval` method, which may write weights. Collective at stages 1 and 2."""
-        assert self.fragments is not None
-        self.sharded.take_writes()
-        self.fragments.of(optimizer).switch(mode)
-        self.sharded.weights_changed()
+        self.stepping.switch_mode(mode, optimizer)
+
+    # --------------------------------------------- moments of a pass (`sharding/moments.py`)
+
+    @property
+    def steps_in_backward(self) -> bool:  # type: ignore[override]
+        """Whether groups are stepped as soon as their gradients are complete."""
+        return self.window.early is not None
+
+    def before_forward(self) -> None:
+        """Take writes through the param groups."""
+        self.stepping.take_group_writes()
+
+    def before_training(self, args: Any, kwargs: Any) -> None:
+        """Plan which units stay gathered, at the first training forward."""
+        if self.memory_budget is not None:
+            self.memory_budget.before_training(self, args, kwargs)
+
+    def begin_backward(self) -> bool:
+        """Begin or go on with the window; replicas that train alone note the common weights."""
+        is_last = self.window.begin_backward()
+        if self.outer is not None:
+            self.outer.before_backward()
+        return is_last
+
+    def before_gradient_access(self) -> None:
+        """Apply what the window has deferred."""
+        self.window.look()
+
+    def gradient_final(self, group: FlatGroup) -> None:
+        """Step `group`, with `optimizer_in_backward`."""
+        if self.window.early is not None:
+            self.window.early.gradient_final(group)
+
+    def abandoned(self) -> None:
+        """The window is lost."""
+        self.window.abandon()
+
+    def in_use(self) -> bool:
+        """Whether the loop around this engine still trains."""
+        return self.window.loop.is_training()
 
     # --------------------------------------------------------------------- a step
 
@@ -359,65 +385,15 @@ class Engine(EngineCheckpoints):
         always checks; bf16 checks unless `bf16.check_grad_overflow` is false or the optimizer steps in backward. `by_hand`: the
         one optimizer whose `step` a loop has called; the gradient then stays until `zero_grad`.
         """
-        if self.fragments is None:
-            raise ModelError(
-                "this engine has no optimizer to step: pass optimizer= to hf_dist.initialize, prepare one with the model, or "
-                'add "optimizer" to the config'
-            )
-        self.writer.raise_failure()
-        self.sharded.take_writes()
-        summary = self.window.summary()
-        begins = self.window.begins_step(by_hand)  # else it goes on, with another optimizer
-        self.global_steps += begins
-        overflow, skip = self._is_skipped(summary.norm, begins)
-        self.sharded.synchronize_buffers()
-        if not overflow:
-            if skip is None:
-                self.not_finite.note(summary.norm, self.global_steps)
-            self.window.unscale()
-            used = summary.used
-            self._unused.look(used)
-            tied = self.tied_views.before_step()
-            # A meeting, or what else is done to the weights after the step, may change them.
-            unit = self.sharded.read_first() if self.outer is None and not self.tied_views.views else None
-            first = None if unit is None else (unit, self.sharded.gather_ahead)
-            scaling = StepScaling(self.window.factor, skip)
-            self.fragments.step(lambda f: _is_used(f, used), scaling, first, only=by_hand)
-            self.tied_views.after_step(tied)
-            self.fragments.note_written()
-        moved = self.outer is not None and self.outer.after_step(self.global_steps, self.scaler)
-        if moved or not overflow:
-            self.sharded.weights_changed()
-        self.window.stepped(by_hand)
+        if self.fragments is not None:
+            self.writer.raise_failure()
+        self.stepping.apply(by_hand)
 
-    def meet(self) -> None:
+    def synchronize_replicas(self) -> None:
         """Synchronise replicas that train alone, unless they just were. Every rank calls it, between two windows."""
-        if self.outer is not None and not self.outer.met:
-            self.sharded.take_writes()
-            self.outer.meet(self.scaler)
-            self.sharded.weights_changed()
+        self.stepping.synchronize_replicas()
 
-    def _is_skipped(self, norm: torch.Tensor, begins: bool) -> tuple[bool, torch.Tensor | None]:
-        """(whether the host skips the step, flag that makes the step skip itself or None); updates the loss scale.
-
-        `begins`: not for a further optimizer of the same step, which is skipped as the first one is.
-        """
-        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
-        if checks and self._skips_on_device(norm):
-            flag = (~torch.isfinite(norm)).float()
-            if begins:
-                self.skips.tell_late(flag)
-            return False, flag
-        overflow = (checks or self.scaler is not None) and not bool(torch.isfinite(norm))
-        if begins:
-            self.skips.tell(overflow)
-            if self.scaler is not None:
-                self.scaler.update(overflow)
-        return overflow, None
-
-    def _skips_on_device(self, norm: torch.Tensor) -> bool:
-        assert self.fragments is not None
-        return norm.is_cuda and self.fragments.on_device and self.window.puts_off()
+    meet = synchronize_replicas  # the name of earlier versions
 
     def zero_grad(self, set_to_none: bool = True, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Abandon the window: drop its gradients; the next backward begins a new one. Not needed after the engine's `step()`.
@@ -425,11 +401,11 @@ class Engine(EngineCheckpoints):
         Without `set_to_none`, gradients become zeros, with which the next step still steps their parameters, as in torch.
         `optimizer`: one of several, whose parameters alone lose their gradients until the others have lost theirs. Local.
         """
-        members = self.fragments.members if self.fragments is not None else []
+        members = self.stepping.optimizers.members
         if optimizer is not None and len(members) > 1:
-            own = self.fragments.of(optimizer) if self.fragments is not None else None
+            own = self.stepping.optimizers.of(optimizer)
             if not self.window.zeroed_by(optimizer, {id(m.optimizer) for m in members}):
-                self.sharded.zero_gradients(own.stands if own is not None else {}, set_to_none)
+                self.sharded.zero_gradients(own.stands, set_to_none)
                 return
         self.window.zero_grad(set_to_none)
 
@@ -454,18 +430,6 @@ class Engine(EngineCheckpoints):
         return {tier.value: sum(part[tier] for part in parts) for tier in Tier}
 
 
-def _weakly(engine: Engine, method: Callable[[Engine], None]) -> Callable[[], None]:
-    """A call of `method` that does not keep the engine; nothing once it is gone."""
-    reference = weakref.ref(engine)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            method(found)
-
-    return call
-
-
 def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
     loss: torch.Tensor = model(**microbatch).loss
     return loss
@@ -473,7 +437,3 @@ def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
 
 def _to_device(batch: Any, device: torch.device) -> Any:
     return pytree.mapped(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
-
-
-def _is_used(part: OfParameter, used: dict[tuple[int, int], bool]) -> bool:
-    return used.get((id(part.group), part.index), True)

@@ -105,10 +105,15 @@ def cut_model(
     whole = meta_twin(model)
     references = {name: weakref.ref(p) for name, p in model.named_parameters()}
     visits = Visits(model, split.plan, mesh.pp, precision.compute_dtype)
-    absent = AbsentWeights({name: stages[0] for name, stages in split.plan.owners.items()})
+    running: weakref.ref[StagedModel] | None = None
+
+    def passes_over() -> bool:
+        found = None if running is None else running()
+        return found is not None and found.passes_over
+
+    absent = AbsentWeights({name: stages[0] for name, stages in split.plan.owners.items()}, passes_over)
     staged = StagedModel(model, split.plan, stages, precision.compute_dtype, visits, absent.mark)
     running = weakref.ref(staged)
-    absent.passes_over = lambda: (found := running()) is not None and found.passes_over
     names = [frozenset(split.plan.names_of(stage)) for stage in stages]
     kept = frozenset[str]().union(*names)
     elsewhere = {name: ref for name, ref in references.items() if name not in kept}

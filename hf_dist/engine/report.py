@@ -201,7 +201,7 @@ def _memory(engine: Engine, states: States, optimizer: OptimizerStates) -> list[
         *([] if optimizer.known else [f"optimizer state: not counted, of {kind_of(engine.optimizer)}"]),
         *(
             ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]
-            if sharded.passes.before_training
+            if engine.memory_budget is not None and engine.memory_budget.is_pending
             else []
         ),
     ]

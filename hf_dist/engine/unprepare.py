@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ def _unprepare(part: nn.Module) -> None:
 @torch.no_grad()
 def _give_back(group: FlatGroup, values: Mapping[str, torch.Tensor]) -> None:
     """Turn the group's parameters into ordinary ones. `values`: whole tensors, by name. Local."""
-    group.full.land()
+    group.full.drain()
     for slot, param in zip(group.layout.slots, group.params, strict=True):
         unguard(param)
         own_class(param)
@@ -118,12 +118,11 @@ def taking_over(build: Callable[Concatenate[nn.Module, P], R]) -> Callable[Conca
         keep_traces(model, Traces.between(before, model))
         return result
 
-    return wrapped
+    return cast("Callable[Concatenate[nn.Module, P], R]", wrapped)
 
 
 def _in_use(sharded: ShardedModel) -> bool:
-    window = sharded.passes.window()
-    return window is not None and window.in_use()
+    return sharded.listener.now.in_use()
 
 
 def _of_reference(reference: weakref.ref[nn.Module], method: str) -> bool:

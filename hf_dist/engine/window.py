@@ -16,7 +16,7 @@ hint: gradients that are not reduced by then are reduced when they are summed up
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,11 +38,30 @@ from hf_dist.optim.clip import (
 )
 from hf_dist.optim.in_backward import KEY as IN_BACKWARD
 from hf_dist.optim.in_backward import StepInBackward
+from hf_dist.optim.loss_scale import DynamicLossScaler
+from hf_dist.optim.optimizers import Optimizers
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.prepared import forget_gradients
 from hf_dist.sharding.runtime import ShardedModel
 
-__all__ = ["Window", "backward_of"]
+__all__ = ["Loop", "Window", "backward_of"]
+
+
+class Loop:
+    """What the loop that calls an engine knows. This one is a loop of the user's own, of which nothing is known."""
+
+    makes_optimizer = False
+    """Whether the loop makes and attaches the optimizer and the schedule, including those in the config."""
+    scaler: DynamicLossScaler | None = None
+    """The loss scale of another model whose loss is the same one; None: fp16 gets its own."""
+
+    def is_last_microbatch(self) -> bool | None:
+        """Whether the current microbatch is the last of its window; None to count calls of `step()`. Local."""
+        return None
+
+    def is_training(self) -> bool:
+        """Whether the model is being trained; the Trainer's is not after `train()`. Local."""
+        return True
 
 
 @dataclass
@@ -67,7 +86,7 @@ def backward_of(loss_scale: float) -> Iterator[None]:
         yield
     except BaseException as error:
         for window in _under_way.reached.values():
-            window.give_up(error)
+            window.abandon_after(error)
         raise
     finally:
         _under_way = before
@@ -76,36 +95,30 @@ def backward_of(loss_scale: float) -> Iterator[None]:
 class Window:
     """The gradients of one optimizer step's microbatches, and the operations applied to them."""
 
-    def __init__(self, sharded: ShardedModel, accumulation: int) -> None:
-        """`accumulation`: microbatches per window, unless announced otherwise. Local."""
+    def __init__(
+        self, sharded: ShardedModel, accumulation: int, optimizers: Optimizers, loop: Loop | None = None
+    ) -> None:
+        """`accumulation`: microbatches per window, unless announced otherwise. `optimizers`: will step the gradients. `loop`:
+        calls the engine. Local."""
         self.accumulation = accumulation
+        self.loop = loop or Loop()
         self.microbatches = 0
         """Microbatches of this window for which `step()` was called."""
         self.announced: bool | None = None
         """Whether the current microbatch is the last one; None to count instead."""
-        self.asks: Callable[[], bool] | None = None
-        """Says whether the current microbatch is the last one, in place of the count (accelerate sets it)."""
         self.norm: torch.Tensor | None = None
         """0D norm, before clipping, of the gradient that was last summed up."""
-        self.early: StepInBackward | None = None
-        """Steps groups before the window's end, with `optimizer_in_backward`."""
-        self.puts_off: Callable[[], bool] = lambda: False
-        """Whether the next optimizer step can itself multiply the gradients, so that products are deferred."""
-        self.on_backward: Callable[[], None] = lambda: None
-        """Called whenever a backward reaches the model, before it can step anything."""
-        self.in_use: Callable[[], bool] = lambda: True
-        """Whether the model is being trained; the Trainer's is not after `train()`."""
         self.spent = False
         """Whether gradients that torch would still have were stepped and freed in backward, and no `zero_grad` has followed."""
         self._stepped_by: set[int] = set()  # ids of optimizers since the last backward
         self._zeroed_by: set[int] = set()
         self._factor: torch.Tensor | None = None  # 0D, deferred
         self._sharded = sharded
+        self._optimizers = optimizers
         self._loss_scale: float | None = None  # included in the gradients; None while there are none
         self._summary: GradientSummary | None = None
         self._versions: list[int] = []  # of the gradients when they were summed up
         me = weakref.ref(self)
-        sharded.passes.window = weakref.ref(self)
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             window = me()
@@ -115,15 +128,19 @@ class Window:
 
         replace_method(sharded.model, "zero_grad", zero_grad)
 
+    @property
+    def early(self) -> StepInBackward | None:
+        """Steps groups before the window's end, with `optimizer_in_backward`."""
+        return self._optimizers.in_backward
+
     # ------------------------------------------------------------------- backward
 
     def is_last(self) -> bool:
         """Whether the current microbatch is expected to be the last of its window. Local."""
         if self.announced is not None:
             return self.announced
-        if self.asks is not None:
-            return self.asks()
-        return (self.microbatches + 1) % self.accumulation == 0
+        known = self.loop.is_last_microbatch()
+        return (self.microbatches + 1) % self.accumulation == 0 if known is None else known
 
     @contextmanager
     def announce(self, is_last: bool | None) -> Iterator[None]:
@@ -137,7 +154,6 @@ class Window:
     def begin_backward(self) -> bool:
         """Called when any backward reaches the model; returns whether it is expected to be the window's last. Local."""
         self.refuse_spent("this backward would add to")
-        self.on_backward()
         self.apply_factor()
         scale = 1.0
         if _under_way is not None:
@@ -215,7 +231,7 @@ class Window:
             # On a GPU, comparing with 1 would make the host wait, so the product is always computed.
             by = factor if scale == 1.0 else factor / scale
             if (isinstance(by, torch.Tensor) and by.is_cuda) or float(by) != 1.0:
-                if self.puts_off():
+                if self._optimizers.defers_clip:
                     self._put_off(by)
                 else:
                     scale_gradients(self._sharded, by)
@@ -282,10 +298,10 @@ class Window:
         try:
             yield
         except BaseException as error:
-            self.give_up(error)
+            self.abandon_after(error)
             raise
 
-    def give_up(self, error: BaseException) -> None:
+    def abandon_after(self, error: BaseException) -> None:
         """`abandon` because of `error`, which the caller raises; does nothing if a peer is lost, to avoid waiting for it."""
         if not (lost_peer(error) or timed_out(error)):
             with suppress(RuntimeError):  # the sending ranks may have failed too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -51,6 +51,7 @@ from hf_dist.hf.router_loss import cover_trl
 from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_keyword
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
+from hf_dist.hf.training_loop import MicrobatchCount, TrainingLoop
 from hf_dist.hf.trl_heads import let_trl_read_heads
 from hf_dist.hf.vllm_sync import let_vllm_gather
 from hf_dist.memory.activation import set_up_checkpointing
@@ -94,20 +95,20 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             fp16=False,
             launcher_precision=str(wanted),
         )
-        self._init_dist(resolve(read, sources))
+        self._init_dist(resolve(read, sources), TrainingLoop())
         self._asked = asked  # `_init_dist` has set it to the resolved config
         if read.hf_dist.lazy_load:
             stream_while_alive(self)
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, config: DistConfig) -> DistAccelerator:
-        """Turn an existing accelerator into this class. References that other objects hold to it stay valid."""
+    def adopt(cls, accelerator: Accelerator, config: DistConfig, around: TrainingLoop) -> DistAccelerator:
+        """Turn an existing accelerator into this class, in the loop `around`. References to the accelerator stay valid."""
         accelerator.__class__ = cls
         adopted: Any = accelerator
-        adopted._init_dist(config)
+        adopted._init_dist(config, around)
         return adopted
 
-    def _init_dist(self, config: DistConfig) -> None:
+    def _init_dist(self, config: DistConfig, around: TrainingLoop) -> None:
         let_local_sgd_work()
         launch = detect_launch()
         if launch.world_size != self.state.num_processes:
@@ -128,18 +129,12 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """Engines of the trained models, in the order of `prepare`."""
         self.frozen: list[Engine] = []
         """Engines of models prepared for evaluation only: reference, reward, teacher."""
-        self.own_model: nn.Module | None = None
-        """The Trainer's model; None in a custom loop."""
-        self.calls_model: Callable[[nn.Module, dict[str, Any]], Any] | None = None
-        """How training calls the model with a batch. None means `model(**batch)`."""
-        self.in_training: Callable[[], bool] = _always
-        """Whether the Trainer is inside `train()`; always True in a custom loop."""
-        self.modules_beside: Callable[[], list[nn.Module]] = list
-        """Modules that the Trainer trains beside its model, such as a loss with parameters."""
+        self.around = around
+        """The loop that calls this accelerator."""
         self._example_loader: Any = None
         self.shorter_batch = ShorterBatch()
         init: Any = getattr(self, "init_handler", None)
-        self.timeout: timedelta = DEFAULT_TIMEOUT if init is None or init.timeout is None else init.timeout
+        self.timeout: timedelta = around.timeout or (None if init is None else init.timeout) or DEFAULT_TIMEOUT
         self._mesh: ParallelMesh | None = None
         self._first_model: nn.Module | None = None  # the first model that a custom loop prepared
         self._may_reduce = True
@@ -151,14 +146,8 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     def __getstate__(self) -> dict[str, Any]:
         """What a copy in another process can use: settings and loaders, without the prepared models and their groups."""
         left_out: dict[str, Any] = {"engines": [], "frozen": [], "_models": [], "_optimizers": [], "_schedulers": []}
-        left_out |= {
-            "_mesh": None,
-            "own_model": None,
-            "_first_model": None,
-            "calls_model": None,
-            "in_training": _always,
-        }
-        return {**self.__dict__, **left_out, "modules_beside": list, "shorter_batch": ShorterBatch()}
+        left_out |= {"_mesh": None, "_first_model": None, "around": TrainingLoop(), "shorter_batch": ShorterBatch()}
+        return {**self.__dict__, **left_out}
 
     def draw_alike(self) -> None:
         """Give ranks that read the same rows the same random state, because a script may have seeded each rank differently.
@@ -172,7 +161,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     def mesh(self) -> ParallelMesh:
         """Axes and process groups, created at the first use. All ranks must make that first use together."""
         if self._mesh is None:
-            model = self._first_model if self.own_model is None else self.own_model
+            model = self._first_model if self.around.own_model is None else self.around.own_model
             self._mesh = mesh_for(self.dist_config, device=self.device, timeout=self.timeout, model=model)
         return self._mesh
 
@@ -265,7 +254,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             check_owner(model, known.sharded)
             set_up_checkpointing(model, self.dist_config)  # HF's switch was set again by a second `train()`
         else:
-            trainable = not evaluation_mode or model is self.own_model
+            trainable = not evaluation_mode or model is self.around.own_model
             self._first_model = model if self._first_model is None else self._first_model
             config = self._config_for(model)
             refuse_prompt_learning(model)
@@ -277,13 +266,11 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
                     self.mesh,
                     self._batch_sizes(config),
                     trainable=trainable,
-                    make_optimizer=False,
-                    example=Example(lambda: example_from(self._example_loader), self.calls_model),
+                    example=Example(lambda: example_from(self._example_loader), self.around.calls_model),
+                    loop=MicrobatchCount(
+                        self._ends_window, self.around, self.engines[0].scaler if self.engines else None
+                    ),
                 )
-            engine.window.asks = _held_weakly(self._ends_window)
-            engine.window.in_use = self.in_training
-            if self.engines and engine.scaler is not None:
-                engine.scaler = self.engines[0].scaler  # one loss may span several models, so they share one loss scale
             cover_trl(engine)
             self._give_no_sync(model)
             (self.engines if trainable else self.frozen).append(engine)
@@ -306,7 +293,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """The config, fully resolved except for the schedule, whose length is known only when it is created."""
         width = hidden_size_of(getattr(model, "config", None))
         config = self.dist_config
-        if self.own_model is None:
+        if self.around.own_model is None:
             config = loop_config.with_micro_batch(config, self._micro_batch)
         unknown = [p for p, source in config.sources.items() if p.startswith("scheduler.") and source == "auto"]
         config = config.replaced({path: (config.value_at(path), "when the schedule is made") for path in unknown})
@@ -343,7 +330,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """Bind `optimizer` to the engine of the model whose parameters it holds."""
         if not isinstance(optimizer, DistOptimizer):
             engine = self._engine_holding(p for group in optimizer.param_groups for p in group["params"])
-            beside = set_beside(optimizer, engine, self.modules_beside())
+            beside = set_beside(optimizer, engine, self.around.modules_beside())
             engine.attach_optimizer(optimizer, beside=self._others_of(engine, optimizer))
             optimizer = DistOptimizer(optimizer, engine, self._own_clipping(), beside)
         if optimizer not in self._optimizers:
@@ -388,7 +375,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     def free_memory(self, *objects: Any) -> Any:
         """Like accelerate's: forget all prepared objects. In a custom loop that includes the engines."""
         freed = super().free_memory(*objects)
-        if self.own_model is None:  # the Trainer calls this and keeps using its model
+        if self.around.own_model is None:  # the Trainer calls this and keeps using its model
             self.engines.clear()
             self.frozen.clear()
         return freed
@@ -421,7 +408,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         engine = self.engine_of(model)
         if engine is not None:
             every_rank(self.mesh, "accelerator.get_state_dict()")
-            engine.meet()
+            engine.synchronize_replicas()
             return full_state_dict(engine.sharded, keep=self.is_main_process)
         engine = self.engine_containing(model)
         if engine is not None:
@@ -432,18 +419,3 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
 
 DistAccelerator.__init__.__signature__ = with_keyword(Accelerator, "dist_config", DistAccelerator)  # type: ignore[attr-defined]
 show_stock(DistAccelerator, Accelerator)
-
-
-def _always() -> bool:
-    return True
-
-
-def _held_weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Wrap `method` without keeping its object alive, so that freeing a model need not wait for the cyclic collector."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> bool:
-        found = reference()
-        return True if found is None else found()
-
-    return call

@@ -296,7 +296,7 @@ class CheckpointingMixin(DataPositionMixin):
         else:
             every_rank(engine.mesh, "trainer.save_model()")
             files = trainer_files(self, engine)
-            engine.meet()
+            engine.synchronize_replicas()
             self.checkpoint_writer.save_model(engine, target, files)
             keep_adapters(engine)
         if self.args.push_to_hub and not _internal_call:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_dist.config import DistConfig
 from hf_dist.engine.engine import Engine
 from hf_dist.engine.window import joint_clip
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.params_to_engine import listed_gradients
+from hf_dist.hf.training_loop import TrainingLoop
 
 
 class ClippingMixin:
@@ -19,7 +19,7 @@ class ClippingMixin:
 
     engines: list[Engine]
     dist_config: DistConfig
-    own_model: nn.Module | None
+    around: TrainingLoop
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Global norm of the gradients of `parameters` before clipping; equal on every rank.
@@ -41,7 +41,7 @@ class ClippingMixin:
     def _own_clipping(self) -> float:
         """`gradient_clipping` of the JSON in a custom loop, 0 if unset. The Trainer clips to `max_grad_norm` instead."""
         clipping = self.dist_config.gradient_clipping
-        return float(clipping) if self.own_model is None and isinstance(clipping, (int, float)) else 0.0
+        return float(clipping) if self.around.own_model is None and isinstance(clipping, (int, float)) else 0.0
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every element of the gradients of `parameters`."""

@@ -61,7 +61,7 @@ def _generate(reference: weakref.ref[ShardedModel], model: Any, *args: Any, **kw
             "unit by unit, which is slow. Use more ranks, shorter prompts, or offload optimizer state to make room."
         )
         return generate(model, *args, **{**kwargs, "synced_gpus": True})
-    with unsharded(sharded.model, settle=lambda group, changed: None, slices=True):
+    with unsharded(sharded.model, after=lambda group, changed: None, slices=True):
         # No rank waits for another inside, so a rank that is done need not continue.
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
 
@@ -77,7 +77,7 @@ def _generate_batch(reference: weakref.ref[ShardedModel], model: Any, *args: Any
             "generate_batch: every forward sends tokens to experts on other ranks (expert_parallel), and the ranks run "
             "different numbers of forwards. Use model.generate, or set expert_parallel.enabled to false."
         )
-    with unsharded(sharded.model, settle=lambda group, changed: None, slices=True):
+    with unsharded(sharded.model, after=lambda group, changed: None, slices=True):
         return generate(model, *args, **kwargs)
 
 

@@ -57,7 +57,7 @@ def let_local_sgd_work() -> None:
         if engine is None:
             average(self)
         else:
-            engine.meet()
+            engine.synchronize_replicas()
 
     LocalSGD.__enter__, LocalSGD.__exit__ = __enter__, __exit__
     LocalSGD._sync_and_avg_model_params = _sync_and_avg_model_params

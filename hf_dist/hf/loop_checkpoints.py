@@ -84,7 +84,7 @@ class LoopCheckpointsMixin:
             if project.automatic_checkpoint_naming:
                 folder.rotate(final.parent, project.total_limit, keep=[final], separator="_")
 
-        self.engine.meet()
+        self.engine.synchronize_replicas()
         positions = states_of_loaders(self)
 
         def write(working: Path) -> None:
@@ -145,7 +145,7 @@ class LoopCheckpointsMixin:
         if not safe_serialization:
             warn_once("save_model: safe_serialization=False has no effect, weights are written as safetensors")
         every_rank(self.mesh, "accelerator.save_model()")
-        engine.meet()
+        engine.synchronize_replicas()
         engine.writer.save_model(engine, Path(save_directory), model_files(engine.sharded, max_shard_size))
 
     # ------------------------------------------------------------------- folders

@@ -25,7 +25,7 @@ from hf_dist.dist.raise_on_all_ranks import agree
 from hf_dist.engine.engine import Engine
 from hf_dist.errors import CheckpointError
 from hf_dist.hf.naming import buffer_parts, weight_plan_for
-from hf_dist.hf.saving import lent, lent_here, own_way
+from hf_dist.hf.saving import full_weights_here, full_weights_on_main, own_way
 from hf_dist.hf.state_dict import loaded_dtype, write_dtype
 from hf_dist.log import warn_once
 from hf_dist.sharding.runtime import ShardedModel
@@ -80,8 +80,8 @@ def _save_state(model: torch.nn.Module, folder: str) -> None:
 
 def _own_files(sharded: ShardedModel, save: Callable[[str], None], *, alone: bool = False) -> ModelFiles:
     """Let the library's own code write everything, weights included."""
-    everyone = functools.partial(lent, sharded, keep=sharded.mesh.world.rank == 0)
-    weights = functools.partial(lent_here, sharded) if alone else everyone
+    everyone = functools.partial(full_weights_on_main, sharded, keep=sharded.mesh.world.rank == 0)
+    weights = functools.partial(full_weights_here, sharded) if alone else everyone
     shapes = whole_shapes(sharded)
     return ModelFiles(None, write_small_files=lambda folder: save(str(folder)), shapes=shapes, with_weights=weights)
 

@@ -84,7 +84,7 @@ class ReplicasMixin:
             return
         asks = any(self._due) or self.control.should_evaluate or self.control.should_save
         if self.control.should_training_stop or (asks and engine.outer.interval_ended):
-            engine.meet()
+            engine.synchronize_replicas()
         self._postpone(engine.outer.met)
         wanted = self.control.should_evaluate, self.control.should_save
         if self.control.should_log:

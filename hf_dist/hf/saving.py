@@ -32,7 +32,7 @@ from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.units import containers
 
-__all__ = ["keep_adapters", "lent", "lent_here", "let_save_pretrained", "own_way"]
+__all__ = ["full_weights_here", "full_weights_on_main", "keep_adapters", "let_save_pretrained", "own_way"]
 
 _LENT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose modules hold whole weights at this moment."""
@@ -137,7 +137,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 @contextmanager
-def lent(sharded: ShardedModel, part: nn.Module | None = None, *, keep: bool = True) -> Iterator[None]:
+def full_weights_on_main(sharded: ShardedModel, part: nn.Module | None = None, *, keep: bool = True) -> Iterator[None]:
     """Inside, the modules of the model hold whole weights on the CPU, in the dtype they were loaded in.
 
     Collective at entry: every rank enters. On ranks with `keep=False` nothing changes. `part`: a module made of parameters of
@@ -163,7 +163,7 @@ def lent(sharded: ShardedModel, part: nn.Module | None = None, *, keep: bool = T
 
 
 @contextmanager
-def lent_here(sharded: ShardedModel, *, rounded_only: bool = False) -> Iterator[None]:
+def full_weights_here(sharded: ShardedModel, *, rounded_only: bool = False) -> Iterator[None]:
     """`lent` without the other ranks, for weights that this rank holds whole, in the dtype they were loaded in. Local.
 
     Where fp32 masters are spread over the ranks, the values are the rounded ones that the model computes with; a log line says
@@ -247,16 +247,16 @@ def _save_pretrained(
     if sharded.model in _LENT or kwargs.get("state_dict") is not None:
         return stock() if writes or not sharded.is_spread else None
     if not sharded.is_spread:
-        with lent_here(sharded, rounded_only=not own_save_pretrained(model)):
+        with full_weights_here(sharded, rounded_only=not own_save_pretrained(model)):
             return stock()
     adapters = _kept_adapters(sharded) if _is_peft(model) else None
     if adapters is not None:
         return stock(state_dict=_below(sharded.model, model, adapters)) if writes else None
     every_rank(sharded.mesh, "model.save_pretrained()")
     if engine is not None:
-        engine.meet()
+        engine.synchronize_replicas()
     if sharded.mesh.pp.size > 1 and not own_save_pretrained(model):
         state = full_state_dict(sharded, keep=writes)
         return stock(state_dict=state) if writes else None
-    with lent(sharded, model, keep=writes):
+    with full_weights_on_main(sharded, model, keep=writes):
         return stock() if writes else None

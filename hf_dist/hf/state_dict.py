@@ -101,14 +101,14 @@ def loading(sharded: ShardedModel, module: nn.Module | None = None) -> Iterator[
                 if not slot.held.everything and isinstance(state, dict):  # the slice in memory
                     state[name] = slot.held.take(state[name])
 
-    def settle(group: FlatGroup, changed: bool) -> None:
+    def after(group: FlatGroup, changed: bool) -> None:
         if changed:  # where names in the state differ from the parameters', the masters do not have the values yet
             group.adopt_full()
 
     handle = (sharded.model if module is None else module).register_load_state_dict_pre_hook(keep)
     _LOADING.add(sharded)
     try:
-        with unsharded(sharded.model, settle=settle, slices=True):
+        with unsharded(sharded.model, after=after, slices=True):
             yield
     finally:
         _LOADING.discard(sharded)

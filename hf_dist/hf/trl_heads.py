@@ -37,5 +37,5 @@ def _whole_heads(*params: Any) -> Iterator[None]:
     """Inside, `params` may be read; None and unsharded tensors pass. Collective if a group of them is not whole."""
     groups = {id(p): getattr(p, OWNER)[0]() for p in params if hasattr(p, OWNER)}
     away = [p for p in params if id(p) in groups and groups[id(p)] is not None and not groups[id(p)].full.is_current]
-    with unsharded(away, settle=lambda group, changed: None):
+    with unsharded(away, after=lambda group, changed: None):
         yield

@@ -84,7 +84,7 @@ def _saved(stock: Callable[..., None]) -> Callable[..., None]:
     def save_lora_adapter(model: Any, accelerator: Any, adapter_name: str, dest_dir: str) -> None:
         """As TRL's, which every rank calls."""
         own = [p for name, p in model.named_parameters() if f".{adapter_name}." in name and hasattr(p, OWNER)]
-        with unsharded(own, settle=lambda group, changed: None):
+        with unsharded(own, after=lambda group, changed: None):
             stock(model, accelerator, adapter_name, dest_dir)
 
     return save_lora_adapter
@@ -120,7 +120,7 @@ def named_weights(engine: Engine, rename: Callable[..., str]) -> Iterator[tuple[
         pairs = list(run)
         own = list({id(layers[id(p)]): layers[id(p)] for _, p in pairs if id(p) in layers}.values())
         needed = [p for _, p in pairs] + [p for layer in own for p in layer.parameters()]
-        with unsharded(needed, settle=lambda group, changed: None), _merged(own):
+        with unsharded(needed, after=lambda group, changed: None), _merged(own):
             for name, param in pairs:
                 yield name, param.data.clone()
 
@@ -133,7 +133,7 @@ def whole_by_unit(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 
     for held, run in itertools.groupby(weights, key=owner):
         pairs: list[tuple[str, Any]] = list(run)
-        with unsharded([p for _, p in pairs], settle=lambda group, changed: None) if held else nullcontext():
+        with unsharded([p for _, p in pairs], after=lambda group, changed: None) if held else nullcontext():
             for name, tensor in pairs:
                 yield name, tensor.clone() if held else tensor
 

@@ -73,7 +73,8 @@ class Adafactor(PerTensor):
 def _scaled(grad: torch.Tensor, state: dict[str, Any], decay: float, eps: float) -> torch.Tensor:
     squared = grad.square().add_(eps)
     if grad.dim() < 2:
-        return state["exp_avg_sq"].mul_(decay).add_(squared, alpha=1.0 - decay).rsqrt().mul_(grad)
+        whole: torch.Tensor = state["exp_avg_sq"]
+        return whole.mul_(decay).add_(squared, alpha=1.0 - decay).rsqrt().mul_(grad)
     row, column = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
     row.mul_(decay).add_(squared.mean(dim=-1), alpha=1.0 - decay)
     column.mul_(decay).add_(squared.mean(dim=-2), alpha=1.0 - decay)
@@ -89,4 +90,5 @@ def _rate(p: torch.Tensor, group: dict[str, Any], step: int) -> Any:
 
 
 def _rms(values: torch.Tensor) -> torch.Tensor:
-    return values.norm(2) / values.numel() ** 0.5
+    mean: torch.Tensor = values.norm(2) / values.numel() ** 0.5
+    return mean

@@ -325,12 +325,12 @@ class FragmentedOptimizer:
         with narrowed, threads(count), handed_on(batch, self.optimizer, used), self._stepping(scaling):
             self.optimizer.step()
         if not storage.writes_beside:
-            batch.settle()
+            batch.wait()
 
     def _make_room(self) -> None:
         """Keep fewer than `optim_depth` batches in memory: wait until the oldest ones are back on disk."""
         while len(self._open) >= self.sharded.storage.optim_depth:
-            self._open.popleft().settle()
+            self._open.popleft().wait()
 
     # --------------------------------------------------------------------- states
 
@@ -342,7 +342,7 @@ class FragmentedOptimizer:
             yield
         finally:
             batch.swap_out(self.optimizer)
-            batch.settle()
+            batch.wait()
             batch.runs = None
             self.sharded.storage.link.wait_device()
 
@@ -376,7 +376,8 @@ class FragmentedOptimizer:
         random = torch.random.fork_rng()
         with self._whole.trial(fragment), restored(self.optimizer), self._stepping(), random, narrowed:
             self.optimizer.step()
-        return self.optimizer.state[fragment.tensor]
+        made: dict[str, Any] = self.optimizer.state[fragment.tensor]
+        return made
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes of the optimizer's states at rest, by tier, without master weights, which the groups count. Local."""

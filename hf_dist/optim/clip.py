@@ -163,7 +163,8 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
     rows = values[: values.numel() // ROW * ROW].view(-1, ROW)
     rest = values[rows.numel() :]
     norms = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in (rows, rest)]
-    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64).float()
+    joined: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
+    return joined.float()
 
 
 def norm_of_chosen(sharded: ShardedModel, chosen: Container[int], degree: float = 2.0) -> torch.Tensor:

@@ -79,7 +79,7 @@ def _applies(batch: StepBatch, optimizer: torch.optim.Optimizer) -> bool:
 
 class _InPieces(TorchDispatchMode):
     def __init__(self, runs: list[Run]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.called = False
         self._runs = {run.first.tensor.data_ptr(): run for run in runs}
 

@@ -10,8 +10,9 @@ from hf_dist.errors import ModelError
 from hf_dist.memory.offload.resting import Tier
 from hf_dist.optim.attach import First, FragmentedOptimizer
 from hf_dist.optim.fragment import Fragment, Used
+from hf_dist.optim.in_backward import StepInBackward
 from hf_dist.optim.stand_in import StandIn
-from hf_dist.optim.step_scaling import StepScaling
+from hf_dist.optim.step_scaling import StepScaling, takes_scaling
 
 __all__ = ["Joint", "Optimizers"]
 
@@ -41,17 +42,34 @@ class Joint:
 class Optimizers:
     """What the engine, checkpoints and reports ask of all optimizers together; see `FragmentedOptimizer` for the calls."""
 
-    def __init__(self, members: list[FragmentedOptimizer]) -> None:
-        """Raises `ModelError` if two have the same parameter."""
-        self.members = members
+    def __init__(self, members: list[FragmentedOptimizer] | None = None) -> None:
+        """Without `members`, the model has no optimizer until `replace`."""
+        self.members: list[FragmentedOptimizer] = []
+        self.in_backward: StepInBackward | None = None
+        """Steps groups before the window's end, with `optimizer_in_backward`."""
+        self.has_own_options = True
+        """False if the options of param groups were loaded from a checkpoint."""
+        if members:
+            self.replace(members)
+
+    def replace(self, members: list[FragmentedOptimizer], *, in_backward: bool = False) -> None:
+        """From now on step with `members`, and with no earlier ones. `in_backward`: their one member steps in backward. Local.
+
+        Raises `ModelError`, with nothing changed, if two members have the same parameter.
+        """
         known: set[str] = set()
         for member in members:
             names = {name for names in member.param_names for name in names}
             if twice := known & names:
                 raise ModelError(f"{min(twice)} is in two optimizers of one model: give each parameter to one of them")
             known |= names
-        self.has_own_options = True
-        """False if the options of param groups were loaded from a checkpoint."""
+        self.members, self.has_own_options = members, True
+        self.in_backward = StepInBackward(members[0]) if in_backward else None
+
+    @property
+    def defers_clip(self) -> bool:
+        """Whether the next step can itself multiply the gradients, so that products are deferred."""
+        return len(self.members) == 1 and takes_scaling(self.members[0].optimizer)
 
     @property
     def optimizer(self) -> Any:

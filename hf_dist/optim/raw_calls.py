@@ -7,9 +7,10 @@ silently step nothing, drop nothing, and not train any group that it adds.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -17,15 +18,18 @@ from hf_dist.errors import ModelError
 from hf_dist.optim.stand_in import OwnCalls
 
 
-class Engine(Protocol):
-    """The engine that handles redirected calls."""
+class RawCalls(ABC):
+    """Handles redirected calls of a torch optimizer; the engine is one."""
 
-    def stepped_by_hand(self, closure: Any, optimizer: torch.optim.Optimizer) -> Any:
+    @abstractmethod
+    def stepped_by_hand(self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
         """Handle `optimizer.step(closure)`; returns the closure's result."""
 
+    @abstractmethod
     def zero_grad(self, set_to_none: bool = True, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop the gradients that `optimizer` steps, or set them to zero."""
 
+    @abstractmethod
     def add_param_group(self, optimizer: torch.optim.Optimizer) -> None:
         """Train the parameters of its newest group."""
 
@@ -33,7 +37,7 @@ class Engine(Protocol):
 class StepHook:
     """Pre-hook of an optimizer's step: turns a user's call into a step of the engine."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, calls: OwnCalls) -> None:
+    def __init__(self, engine: RawCalls, optimizer: torch.optim.Optimizer, calls: OwnCalls) -> None:
         """`calls`: of the engine itself, which are let through."""
         self._engine = weakref.ref(engine)
         self._of = weakref.ref(optimizer)
@@ -41,7 +45,7 @@ class StepHook:
         self._end_of_call: Callable[[], None] | None = None
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> RawCalls | None:
         """The engine, while it exists."""
         return self._engine()
 
@@ -81,7 +85,7 @@ class StepHook:
         return cast(torch.optim.Optimizer, empty)
 
 
-def route(optimizer: torch.optim.Optimizer, engine: Engine, calls: OwnCalls) -> None:
+def route(optimizer: torch.optim.Optimizer, engine: RawCalls, calls: OwnCalls) -> None:
     """Redirect user code's calls of `optimizer` to `engine`, which is held weakly. Local."""
     reference = weakref.ref(engine)
     kind: Any = type(optimizer)
@@ -114,7 +118,7 @@ def watched(optimizer: torch.optim.Optimizer) -> bool:
     return any(not isinstance(hook, StepHook) for hook in hooks)
 
 
-def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:
+def engine_of(optimizer: torch.optim.Optimizer) -> RawCalls | None:
     """The engine that steps `optimizer`, if any does."""
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return next((hook.engine for hook in hooks if isinstance(hook, StepHook)), None)

@@ -160,7 +160,8 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim
     """
     name, arguments = read_scheduler(type, params)
     cls = _OWN[name] if name in _OWN else getattr(torch.optim.lr_scheduler, name)
-    return construct("scheduler", cls, optimizer, arguments)
+    made: torch.optim.lr_scheduler.LRScheduler = construct("scheduler", cls, optimizer, arguments)
+    return made
 
 
 def _total(total_num_steps: object, warmup_num_steps: object) -> int:

@@ -33,13 +33,13 @@ class SkippedSteps:
     def count(self, value: int) -> None:
         self._known, self._under_way = value, None
 
-    def tell(self, skipped: bool) -> None:
+    def record(self, skipped: bool) -> None:
         """Record whether the current step is skipped."""
         self._known = self.count + int(skipped)
         self.last, self._under_way = skipped, None
 
-    def tell_late(self, flag: torch.Tensor) -> None:
-        """Like `tell`, with a 0D GPU tensor, not 0 if the step is skipped. The host waits for the previous step's flag."""
+    def record_late(self, flag: torch.Tensor) -> None:
+        """Like `record`, with a 0D GPU tensor, not 0 if the step is skipped. The host waits for the previous step's flag."""
         late = self._late()
         self._known += int(late)
         self.last, self._under_way = late, brought(flag)

@@ -102,7 +102,8 @@ class StandIn(nn.Parameter):
     def norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Like torch's. Raises `ModelError` outside of a step if this rank has not all elements."""
         self._refuse_part("norm()")
-        return torch.Tensor.norm(self, *args, **kwargs)
+        norm: torch.Tensor = torch.Tensor.norm(self, *args, **kwargs)
+        return norm
 
     def numel(self) -> int:
         """In a step, of this rank's elements; else of the whole parameter, as loops that count parameters expect."""

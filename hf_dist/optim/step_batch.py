@@ -60,7 +60,7 @@ class StepBatch:
             group.masters_changed()
             group.write_back()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the states are where they rest."""
 
     def states(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Sliceable]]:
@@ -131,10 +131,10 @@ class SwappedBatch(StepBatch):
         if value.data_ptr() != into.data_ptr():  # created by this step, or replaced by the optimizer
             into.copy_(value)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for running writes."""
         for resting in (self.group.master, *self._states.values()):
-            resting.settle()
+            resting.wait()
 
     def states(self, fragment: Fragment, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Sliceable]]:
         """(key, elements) of states on disk, read only on access."""

@@ -20,7 +20,7 @@ from hf_dist.parallel.tensor.split import SplitModel
 from hf_dist.sharding.group_axes import Combination, Operation
 from hf_dist.sharding.param_slice import keep_slice
 from hf_dist.sharding.quantised import is_packed
-from hf_dist.sharding.slices import SlicedShare
+from hf_dist.sharding.sliced_share import SlicedShare
 from hf_dist.sharding.units import find_unit_modules
 from hf_dist.tensors.tensor_slice import TensorSlice
 

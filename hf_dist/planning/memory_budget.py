@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
+from hf_dist.config import DistConfig
 from hf_dist.dist import collectives
 from hf_dist.dist.raise_on_all_ranks import first_problem
 from hf_dist.format_bytes import size_text
@@ -20,28 +19,35 @@ from hf_dist.planning.memory_plan import MemoryPlan
 from hf_dist.planning.residency import budget_nbytes, has_budget, keep_within
 from hf_dist.planning.running import Running, memory_of, planned_config, planner_for
 from hf_dist.sharding.placement import Placement, Stay
+from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.tensors import pytree
 
 
-def keep_by_budget(engine: Running) -> None:
-    """If the config has a budget, plan before the first training forward which units stay gathered. Local."""
-    sharded = engine.sharded
-    if not has_budget(engine.config) or sharded.placements.params is not Placement.SHARD:
-        return
-    me = weakref.ref(engine)
+class MemoryBudget:
+    """Chooses at the first training forward of an engine which units stay gathered."""
 
-    def decide(args: Any, kwargs: Any) -> None:
-        found = me()
-        if found is not None:
-            sharded.passes.before_training = None
-            _decide(found, args, kwargs)
+    def __init__(self) -> None:
+        self.is_pending = True
+        """Whether the first training forward is still to come."""
+        self._planned: tuple[int, ...] | None = None  # shape of the microbatch for which units stay gathered
 
-    sharded.passes.before_training = decide
+    @classmethod
+    def of(cls, config: DistConfig, sharded: ShardedModel) -> MemoryBudget | None:
+        """The budget of `config`; None without one, or if weights do not rest sharded."""
+        return cls() if has_budget(config) and sharded.placements.params is Placement.SHARD else None
+
+    def before_training(self, engine: Running, args: Any, kwargs: Any) -> None:
+        """Plan at the first call, from its arguments: collective over dp. Later calls tell of larger microbatches. Local."""
+        if self.is_pending:
+            self.is_pending = False
+            if _decide(engine, args, kwargs):
+                self._planned = _shape(args, kwargs)
+        elif self._planned is not None:
+            _tell_larger(self._planned, _shape(args, kwargs))
 
 
-def _tell_larger(planned: tuple[int, ...], args: Any, kwargs: Any) -> None:
+def _tell_larger(planned: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Tell, on this rank, of a microbatch for which the plan does not hold. Local."""
-    shape = _shape(args, kwargs)
     if math.prod(shape) > math.prod(planned):
         warn_once(
             f"hf_dist.memory_budget: what stays gathered was planned from a first microbatch of {planned}, and one of {shape} "
@@ -58,8 +64,9 @@ def _shape(args: Any, kwargs: Any) -> tuple[int, ...]:
     )
 
 
-def _decide(engine: Running, args: Any, kwargs: Any) -> None:
-    """Set how long every unit stays gathered. Collective over dp. The arguments are this rank's first microbatch."""
+def _decide(engine: Running, args: Any, kwargs: Any) -> bool:
+    """Set how long every unit stays gathered; returns whether any unit does. Collective over dp. The arguments are this rank's
+    first microbatch."""
     sharded = engine.sharded
     mine: tuple[int | None, Kept | None, int] = (None, None, 0)
     plan, problem = None, ""
@@ -75,16 +82,15 @@ def _decide(engine: Running, args: Any, kwargs: Any) -> None:
     if first is not None or plan is None or len(budgets) < len(everyone):
         reason = f"the model does not run on meta ({first[1]})" if first else "the memory of the machine is not known"
         say(f"hf_dist.memory_budget: no weights are kept gathered, because no peak can be planned: {reason}")
-        return
+        return False
     names = [field.name for field in fields(Kept)]
     fullest = Kept(*(max(getattr(k, name) for k in activations) for name in names))
     plan = replace(plan, kept=fullest, logits=max(logits for _, _, logits in everyone))
     chosen = keep_within(plan, min(budgets))
     for unit in sharded.units:
         unit.stay = chosen.states.stays.get(unit.name, Stay.USE)
-    if any(unit.stay is not Stay.USE for unit in sharded.units):
-        sharded.passes.before_training = functools.partial(_tell_larger, _shape(args, kwargs))
     say(_told(chosen, min(budgets)))
+    return any(unit.stay is not Stay.USE for unit in sharded.units)
 
 
 def _plan(engine: Running, args: Any, kwargs: Any) -> MemoryPlan:

@@ -27,8 +27,9 @@ class Running(Protocol):
     tiled_loss: Any
     """An object with `tiles`, or None."""
 
-    pipeline: Any
-    """An object with the `PlannedSplit` of the model, or None."""
+    @property
+    def pipeline(self) -> Any:
+        """An object with the `PlannedSplit` of the model, or None."""
 
     @property
     def mesh(self) -> ParallelMesh:

@@ -17,20 +17,20 @@ class AbsentWeights:
 
     is_replicated = False
 
-    def __init__(self, stages: Mapping[str, int]) -> None:
-        """`stages`: name of a parameter -> the first stage that holds it."""
+    def __init__(self, stages: Mapping[str, int], passes_over: Callable[[], bool]) -> None:
+        """`stages`: name of a parameter -> the first stage that holds it. `passes_over()`: whether code of an earlier stage is
+        running, whose results are replaced by what that stage sends."""
         self._stages = stages
-        self.passes_over: Callable[[], bool] = lambda: False
-        """Whether code of an earlier stage is running, whose results are replaced by what that stage sends."""
+        self._passes_over = passes_over
 
     def mark(self, placeholder: torch.Tensor, name: str) -> None:
-        """Refuse reads and writes of `placeholder` from now on, but for those that `passes_over`. Local."""
+        """Refuse reads and writes of `placeholder` from now on, but for those that code of an earlier stage makes. Local."""
         set_owner(placeholder, lambda: self, name)
         guard(placeholder)
 
     def make_readable(self, name: str) -> None:
         """Called by the guard. Raises `FreedParameterError` where zeros would be taken for the weights."""
-        if not self.passes_over():
+        if not self._passes_over():
             raise FreedParameterError(
                 f"parameter {name} is held by pipeline stage {self._stages.get(name, 0)}: this rank has no element of it. "
                 "model.named_parameters() has the parameters of this rank's stages. Change weights inside `with "

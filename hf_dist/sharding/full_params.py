@@ -38,7 +38,7 @@ def gathered(
     Raises `ModelError` for parameters that hf_dist does not hold and for a rank that does not exist.
     """
 
-    def settle(group: FlatGroup, changed: bool) -> None:
+    def after(group: FlatGroup, changed: bool) -> None:
         if modifier_rank is not None:
             _adopt_changes(group, modifier_rank, changed)
         elif changed:
@@ -54,19 +54,19 @@ def gathered(
             raise ModelError(
                 f"modifier_rank: {modifier_rank} is not a rank of this job. Name one of its {world} ranks, 0 to {world - 1}."
             )
-    with unsharded(what, settle, writer=modifier_rank):
+    with unsharded(what, after, writer=modifier_rank):
         yield
 
 
 @contextmanager
 def unsharded(
     what: nn.Module | nn.Parameter | Iterable[nn.Parameter],
-    settle: Callable[[FlatGroup, bool], None],
+    after: Callable[[FlatGroup, bool], None],
     *,
     slices: bool = False,
     writer: int | None = None,
 ) -> Iterator[None]:
-    """Like `gathered`, but `settle(group, changed)` runs for each group at the end and decides what happens to changes.
+    """Like `gathered`, but `after(group, changed)` runs for each group at the end and decides what happens to changes.
 
     Collective. `slices`: keep parameters that are cut along `tp` as slices. Otherwise they are whole inside the block, and
     afterwards their slices take the changes of global rank `writer` (None: each rank its own).
@@ -90,7 +90,7 @@ def unsharded(
             if id(group) in whole:
                 leave_whole(group, None if writer is None else group.mesh.axes.coordinate("tp", writer))
             moved = group.take_moved()
-            settle(group, moved or before != [p._version for p in group.params])
+            after(group, moved or before != [p._version for p in group.params])
             if group.full.writable and not group.is_replicated:
                 group.full.writes.watch()
             if id(group) not in was_full or (group.is_replicated and id(group) in was_hidden):

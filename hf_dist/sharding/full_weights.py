@@ -103,7 +103,7 @@ class FullWeights:
     def wait(self) -> None:
         """GATHERING or HIDDEN -> READABLE: weights that nobody gathers are not waited for. Local."""
         if self.state is not WeightState.READABLE:
-            self.land()
+            self.drain()
             self._become(WeightState.READABLE)
             if self.writable:
                 self.writes.watch()
@@ -116,18 +116,18 @@ class FullWeights:
     def outdate(self) -> None:
         """Any -> STALE: the masters were stepped, and the buffer rests. Local."""
         if self.state is not WeightState.STALE:
-            self.land()
+            self.drain()
             self._become(WeightState.STALE)
 
     def free(self) -> None:
         """GATHERING or READABLE -> SHARDED. Local."""
         if self.state is not WeightState.SHARDED:
-            self.land()
+            self.drain()
             self._become(WeightState.SHARDED)
         with torch.autograd._unsafe_preserve_version_counter(self.values):
             self.values.untyped_storage().resize_(0)
 
-    def land(self) -> None:
+    def drain(self) -> None:
         """Wait for a gather, whose weights nobody reads. Local.
 
         A collective still writes into the buffer, and half of a transfer must not stay behind.

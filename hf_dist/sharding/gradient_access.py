@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 
@@ -12,19 +11,19 @@ from hf_dist.sharding.gradient_shard import GradientShard
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination
 from hf_dist.sharding.layout import ParamSlot
+from hf_dist.sharding.moments import Listener
 from hf_dist.sharding.prepared import raw_grad, set_raw_grad
+from hf_dist.sharding.reducer import Reducer
 
 
 class GroupAccess:
     """The gradients of one group as user code sees them."""
 
-    def __init__(
-        self, group: FlatGroup, land: Callable[[], None], to_combine: Callable[[FlatGroup], list[Combination]]
-    ) -> None:
-        """`land`: waits for all transfers into the group's gradient; local. `to_combine`: the combinations that still
-        follow at the end of the window."""
+    def __init__(self, group: FlatGroup, reducer: Reducer, listener: Listener) -> None:
+        """`reducer`: fills the gradient of `group`; `listener`: told before user code gets it. Held weakly."""
         self._of = weakref.ref(group)
-        self._land, self._to_combine = land, to_combine
+        self._by = weakref.ref(reducer)
+        self._listener = listener
         self._index = {id(p): i for i, p in enumerate(group.params)}
 
     @property
@@ -46,7 +45,7 @@ class GroupAccess:
             waiting = group.window.of(index)
         if waiting is not None:
             return waiting
-        self._land()
+        self._drain()
         if group.grad is None:
             return None
         slot = group.layout.slots[index]
@@ -69,7 +68,7 @@ class GroupAccess:
         group, index = self._group, self._index[id(param)]
         slot = group.layout.slots[index]
         if value is None:
-            self._land()
+            self._drain()
             group.zero_gradient(index)
             return
         if isinstance(value, GradientShard):  # `p.grad *= 0.5` assigns its result, which was computed in place
@@ -100,13 +99,21 @@ class GroupAccess:
 
     def to_combine(self) -> list[Combination]:
         """The combinations that these gradients still await at the end of the window. Local."""
-        return self._to_combine(self._group)
+        reducer = self._by()
+        return [] if reducer is None else reducer.to_combine(self._group)
+
+    def _drain(self) -> None:
+        """Wait for all transfers into the gradient. Local."""
+        reducer = self._by()
+        if reducer is not None:
+            reducer.drain()
+            self._listener.now.before_gradient_access()
 
     @torch.no_grad()
     def whole(self, param: torch.Tensor) -> torch.Tensor | None:
         """An fp32 tensor of the parameter's shape: this rank's part of the reduced gradient, zero elsewhere. Local."""
         group = self._group
-        self._land()
+        self._drain()
         if group.grad is None:
             return None
         slot = group.layout.slots[self._index[id(param)]]

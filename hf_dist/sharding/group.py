@@ -33,6 +33,7 @@ from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare
 from hf_dist.sharding.resting_weights import RestingWeights
 from hf_dist.sharding.single_rank_gather import gathers_alone, leave_elements
+from hf_dist.sharding.sliced_share import SlicedShare
 from hf_dist.sharding.states import states_of
 from hf_dist.sharding.user_writes import UserWrites
 from hf_dist.sharding.window_gradient import WindowGradient
@@ -51,8 +52,11 @@ class FlatGroup:
         precision: Precision,
         storage: Storage,
         axes: GroupAxes,
+        sliced: SlicedShare | None = None,
     ) -> None:
-        """Collective over `axes.shard` if a parameter is lazy and its weights rest replicated; else local."""
+        """`sliced`: of a model that is cut along `tp`.
+
+        Collective over `axes.shard` if a parameter is lazy and its weights rest replicated; else local."""
         self.params = [p for _, p in params]
         self.mesh = mesh
         self.placements = placements
@@ -69,8 +73,8 @@ class FlatGroup:
         self.pins = 0
         """Blocks that want the full weights to stay."""
         self._kept = False  # user code has read the weights outside of a pass, which this rank can gather alone
-        self.share: Any = None
-        """State that all groups of a model cut along `tp` share (`slices.py`); None for an uncut model."""
+        self.share = sliced if axes.parts is mesh.tp else None
+        """What all groups with slices share of a model cut along `tp`; None for other groups."""
         self.slices: list[list[TensorSlice]] | None = None
         """Slices that each rank along `tp` keeps of every parameter; None until the first request."""
         self.reach: Callable[[], bool | None] = lambda: False
@@ -228,7 +232,7 @@ class FlatGroup:
             if self.is_cut and not self.pins:
                 self.full.hide()
             return
-        self.full.land()
+        self.full.drain()
         self.take_writes()
         if self._full_is_master:
             self.rest.keep_second(self.full.values)

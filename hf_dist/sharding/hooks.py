@@ -21,6 +21,7 @@ from hf_dist.dist import collectives
 from hf_dist.sharding.buffers import ChangingBuffers
 from hf_dist.sharding.leaves import differentiable, differentiable_leaves, in_fp32, inside_object, map_plain
 from hf_dist.sharding.model_ref import Remains
+from hf_dist.sharding.moments import Listener
 from hf_dist.sharding.pipeline_share import PipelineShare
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import Precision
@@ -29,7 +30,6 @@ from hf_dist.sharding.reducer import Reducer
 from hf_dist.sharding.running import OuterForward, recomputing
 from hf_dist.sharding.unit import Call, ShardUnit, post_backward
 from hf_dist.sharding.units import containers, orders_of
-from hf_dist.sharding.window_gradient import Window
 from hf_dist.tensors.deferred_tensor import refuse_second_derivatives
 
 
@@ -40,13 +40,15 @@ class Passes:
         self,
         remains: Remains,
         reducer: Reducer,
+        listener: Listener,
         *,
         precision: Precision,
         prefetch: Prefetch,
         pipeline: PipelineShare | None = None,
     ) -> None:
-        """Install the hooks on the model, whose units are `reducer.units`."""
+        """Install the hooks on the model, whose units are `reducer.units`. `listener`: told of the moments of every pass."""
         self.reducer = reducer
+        self.listener = listener
         self.units = reducer.units
         self.root = reducer.units[0]
         self.mesh = reducer.mesh
@@ -59,12 +61,6 @@ class Passes:
         self.kinds = [orders_of(self.units, names) for names in ([None] if pipeline is None else pipeline.names)]
         """The orders of the whole model, or of each pipeline stage of this rank."""
         self.select(0)
-        self.before_training: Callable[[Any, Any], None] | None = None
-        """Called with the arguments of each forward that has a backward; may set `stay` of the units and replace itself."""
-        self.before_forward: Callable[[], None] = lambda: None
-        """Called before each forward of the whole model, collective where weights changed meanwhile."""
-        self.window: Callable[[], Window | None] = lambda: None
-        """Weak reference to the engine's window; returns None without an engine."""
         self.paused = False
         """True while the modules hold whole weights from elsewhere; a forward then needs no other rank."""
         self._forward = OuterForward()
@@ -135,7 +131,7 @@ class Passes:
             return None
         if self._in_backward:  # the last backward raised; its gradients belong to no step
             self._abandon_window()
-        self.before_forward()
+        self.listener.now.before_forward()
         if torch.is_grad_enabled():
             self.buffers.watch()
             self.begin_training(args, kwargs)
@@ -149,8 +145,7 @@ class Passes:
 
     def begin_training(self, args: Any, kwargs: Any) -> None:
         """Called at a training forward, with its arguments. The first call is collective over dp; later ones are local."""
-        if self.before_training is not None:
-            self.before_training(args, kwargs)
+        self.listener.now.before_training(args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Runs after that forward. The root stays gathered for backward; in evaluation, all units are resharded."""
@@ -159,7 +154,7 @@ class Passes:
         self._close_mixed()
         if self.precision.autocast is not None:
             output = in_fp32(output)
-        self.reducer.settle()  # frees the previous microbatch's reduction buffers before the loss needs memory
+        self.reducer.drain_reductions()  # frees the previous microbatch's reduction buffers before the loss needs memory
         tensors = differentiable(output) or inside_object(output)
         # Backward begins with the root and the last unit, so they stay. "Last" is that of the common order, whether or not
         # this rank's data reached it: a rank that keeps weights which another rank has freed would skip a gather.
@@ -275,8 +270,7 @@ class Passes:
         Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _start_backward(self, finishing: Container[int] | None = None) -> None:
-        window = self.window()
-        is_last = window.begin_backward() if window is not None else True
+        is_last = self.listener.now.begin_backward()
         if finishing is None:
             finishing = range(len(self.units)) if is_last else ()
         self._in_backward = True
@@ -367,12 +361,9 @@ class Passes:
             self.orders.agree(collectives.all_gather_object(self.mesh.dp, self.orders.seen()))
 
     def _abandon_window(self) -> None:
-        window = self.window()
-        if window is not None:
-            window.abandon()
-        else:
-            self._end_backward()
-            self.reducer.drop()
+        self._end_backward()
+        self.reducer.drop()
+        self.listener.now.abandoned()
 
     @property
     def failed(self) -> bool:

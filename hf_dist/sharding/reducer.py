@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 from hf_dist.dist.collectives import Handle
@@ -13,6 +13,7 @@ from hf_dist.memory.offload.host import HostLink
 from hf_dist.sharding.combining import combine, combine_together
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination
+from hf_dist.sharding.moments import Listener
 from hf_dist.sharding.order import IssueOrder
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.unit import ShardUnit
@@ -29,20 +30,20 @@ class Reducer:
         placements: StatePlacements,
         mesh: ParallelMesh,
         link: HostLink,
+        listener: Listener,
         max_numel: int,
     ) -> None:
-        """`link`: connection to the host for offloaded gradients; `max_numel`: elements in flight (at least one unit), 0 to
-        wait for each reduction at once."""
+        """`link`: connection to the host for offloaded gradients; `listener`: told of each complete gradient; `max_numel`:
+        elements in flight (at least one unit), 0 to wait for each reduction at once."""
         self.units = units
         self.placements = placements
         self.mesh = mesh
         self.link = link
+        self.listener = listener
         self.max_numel = max_numel
         self.finishing: Container[int] = range(len(units))
         """Units whose gradients of the window are complete after the current backward."""
         self.order = IssueOrder([u.index for u in reversed(units) if u.trainable])
-        self.when_final: Callable[[FlatGroup], None] | None = None
-        """Called when a group's gradient for the window is fully reduced over all its axes."""
         self._unfinished: set[int] = set()  # units whose latest backward was not announced as their last
         self._dropping = False
         self._in_flight: deque[tuple[FlatGroup, int, Handle]] = deque()  # (whose gradient, elements, handle)
@@ -55,7 +56,7 @@ class Reducer:
         """`finishing`: units whose gradients of the window should be complete after the backward that now begins. Local."""
         self.finishing = finishing
         if self._added_up:  # more backward after a sum, which will run again: each part counts once
-            self.land()
+            self.drain()
             for group in self._added_up:
                 if group.grad is not None:
                     group.grad.zero_()
@@ -103,21 +104,21 @@ class Reducer:
         while not self.has_room(unit) or len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._in_flight.popleft()[-1].wait()
         if any(id(group) in self._followed for group in unit.trainable):
-            self.land()  # one more backward than announced adds to a gradient that a collective is combining
+            self.drain()  # one more backward than announced adds to a gradient that a collective is combining
         for group in unit.trainable:
             handle = group.reduce()
             if unit.index in self.finishing:
                 handle = self._finished(group, handle)
             self._in_flight.append((group, group.layout.numel, handle))
         if not self.max_numel:
-            self.settle()
+            self.drain_reductions()
 
     def _finished(self, group: FlatGroup, handle: Handle) -> Handle:
         """Add the follow-up of a group's last reduction of the window: further axes, or the optimizer step in backward."""
         if group.axes.then:
             self._followed.add(id(group))
             return Handle([handle], functools.partial(self._combine, group, 0))
-        if self.when_final is not None:
+        if self.listener.now.steps_in_backward:
             return Handle([handle], functools.partial(self._final, group))
         return handle
 
@@ -138,8 +139,8 @@ class Reducer:
             self._added_up.append(group)
 
     def _final(self, group: FlatGroup) -> None:
-        if self.when_final is not None and not self._dropping:
-            self.when_final(group)
+        if not self._dropping:
+            self.listener.now.gradient_final(group)
 
     def reduce_rest(self) -> None:
         """Reduce the gradients left by backwards that were not announced as the last of the window. Collective over dp."""
@@ -152,7 +153,7 @@ class Reducer:
                 continue
             for group in unit.trainable:  # already reduced in each backward
                 self._in_flight.append((group, 0, self._finished(group, Handle([]))))
-        self.wait()
+        self.finish()
         for unit in self.units:
             for group in unit.trainable:
                 if group.access is not None:
@@ -170,26 +171,26 @@ class Reducer:
         done = (unit for unit in self.units if unit.index not in self._unfinished)
         return [g for unit in done for g in unit.trainable if id(g) not in flying and not g.axes.then]
 
-    def settle(self) -> None:
+    def drain_reductions(self) -> None:
         """Wait for the reductions in flight. Local."""
         while self._in_flight:
             self._in_flight.popleft()[-1].wait()
 
-    def land(self) -> None:
+    def drain(self) -> None:
         """Wait until no reduction, combination or transfer to the host is in flight. Local."""
-        self.settle()
+        self.drain_reductions()
         while self._combining:
             self._combining.popleft().wait()
         self._followed.clear()
         self.link.wait_host()
 
-    def wait(self) -> None:
-        """`land`, then run the combinations that waited for the end of the window.
+    def finish(self) -> None:
+        """`drain`, then run the combinations that waited for the end of the window.
 
         Collective over the axes of those combinations (for weights that several ranks of one copy of the model hold), once per
         window; without any, local.
         """
-        self.land()
+        self.drain()
         # Sorted by name, so that all stages agree: they reduced their units in different orders.
         waiting = sorted(self._at_end, key=lambda pair: pair[0].layout.slots[0].name)
         together: dict[Any, tuple[Combination, list[FlatGroup]]] = {}
@@ -207,7 +208,7 @@ class Reducer:
         """Forget the gradients of the window, or set those that exist to zero. Local."""
         self._dropping = True  # skip the follow-ups of reductions
         try:
-            self.land()
+            self.drain()
         finally:
             self._dropping = False
         self._at_end.clear()  # these collectives have not started and are no longer needed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -17,10 +16,11 @@ from hf_dist.sharding.comm_limits import InFlightLimits
 from hf_dist.sharding.counts import count_whole
 from hf_dist.sharding.gradient_access import GroupAccess
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.group_axes import Combination, axes_by_name, held_between_stages
+from hf_dist.sharding.group_axes import axes_by_name, held_between_stages
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
 from hf_dist.sharding.hooks import Passes
 from hf_dist.sharding.model_ref import Remains
+from hf_dist.sharding.moments import Listener
 from hf_dist.sharding.ownership import keep_shards
 from hf_dist.sharding.param_slice import cut_along
 from hf_dist.sharding.pipeline_share import PipelineShare
@@ -28,7 +28,7 @@ from hf_dist.sharding.placement import Placement, StatePlacements, Stay
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prefetch import Prefetch
 from hf_dist.sharding.reducer import Reducer
-from hf_dist.sharding.slices import SlicedShare
+from hf_dist.sharding.sliced_share import SlicedShare
 from hf_dist.sharding.unit import ShardUnit
 from hf_dist.sharding.units import LeafModules, build_units, containers
 
@@ -69,19 +69,21 @@ class ShardedModel:
         for name, axis in holders.items():
             more.setdefault(name, []).append(held_between_stages(axis))
         axes = axes_by_name(mesh, more, cuts, second)
-        self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes)
+        self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes, sliced)
         self._remains = Remains(containers(model, self.units))
         self.root = self.units[0]
         if sliced is not None:
             for group in self.groups:
-                if group.axes.parts is mesh.tp:
-                    group.share = sliced
+                if group.share is not None:
                     sliced.groups.add(id(group))
                     group.reshard()
-        self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.limits.reduce)
+        self.listener = Listener()
+        """Told of the moments of every pass; the engine connects itself."""
+        self.reducer = Reducer(self.units, placements, mesh, self.storage.link, self.listener, self.limits.reduce)
         self.passes = Passes(
             self._remains,
             self.reducer,
+            self.listener,
             precision=precision,
             prefetch=Prefetch(self.units, self.storage, self.limits.prefetch),
             pipeline=pipeline,
@@ -90,20 +92,8 @@ class ShardedModel:
         refuse_moves(model)
         if cuts or pipeline:
             count_whole(model, self.whole)
-        passes = weakref.ref(self.passes)
-
-        def land() -> None:
-            if (found := passes()) is not None:
-                found.reducer.land()
-                if (window := found.window()) is not None:
-                    window.look()
-
-        def to_combine(group: FlatGroup) -> list[Combination]:
-            found = passes()
-            return [] if found is None else found.reducer.to_combine(group)
-
         for group in self.trainable_groups:
-            group.access = GroupAccess(group, land, to_combine)
+            group.access = GroupAccess(group, self.reducer, self.listener)
         keep_shards(model, self)
 
     @property
@@ -162,9 +152,9 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """Wait for all reductions. Afterwards `group.grad` is the mean over all data ranks.
 
-        Local, except for weights that several pipeline stages hold (`Reducer.wait`).
+        Local, except for weights that several pipeline stages hold (`Reducer.finish`).
         """
-        self.reducer.wait()
+        self.reducer.finish()
 
     def reduce_rest(self) -> None:
         """Reduce gradients whose last backward was not announced, and adopt gradients set by user code. Collective over dp."""
@@ -176,7 +166,7 @@ class ShardedModel:
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients of the window so far by `factor`, reduced or not. Local."""
-        self.reducer.land()
+        self.reducer.drain()
         for group in self.trainable_groups:
             group.multiply_gradient(factor)
 
@@ -191,7 +181,7 @@ class ShardedModel:
 
     def zero_gradients(self, params: Container[int], set_to_none: bool = True) -> None:
         """Forget the gradients of the parameters with these ids, or set those that exist to zero. Local."""
-        self.reducer.land()
+        self.reducer.drain()
         for group in self.trainable_groups:
             for index, p in enumerate(group.params):
                 if id(p) in params:

@@ -1,34 +1,16 @@
-"""Temporarily joins parameters that are cut into slices across ranks; and the state that a cut model's groups share."""
+"""Temporarily joins parameters that are cut into slices across ranks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.sharding.group import FlatGroup
-from hf_dist.sharding.group_axes import Combination
 from hf_dist.sharding.prepared import raw_data, set_raw_data
 from hf_dist.tensors.tensor_slice import TensorSlice
 
-__all__ = ["SlicedShare", "enter_whole", "joined", "leave_whole"]
-
-
-@dataclass
-class SlicedShare:
-    """One rank's share of a model whose matrices are cut along `tp`; `gathered` uses it to join the slices."""
-
-    copies: Mapping[str, Sequence[Combination]]
-    """Parameters that other ranks along the axis also hold, and how their gradients are combined."""
-    use_whole: Callable[[bool], None]
-    """Called with True when the model starts to compute with whole parameters, with False when it stops."""
-    groups: set[int] = field(default_factory=set)
-    """Ids of the groups with slices."""
-    whole: set[int] = field(default_factory=set)
-    """Ids of those groups whose parameters are whole now."""
+__all__ = ["enter_whole", "joined", "leave_whole"]
 
 
 def joined(group: FlatGroup, index: int, part: torch.Tensor) -> torch.Tensor:

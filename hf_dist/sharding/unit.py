@@ -116,4 +116,4 @@ class _PostBackward(torch.autograd.Function):
         return (None, *grads)
 
 
-post_backward = _PostBackward.apply
+post_backward: Callable[..., tuple[torch.Tensor, ...]] = _PostBackward.apply

@@ -18,6 +18,7 @@ from hf_dist.sharding.group_axes import GroupAxes, axes_by_name
 from hf_dist.sharding.order import PassOrders
 from hf_dist.sharding.placement import StatePlacements
 from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.sliced_share import SlicedShare
 from hf_dist.sharding.unit import ShardUnit
 
 OWN_UNIT_EMBEDDING_NUMEL = 1 << 20
@@ -86,6 +87,7 @@ def build_units(
     storage: Storage,
     leaf: LeafModules = ((), (), ()),
     axes: Callable[[str], GroupAxes] | None = None,
+    sliced: SlicedShare | None = None,
 ) -> list[ShardUnit]:
     """Flatten all parameters of `model` into units; unit 0 is the root. Rearranges memory, keeps the parameter objects.
 
@@ -101,7 +103,7 @@ def build_units(
         if not named and path:
             continue
         groups = [
-            FlatGroup(g, placements, mesh, precision, storage, axes(g[0][0]))
+            FlatGroup(g, placements, mesh, precision, storage, axes(g[0][0]), sliced)
             for g in travel_together(named, precision, axes, lambda name: axes(name).is_alone)
         ]
         used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})

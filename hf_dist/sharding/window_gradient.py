@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,22 +10,6 @@ from torch import nn
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.prepared import raw_grad, set_raw_grad
 from hf_dist.tensors.hugepages import in_huge_pages
-
-
-class Window(Protocol):
-    """The calls that the passes make on the engine's window."""
-
-    def begin_backward(self) -> bool:
-        """Called when a backward reaches the model; True if it is expected to be the last of its accumulation window."""
-
-    def abandon(self) -> None:
-        """Discard the gradients of the window."""
-
-    def in_use(self) -> bool:
-        """Whether the model is being trained, so that its parameters must stay what they are."""
-
-    def look(self) -> None:
-        """User code is about to read gradients, or clears them."""
 
 
 class WindowGradient:

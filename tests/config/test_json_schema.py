@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hf_dist.config.rows import Status
 from hf_dist.config.support import STRICT, SUPPORT
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SECTIONS = CONFIGS.parent / "hf_dist" / "config"
 
 
 def node_at(schema: dict[str, Any], path: str) -> dict[str, Any]:
@@ -83,3 +87,21 @@ def test_a_slip_does_not_fit_the_schema() -> None:
     assert fits(schema, {"zero_optimization": {"stage": 3, "overlap_comm": True}})
     for slip in ({"stage": 4}, {"stge": 1}, {"overlap_comm": "yes"}, {"offload_param": {"device": "disk"}}):
         assert not fits(schema, {"zero_optimization": slip}), slip
+
+
+def test_each_sentence_names_its_own_key() -> None:
+    """A sentence copied from the neighbour would be shown by editors and by `hf-dist config explain`."""
+    wrong = []
+    for path in sorted(SECTIONS.glob("*.py")):
+        for section in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            body = section.body if isinstance(section, ast.ClassDef) else []
+            for field, told in itertools.pairwise(body):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(told, ast.Expr)
+                    and isinstance(told.value, ast.Constant)
+                ):
+                    key = re.match(r"`([\w.]+)`:", str(told.value.value))
+                    if key and key[1].rpartition(".")[2] != ast.unparse(field.target):
+                        wrong.append(f"{path.name}:{told.lineno}: {key[1]} at {ast.unparse(field.target)}")
+    assert wrong == []

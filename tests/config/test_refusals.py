@@ -72,7 +72,7 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_readme_has_the_table() -> None:
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    text = (PACKAGE / "config" / "README.md").read_text(encoding="utf-8")
     start = text.index(BEGIN) + len(BEGIN)
     assert text[start : text.index(END, start)] == "\n".join(table())
 

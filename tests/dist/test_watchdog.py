@@ -64,7 +64,7 @@ def test_a_verdict_on_a_lone_call_ends_that_call_only(
     waits_for: str, called: str, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened = ["goes on"]
-    monkeypatch.setattr("hf_dist.dist.collective_guard.tell", lambda text: happened.append("raises"))
+    monkeypatch.setattr("hf_dist.dist.collective_guard.report", lambda text: happened.append("raises"))
     monkeypatch.setattr("hf_dist.dist.excepthook.leave_alone", lambda text: happened.append("leaves"))
     here = SimpleNamespace(_location=lambda: Location("", "", waits_for, (), called))
     Watchdog._end_lone_call(here, "save() was called by rank 0 alone")  # type: ignore[arg-type]
@@ -304,8 +304,8 @@ def test_a_collector_hears_who_spoke_who_left_and_why() -> None:
     three.send({"status": {}})
     collector.poll(0.2)
     assert three.hear() == []
-    collector.tell({"lost": "rank 2"})
-    collector.tell({"left": ""})
+    collector.send({"lost": "rank 2"})
+    collector.send({"left": ""})
     assert three.hear() == [{"lost": "rank 2"}, {"left": ""}]
     assert three.is_open
     collector.close()

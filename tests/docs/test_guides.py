@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 import typer
+from accelerate import Accelerator
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
+from transformers import Trainer
 from typer.testing import CliRunner
 
 from hf_dist.config import read_config
+from hf_dist.hf.accelerator import DistAccelerator
+from hf_dist.hf.trainer import DistTrainerMixin
 from hf_dist.tools.cli import app
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -218,3 +222,24 @@ def quoted_messages() -> list[str]:
 def test_quoted_messages_are_said(message: str) -> None:
     assert len(quoted_messages()) > 20
     assert all(part.strip(" :") in said() for part in message.split("...") if part.strip(" :")), message
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "page"),
+    [(DistTrainerMixin, Trainer, "trainer.py"), (DistAccelerator, Accelerator, "accelerator.py")],
+)
+def test_the_number_of_overridden_methods_is_told(ours: type, theirs: type, page: str) -> None:
+    own = [cls for cls in ours.__mro__ if cls.__module__.startswith("hf_dist.")]
+    stock = {name for cls in theirs.__mro__[:-1] for name in vars(cls)}
+    methods = {
+        name
+        for cls in own
+        for name, value in vars(cls).items()
+        if name in stock
+        and (callable(value) or isinstance(value, property))
+        and (name == "__init__" or name[:2] != "__")
+    }
+    (line,) = [
+        row for row in (REPO / "hf_dist/hf/README.md").read_text().splitlines() if row.startswith(f"| `{page}` |")
+    ]
+    assert f"overrides {len(methods)} methods" in line

@@ -116,7 +116,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a sequence that does not divide is not padded before an early sum",
-        "parallel/tensor/crossings.py",
+        "parallel/tensor/tp_collectives.py",
         "return peers.start_scatter_sum(padded(tensor, 1, _up(extra, peers.size)), 1)",
         "return peers.start_scatter_sum(tensor, 1)",
         ("parallel/tensor/test_overlap.py",),

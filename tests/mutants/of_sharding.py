@@ -319,7 +319,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "zeros are taken for the weight of another stage",
         "sharding/absent.py",
-        "        if not self.passes_over():\n",
+        "        if not self._passes_over():\n",
         "        if False:\n",
         ("hf/test_disturbed.py",),
     ),
@@ -339,8 +339,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "what is written through the param groups waits for the next step",
-        "engine/engine.py",
-        "        if self.fragments is not None and self.fragments.take_writes():\n",
+        "engine/optimizer_step.py",
+        "        if self.optimizers.take_writes():\n",
         "        if False:\n",
         ("window/test_written_weights.py",),
     ),

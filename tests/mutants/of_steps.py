@@ -192,7 +192,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a replica that skips the step of a meeting keeps its old weights",
-        "engine/engine.py",
+        "engine/optimizer_step.py",
         "if moved or not overflow:",
         "if not overflow:",
         ("parallel/local_sgd/test_trainer.py",),
@@ -206,9 +206,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "the routers' loss of split sequences counts a part as the whole",
-        "engine/build.py",
-        "            engine.router_loss.split_over = split.axis_under_way\n",
-        "            pass\n",
+        "engine/assembly.py",
+        "batch.accumulation, config.hf_dist.router_loss, axis_under_way)",
+        "batch.accumulation, config.hf_dist.router_loss)",
         ("parallel/sequence/test_parity.py::test_two_ranks_that_share_sequences_equal_one_process",),
     ),
     Mutant(

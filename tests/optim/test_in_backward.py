@@ -62,13 +62,13 @@ def engine_of(kind: str, folder: str, arguments: dict[str, Any], **config: Any) 
 def held_at_once(engine: Any) -> list[int]:
     """Filled while the engine trains: elements of reduced gradients on this rank whenever one is complete."""
     seen: list[int] = []
-    step = engine.sharded.reducer.when_final
+    step = engine.gradient_final
 
     def look(group: Any) -> None:
         seen.append(sum(g.grad.numel() for g in engine.sharded.trainable_groups if g.grad is not None))
         step(group)
 
-    engine.sharded.reducer.when_final = look
+    engine.gradient_final = look
     return seen
 
 

@@ -13,7 +13,9 @@ from torch import nn
 import hf_dist
 from hf_dist.engine import window as window_module
 from hf_dist.engine.engine import Engine
+from hf_dist.engine.optimizer_step import OptimizerStep
 from hf_dist.optim import skipped
+from hf_dist.optim.optimizers import Optimizers
 from hf_dist.optim.skipped import SkippedSteps
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling
 
@@ -43,6 +45,15 @@ def weights(engine: Any) -> torch.Tensor:
     return torch.cat([g.source.clone() for g in engine.sharded.groups])
 
 
+class _AtOnce(Optimizers):
+    defers_clip = False  # type: ignore[assignment]
+
+
+def clips_at_once(engine: Engine) -> None:
+    """From now on products are computed when they are asked for."""
+    engine.stepping.optimizers.__class__ = _AtOnce
+
+
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What gradients were multiplied by in a pass of its own."""
@@ -59,7 +70,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_kernel_clips_as_a_pass_over_the_gradients_does(passes: list[Any]) -> None:
     engine, plain = engine_of(), engine_of()
-    plain.window.puts_off = lambda: False
+    clips_at_once(plain)
     for step in range(4):
         for e in (engine, plain):
             backward(e, step=step)
@@ -71,10 +82,10 @@ def test_the_kernel_clips_as_a_pass_over_the_gradients_does(passes: list[Any]) -
 
 def test_the_kernel_takes_the_loss_scale_out(passes: list[Any]) -> None:
     found = []
-    for puts_off in (True, False):
+    for defers in (True, False):
         engine = engine_of(gradient_clipping=0.0, fp16={"enabled": True, "initial_scale_power": 8})
-        if not puts_off:
-            engine.window.puts_off = lambda: False
+        if not defers:
+            clips_at_once(engine)
         for step in range(3):
             backward(engine, step=step)
             engine.step()
@@ -118,7 +129,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_whoever_looks_at_gradients_after_a_clip_finds_them_clipped(look: str, passes: list[Any]) -> None:
     engine, plain = engine_of(), engine_of()
-    plain.window.puts_off = lambda: False
+    clips_at_once(plain)
     for e in (engine, plain):
         e.set_gradient_accumulation_boundary(True)
         backward(e)
@@ -135,7 +146,7 @@ def test_whoever_looks_at_gradients_after_a_clip_finds_them_clipped(look: str, p
 
 def test_two_clips_multiply(passes: list[Any]) -> None:
     engine, plain = engine_of(gradient_clipping=0.0), engine_of(gradient_clipping=0.0)
-    plain.window.puts_off = lambda: False
+    clips_at_once(plain)
     for e in (engine, plain):
         backward(e)
         e.clip_grad_norm(CLIPPING)
@@ -196,7 +207,7 @@ def test_a_skip_that_is_known_late_holds_the_schedule_back_one_step_later(
     explode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = run(explode)
-    monkeypatch.setattr(Engine, "_skips_on_device", lambda self, norm: True)
+    monkeypatch.setattr(OptimizerStep, "_skips_on_device", lambda self, norm: True)
     late = run(explode)
     assert at_once["moved"] == late["moved"] == [step != explode for step in range(5)]
     assert at_once["counts"] == late["counts"] == (1, 5, {4})
@@ -220,16 +231,16 @@ def test_a_skip_that_nobody_was_told_of_is_in_the_checkpoint(monkeypatch: pytest
 
     monkeypatch.setattr(skipped, "brought", brought)
     skips = SkippedSteps()
-    skips.tell_late(torch.tensor(0.0))
+    skips.record_late(torch.tensor(0.0))
     assert waits == [], "nothing is asked in the step itself"
-    skips.tell_late(torch.tensor(1.0))
+    skips.record_late(torch.tensor(1.0))
     assert len(waits) == 1 and not skips.last
     state = skips.state_dict()
     assert state == {"skipped_steps": 1, "skip_not_told": True}
     resumed = SkippedSteps()
     resumed.load_state_dict(state)
     assert (resumed.last, resumed.count) == (False, 1)
-    resumed.tell_late(torch.tensor(0.0))
+    resumed.record_late(torch.tensor(0.0))
     assert (resumed.last, resumed.count) == (True, 1)
     old = SkippedSteps()
     old.load_state_dict({"skipped_steps": 3})

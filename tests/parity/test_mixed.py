@@ -50,7 +50,7 @@ def world_of(cell: Cell) -> int:
 
 
 def allowed(cell: Cell, world: int) -> bool:
-    """What can be together; `hf_dist/README.md` has the table of what cannot."""
+    """What can be together; `hf_dist/config/README.md` has the table of what cannot."""
     copies = cell.get("copies", 1)
     shard = cell["data"] * cell["cp"] // copies
     return (

@@ -172,11 +172,11 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
     from hf_dist.parallel.experts.routing_plan import even_plan
     from hf_dist.parallel.pipeline import P2PTransport
     from hf_dist.parallel.sequence import outputs
-    from hf_dist.parallel.tensor import crossings
+    from hf_dist.parallel.tensor import tp_collectives
     from hf_dist.parallel.tensor_on_shards import plan_of
     from hf_dist.sharding import consistency
 
-    whole_columns = crossings.whole_columns
+    whole_columns = tp_collectives.whole_columns
 
     def plan_tensors(model: Any, config: Any, mesh: Any, in_place: bool = False) -> Any:
         """What rank 0 plans for all ranks, on any of them."""
@@ -209,7 +209,7 @@ def without_values(arriving: Sequence[TensorSpec] = ()) -> Iterator[None]:
         (build, "plan_tensors", plan_tensors),
         (pipeline_runner, "_shared", lambda mesh, make: make()),
         (outputs.WholeTensor, "of", staticmethod(lambda part, shape, gather: part)),
-        (crossings, "whole_columns", own_columns),
+        (tp_collectives, "whole_columns", own_columns),
         (functional, "scaled_dot_product_attention", fused),
         (ExpertExchange, "_plan", lambda exchange, chosen: even_plan(chosen, exchange.axis.size)),
         (masking_utils, "is_tracing", asks),

@@ -281,7 +281,7 @@ def test_pipeline_stages_keep_over_the_window_or_not_at_all() -> None:
 @contextmanager
 def forced(stays: dict[int, Stay], engine: Any) -> Iterator[None]:
     """Units stay as the test says, whatever a plan would choose."""
-    engine.sharded.passes.before_training = None
+    engine.memory_budget = None
     for unit in engine.sharded.units:
         unit.stay = stays.get(unit.index, Stay.USE)
     yield

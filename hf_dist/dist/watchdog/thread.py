@@ -254,7 +254,7 @@ class Watchdog(threading.Thread):
         text = lost_rank(failed or ended, host_info.memory_report(self._kills)) or ""
         left_well = bool(ended) and not failed
         if self._departure.note(text, left_well=left_well):
-            self._collector.tell({"lost": text, "left_well": left_well})
+            self._collector.send({"lost": text, "left_well": left_well})
 
     def _key(self, rank: int) -> str:
         return f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
@@ -266,7 +266,7 @@ class Watchdog(threading.Thread):
         self._stop.set()
         self._sending.acquire(timeout=2.0)  # the thread may be in the middle of a line
         if self._collector is not None:
-            self._collector.tell({"left": last_words})
+            self._collector.send({"left": last_words})
         for sender in list(self._senders.values()):
             sender.send({"last_words": last_words})
             sender.close()
@@ -311,7 +311,7 @@ class Watchdog(threading.Thread):
         alone = called_alone(statuses, patience=self.limit / 6, world=self.world)
         if alone is not None:
             assert self._collector is not None
-            self._collector.tell({"alone": alone[0], "text": alone[1]})
+            self._collector.send({"alone": alone[0], "text": alone[1]})
             if self.rank in alone[0]:
                 self._end_lone_call(alone[1])
         report = describe_stall(statuses, limit=self.limit, silence=silence, world=self.world)
@@ -337,7 +337,7 @@ class Watchdog(threading.Thread):
         last = told.last() if told is not None else ""
         saved = f"the newest checkpoint is {last}" if last else "there is no checkpoint"
         if self._collector is not None:
-            self._collector.tell({"stopped": True})
+            self._collector.send({"stopped": True})
         excepthook.leave_stopped(f"hf_dist: {why}. Leaving without a save, with exit code {STOPPED}; {saved}.", STOPPED)
 
     def _end_lone_call(self, text: str) -> None:
@@ -347,7 +347,7 @@ class Watchdog(threading.Thread):
         """
         location = self._location()
         if location.waits_for == "every rank to make the same call":
-            collective_guard.tell(text)
+            collective_guard.report(text)
         elif location.called:
             excepthook.leave_alone(text)
 

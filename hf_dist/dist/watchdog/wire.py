@@ -120,7 +120,7 @@ class Collector:
         if rank is not None and rank not in self._ranks.values():
             self.heard[rank].ended = time.monotonic()
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send `message` to all connected ranks without blocking; data that a connection cannot take at once is dropped."""
         line = json.dumps(message).encode() + b"\n"
         for connection in list(self._ranks):

@@ -211,14 +211,14 @@ class DiskTensor:
     def fetch(self) -> None:
         """Start to read the elements into a buffer; idempotent."""
         if self._buffer is None:
-            self.settle()
+            self.wait()
             self._buffer = self._pool.take(self.nbytes)
             self._reading = self._file.read(self._buffer[: self.nbytes], self._offset)
 
     def get(self, *, blank: bool = False) -> torch.Tensor:
         """The elements in host memory, valid until `release`. `blank`: do not read them, as all will be written."""
         if self._buffer is None and blank:
-            self.settle()
+            self.wait()
             self._buffer = self._pool.take(self.nbytes)
         self.fetch()
         assert self._buffer is not None
@@ -238,7 +238,7 @@ class DiskTensor:
         else:
             self._pool.give(buffer, after)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the last write is complete."""
         if self._writing is not None:
             self._writing.wait()
@@ -251,7 +251,7 @@ class DiskTensor:
         start, stop, _ = which.indices(self._numel)
         if self._buffer is not None:
             return self.get()[start:stop].clone()
-        self.settle()
+        self.wait()
         size = self.dtype.itemsize
         first, last = start * size // PAGE * PAGE, -(-stop * size // PAGE) * PAGE
         buffer = host_empty(max(0, last - first), pin=False)

@@ -3,7 +3,7 @@
     fetch     start to bring the tensor into memory     a no-op if it stays in memory
     get       the elements, after they have arrived
     release   they are no longer needed, or changed     a changed tensor on disk is written in the background
-    settle    wait until the tensor is where it rests
+    wait      wait until the tensor is where it rests
 
 Users of a state make the same four calls for every tier; the tier is chosen once, when the state is created.
 """
@@ -79,7 +79,7 @@ class Resting(Protocol):
     def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
         """Free the memory. `changed`: store the current elements. `after`: CUDA events to wait for before reuse."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for a write that `release` started."""
 
 
@@ -115,7 +115,7 @@ class Resident:
     def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
         """Do nothing: the tensor stays in memory."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Do nothing: the tensor is where it rests."""
 
 
@@ -127,4 +127,4 @@ def opened(resting: Resting, *, changed: bool = False) -> Iterator[torch.Tensor]
         yield values
     finally:
         resting.release(changed=changed)
-        resting.settle()
+        resting.wait()

@@ -63,19 +63,31 @@ def balance(
     return (seen[:-1] / seen[-1] * (probability / seen[-1])).sum() * num_experts * ranks
 
 
+def _nobody() -> MeshAxis | None:
+    return None
+
+
 class RouterLoss:
     """The auxiliary loss in the forwards of one model."""
 
-    def __init__(self, mesh: ParallelMesh, accumulation: int, *, joined: bool) -> None:
-        """`accumulation`: microbatches per window; `joined`: over all ranks of `dp`, otherwise each rank's own rows."""
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        accumulation: int,
+        *,
+        joined: bool,
+        split_over: Callable[[], MeshAxis | None] = _nobody,
+    ) -> None:
+        """`accumulation`: microbatches per window; `joined`: over all ranks of `dp`, otherwise each rank's own rows;
+        `split_over()`: the ranks that each have a part of every row in the current forward, whose parts of the loss are
+        summed."""
+        self._split_over = split_over
         self.mesh = mesh
         self.accumulation = accumulation
         self.joined = joined
         self.parts: int | None = None
         """How many parts a loss that counts items has: microbatches per window times the ranks by which the caller multiplies.
         None: all microbatches and all ranks."""
-        self.split_over: Callable[[], MeshAxis | None] = lambda: None
-        """The ranks that each have a part of every row in the current forward; their parts of the loss are summed."""
         self._divided = 1
         self._before: RouterLoss | None = None
 
@@ -116,7 +128,7 @@ class RouterLoss:
     ) -> torch.Tensor:
         # Without gradient each batch is separate, because not every rank need have one.
         joins = self.joined and torch.is_grad_enabled() and not is_meta
-        parts = self.split_over()
+        parts = self._split_over()
         axis = self.mesh.dp if joins else parts
         value = own() if axis is None else joined(axis=axis)
         divisor = self._divided * (1 if parts is None else parts.size)
@@ -138,13 +150,19 @@ class RouterLoss:
             output["aux_loss"] = value * self._divided
 
 
-def router_loss_for(model: nn.Module, mesh: ParallelMesh, accumulation: int, scope: str) -> RouterLoss | None:
+def router_loss_for(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    accumulation: int,
+    scope: str,
+    split_over: Callable[[], MeshAxis | None] = _nobody,
+) -> RouterLoss | None:
     """The auxiliary loss of `model`; None if its classes have none. `scope`: `hf_dist.router_loss`. Local."""
     names = dict.fromkeys(cls.__module__ for module in model.modules() for cls in type(module).__mro__)
     modules = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), _NAME)]
     if not modules:
         return None
-    router = RouterLoss(mesh, accumulation, joined=scope == "global")
+    router = RouterLoss(mesh, accumulation, joined=scope == "global", split_over=split_over)
     unknown = [module.__name__ for module in modules if not router.take_over(module)]
     if unknown and mesh.dp.size > 1:
         say_once(

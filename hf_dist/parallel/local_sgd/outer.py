@@ -61,7 +61,7 @@ class GroupMotion:
         """The values to average, 1-D, a copy on the device. Local."""
         if self.anchor is None:
             return self.weights()
-        self.group.master.settle()  # a step may still be writing it
+        self.group.master.wait()  # a step may still be writing it
         with opened(self.group.master) as masters, opened(self.anchor) as anchor:
             return sent(anchor - masters, self.group.mesh.device)
 
@@ -71,7 +71,7 @@ class GroupMotion:
 
         `mix`: the share of this replica's own weights that is kept.
         """
-        self.group.master.settle()  # steps may have run since it was sent
+        self.group.master.wait()  # steps may have run since it was sent
         with opened(self.group.master, changed=True) as masters:
             mean = mean.to(masters.device)
             if self.anchor is None:
@@ -88,7 +88,7 @@ class GroupMotion:
     @torch.no_grad()
     def weights(self) -> torch.Tensor:
         """The master weights, 1-D, a copy on the device. Local."""
-        self.group.master.settle()
+        self.group.master.wait()
         with opened(self.group.master) as masters:
             return sent(masters.clone(), self.group.mesh.device)
 
@@ -141,7 +141,7 @@ class OuterOptimizer:
         assert sharded.mesh.replicas is not None
         self.axis: MeshAxis = sharded.mesh.replicas
         self.every = config.every
-        """Optimizer steps between two meetings; 0: the caller of `meet` counts."""
+        """Optimizer steps between two meetings; 0: the caller of `synchronize` counts."""
         self.met = True
         """Whether no step ran since the last meeting. Then a save or an evaluation covers all replicas."""
         self.interval_ended = True
@@ -175,7 +175,7 @@ class OuterOptimizer:
         if self.every and self.turns.streams:
             return self._take_turns(number)
         if self.interval_ended:
-            self.meet(scaler)
+            self.synchronize(scaler)
         return self.interval_ended
 
     def _take_turns(self, number: int) -> bool:
@@ -191,7 +191,7 @@ class OuterOptimizer:
     def _mixed(self, motion: GroupMotion) -> Callable[[torch.Tensor], None]:
         return lambda mean: motion.incoming(mean, self._mix)
 
-    def meet(self, scaler: DynamicLossScaler | None) -> None:
+    def synchronize(self, scaler: DynamicLossScaler | None) -> None:
         """Give all replicas the same weights; call `weights_changed()` afterwards. Collective over the replicas.
 
         Runs the outer step. If fragments take turns, averages the weights instead, which does not change the replicas' mean

@@ -70,6 +70,12 @@ def current() -> SplitForward | None:
     return _current.forward
 
 
+def axis_under_way() -> MeshAxis | None:
+    """The ranks that share the rows of this thread's forward; None outside of a split forward."""
+    found = current()
+    return None if found is None else found.axes.cp
+
+
 def enter(forward: SplitForward | None) -> None:
     """Set the forward that this thread is in."""
     _current.forward = forward

@@ -86,10 +86,6 @@ class SplitSequence:
     def _count_call(self) -> None:
         self.num_calls += 1
 
-    def axis_under_way(self) -> MeshAxis | None:
-        """The ranks that share the rows of this thread's forward; None outside of a split forward."""
-        return None if current() is None else self.axes.cp
-
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside, forwards run on whole rows."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_dist.log import say_once
-from hf_dist.parallel.tensor import crossings
+from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.peers import Peers
 
 __all__ = ["WholeHead"]
@@ -55,7 +55,7 @@ class WholeHead:
                 f"tensor_parallel: a loss of its own reads lm_head.{name} of {self._name}, so it is gathered from the ranks in "
                 "each forward; the model's own loss leaves it cut"
             )
-            self._gathered[key] = crossings.whole_rows(param, self.peers, self.width)
+            self._gathered[key] = tp_collectives.whole_rows(param, self.peers, self.width)
         return self._gathered[key]
 
     def _enter(self, model: nn.Module, args: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.parallel.tensor import crossings
+from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.peers import Peers
 from hf_dist.parallel.tensor.slices import Kept
 
@@ -51,7 +51,7 @@ def sum_then_bias(module: nn.Module, peers: Peers, off: Off, *, add: bool = True
         bias = None if off() else base._parameters.get("bias")
         biases.append(bias)
         if bias is not None and not add:
-            base._parameters["bias"] = crossings.zeros_of(bias)
+            base._parameters["bias"] = tp_collectives.zeros_of(bias)
         elif bias is not None:
             # GPT-2's Conv1D always adds its bias.
             base._parameters["bias"] = torch.zeros_like(bias) if type(base).__name__ == "Conv1D" else None
@@ -63,7 +63,7 @@ def sum_then_bias(module: nn.Module, peers: Peers, off: Off, *, add: bool = True
             base._parameters["bias"] = bias
         if off() or output is None or not add:
             return None
-        summed = crossings.to_invariant(output, peers)
+        summed = tp_collectives.to_invariant(output, peers)
         return summed if bias is None else summed + bias
 
     module.register_forward_pre_hook(hide)
@@ -88,7 +88,7 @@ def look_up(module: nn.Module, peers: Peers, off: Off, kept: Kept) -> None:
         if off() or not elsewhere:
             return None
         own = output.masked_fill(elsewhere.pop().unsqueeze(-1), 0.0)
-        return crossings.to_invariant(own, peers)
+        return tp_collectives.to_invariant(own, peers)
 
     module.register_forward_pre_hook(mask)
     module.register_forward_hook(gather, prepend=True)
@@ -99,7 +99,7 @@ def rotary_part(module: nn.Module, peers: Peers, off: Off, width: int) -> None:
 
     def both(output: torch.Tensor) -> torch.Tensor:
         compressed, rotary = output.split([output.shape[-1] - width, width], -1)
-        return torch.cat([compressed, crossings.to_replicated(rotary, peers)], -1)
+        return torch.cat([compressed, tp_collectives.to_replicated(rotary, peers)], -1)
 
     after(module, off, both)
 
@@ -117,4 +117,4 @@ def experts(module: nn.Module, peers: Peers, off: Off, replicated: Change) -> No
         return tuple(changed), kwargs
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    after(module, off, lambda out: crossings.to_invariant(out, peers))
+    after(module, off, lambda out: tp_collectives.to_invariant(out, peers))

@@ -26,7 +26,7 @@ from torch import nn
 
 from hf_dist.errors import ModelError
 from hf_dist.memory.activation.tape import kept
-from hf_dist.parallel.tensor import crossings
+from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.overlap import Crossed
 from hf_dist.parallel.tensor.peers import Peers
 from hf_dist.parallel.tensor.plan import ROW, WHOLE_EXPERTS, pattern_of, stock_name
@@ -181,11 +181,11 @@ class Stack:
 
         def join(x: torch.Tensor) -> torch.Tensor:
             self._same_tokens()
-            return crossings.whole_sequence(x, self.peers, self.length)
+            return tp_collectives.whole_sequence(x, self.peers, self.length)
 
         def split(x: torch.Tensor, training: bool) -> torch.Tensor:
             self._own_tokens(training=training)
-            return crossings.to_rows_of_sequence(x, self.peers, self.length)
+            return tp_collectives.to_rows_of_sequence(x, self.peers, self.length)
 
         child.register_forward_pre_hook(
             lambda module, args, kwargs: None if self.off else _first(args, kwargs, join), with_kwargs=True
@@ -202,8 +202,10 @@ class Stack:
             if self.is_whole():
                 return None
             if not isinstance(output, tuple):
-                return crossings.to_equal_gradient(output, self.peers)
-            return tuple(crossings.to_equal_gradient(t, self.peers) if i == index else t for i, t in enumerate(output))
+                return tp_collectives.to_equal_gradient(output, self.peers)
+            return tuple(
+                tp_collectives.to_equal_gradient(t, self.peers) if i == index else t for i, t in enumerate(output)
+            )
 
         router.register_forward_hook(hook, prepend=True)
 
@@ -213,7 +215,7 @@ class Stack:
         def join(logits: torch.Tensor) -> torch.Tensor:
             here = -(-self.length // self.peers.size)
             rows = logits.reshape(-1, here, logits.shape[-1])
-            return crossings.whole_sequence(rows, self.peers, self.length).reshape(
+            return tp_collectives.whole_sequence(rows, self.peers, self.length).reshape(
                 *_joined_shape(logits, rows, self.length)
             )
 
@@ -262,17 +264,17 @@ class Stack:
         self._same_tokens()
         products = [product for known in self._products.get(id(child), ()) if (product := known()) is not None]
         if not products:
-            return crossings.whole_sequence_replicated(x, self.peers, self.length)
-        self._crossed = crossings.whole_sequence_early(x, self.peers, self.length, products)
+            return tp_collectives.whole_sequence_replicated(x, self.peers, self.length)
+        self._crossed = tp_collectives.whole_sequence_early(x, self.peers, self.length, products)
         return self._crossed.entering(child)
 
     def _left(self, x: torch.Tensor, training: bool) -> torch.Tensor:
         self._crossed = None
         if self._plain:
             self._same_tokens()
-            return crossings.to_invariant(x, self.peers)
+            return tp_collectives.to_invariant(x, self.peers)
         self._own_tokens(training=training)
-        return crossings.sum_over_sequence(x, self.peers, self.length)
+        return tp_collectives.sum_over_sequence(x, self.peers, self.length)
 
     # ------------------------------------------------------------------ lengths
 
@@ -299,7 +301,7 @@ class Stack:
             return None
 
         def split(x: torch.Tensor) -> torch.Tensor:
-            return crossings.to_rows_of_sequence(self._measure(x), self.peers, self._length)
+            return tp_collectives.to_rows_of_sequence(self._measure(x), self.peers, self._length)
 
         changed = _first(args, kwargs, split)
         self._remember(*changed)
@@ -329,7 +331,7 @@ class Stack:
     def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
         if self.off:
             return None
-        return _changed(output, lambda x: crossings.whole_sequence(x, self.peers, self.length))
+        return _changed(output, lambda x: tp_collectives.whole_sequence(x, self.peers, self.length))
 
 
 def _joined_shape(logits: torch.Tensor, rows: torch.Tensor, length: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 from hf_dist.errors import ModelError
 from hf_dist.memory.loss.lazy_logits import LazyLogits
 from hf_dist.memory.loss.vocabulary import VocabularySplit
-from hf_dist.parallel.tensor import crossings
+from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.head import WholeHead
 from hf_dist.parallel.tensor.overlap import Crossed, splits_backward
 from hf_dist.parallel.tensor.peers import Peers
@@ -195,9 +195,9 @@ class SplitModel:
         if known is None or known[0]() is not tensor:
             readers = [reader for ref in self._readers.get(id(module), ()) if (reader := ref()) is not None]
             crossed = (
-                crossings.to_replicated_early(tensor, self.peers, readers)
+                tp_collectives.to_replicated_early(tensor, self.peers, readers)
                 if readers
-                else Crossed(crossings.to_replicated(tensor, self.peers))
+                else Crossed(tp_collectives.to_replicated(tensor, self.peers))
             )
             known = self._crossed[id(tensor)] = weakref.ref(tensor), crossed
             # A recomputed block ends by an exception, without its hooks, so the crossing would keep the block's graph.
@@ -267,10 +267,10 @@ class SplitModel:
         if style in GATHERED:
             if next(module.parameters(), None) is not None:  # else it belongs to another pipeline stage
                 width = self._whole_width(name)[0]
-                after(module, self._off, lambda out: crossings.whole_columns_replicated(out, peers, width))
+                after(module, self._off, lambda out: tp_collectives.whole_columns_replicated(out, peers, width))
         elif style in ROW:
             if style != "rowwise":
-                before(module, self._off, lambda x: x[..., slice(*crossings.columns_of(peers, x.shape[-1]))])
+                before(module, self._off, lambda x: x[..., slice(*tp_collectives.columns_of(peers, x.shape[-1]))])
             if peers.rank > 0:  # the end of the region sums the ranks' outputs
                 sum_then_bias(module, peers, self._off, add=False)
         elif style == "moe_identity_expert":
@@ -293,7 +293,7 @@ class SplitModel:
                 self._gather(name, module, is_head=is_head)
         elif style in ROW:
             if style != "rowwise":
-                before(module, self._off, lambda x: crossings.to_columns(x, peers, x.shape[-1]))
+                before(module, self._off, lambda x: tp_collectives.to_columns(x, peers, x.shape[-1]))
             sum_then_bias(module, peers, self._off)
         elif style == "embedding_rowwise":
             if (kept := self._kept(name)) is not None:
@@ -308,7 +308,7 @@ class SplitModel:
         elif style == "moe_identity_expert":
             before(module, self._off, lambda x: x / peers.size)
         elif style == "all_reduce":
-            after(module, self._off, lambda out: crossings.to_invariant(out, peers))
+            after(module, self._off, lambda out: tp_collectives.to_invariant(out, peers))
 
     def _gather(self, name: str, module: nn.Module, *, is_head: bool) -> None:
         """V -> I. Logits stay split until something other than the loss reads them."""
@@ -318,7 +318,7 @@ class SplitModel:
         peers = self.peers
 
         def gather(output: torch.Tensor) -> torch.Tensor:
-            return crossings.whole_columns(output, peers, width)
+            return tp_collectives.whole_columns(output, peers, width)
 
         if is_head:
             self.vocabulary = VocabularySplit(peers, first, width, gather, lambda: not self.is_whole)

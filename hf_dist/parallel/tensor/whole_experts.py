@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.parallel.tensor import crossings
+from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.peers import Peers
 
 __all__ = ["compute_own_rows"]
@@ -47,7 +47,7 @@ def compute_own_rows(module: nn.Module, peers: Peers, applies: Callable[[], bool
         if in_region:
             before, behind = (output.new_zeros(n * len(output), output.shape[1]) for n in _others(peers))
             return torch.cat([before, output, behind])[:count].reshape(shape)
-        return crossings.whole_sequence(output.unsqueeze(0), peers, count).reshape(shape)
+        return tp_collectives.whole_sequence(output.unsqueeze(0), peers, count).reshape(shape)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, prepend=True, always_call=True)
@@ -59,8 +59,8 @@ def _others(peers: Peers) -> tuple[int, int]:
 
 
 def _own(rows: torch.Tensor, peers: Peers) -> torch.Tensor:
-    return crossings.own_part(peers, crossings.padded(rows, 0, -(-len(rows) // peers.size) * peers.size), 0)
+    return tp_collectives.own_part(peers, tp_collectives.padded(rows, 0, -(-len(rows) // peers.size) * peers.size), 0)
 
 
 def _scattered(rows: torch.Tensor, peers: Peers) -> torch.Tensor:
-    return crossings.to_rows_of_sequence(rows.unsqueeze(0), peers, len(rows)).squeeze(0)
+    return tp_collectives.to_rows_of_sequence(rows.unsqueeze(0), peers, len(rows)).squeeze(0)

@@ -98,7 +98,7 @@ def curve(rank: int, world: int, section: dict[str, Any], folder: str, begins: b
             engine.backward(engine(input_ids=rows, labels=rows).loss)
             engine.step()
             if step == STEPS:  # fragments that meet in turn: what is evaluated is all of them
-                engine.meet()
+                engine.synchronize_replicas()
         sent += sum(e.nbytes for e in log.entries if e.axis in ("shard", "dp", "dp_replicate"))
         if step % EVALUATED == 0:
             mine = held_out[rank::world]

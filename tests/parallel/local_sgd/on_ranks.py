@@ -96,7 +96,7 @@ def train(
             loss = engine.run_window([rows_of(of_replica, at // layout.cp, readers)], one)
             engine.step()
         if step == work.steps:
-            engine.meet()
+            engine.synchronize_replicas()
         foreign.append(mesh.sequence_number() - before)
         found: dict[tuple[str, str], int] = {}
         for entry in log.entries:

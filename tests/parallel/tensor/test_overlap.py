@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_dist.parallel.pipeline.backward import StageGraph
-from hf_dist.parallel.tensor import crossings
+from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.peers import Started
 from tests.harness import run_ranks
 from tests.parallel.tensor.overlapped import order
@@ -64,7 +64,7 @@ def test_a_split_backward_defers_the_weight_gradients_and_sums_once(is_leaf: boo
     found: list[list[torch.Tensor]] = []
     for early in (False, True):
         x = received.view_as(received) if is_leaf else first(received)
-        crossed = crossings.to_replicated_early(x, peers, products) if early else None  # type: ignore[arg-type]
+        crossed = tp_collectives.to_replicated_early(x, peers, products) if early else None  # type: ignore[arg-type]
         out = sum(p(crossed.entering(p) if crossed else x).tanh() for p in products)
         graph = StageGraph([received], [out])
         graph.backward_input([torch.ones(2, 3, 4)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist.parallel.tensor import crossings
+from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.peers import Peers, ThreadPeers, run_threads
 
 SIZES = (2, 3)
@@ -33,7 +33,7 @@ def columns(rank: int, size: int) -> slice:
 def test_what_a_cut_product_reads_gets_the_sum_of_the_ranks_gradients(size: int) -> None:
     def run(peers: Peers) -> Any:
         x = whole(0).requires_grad_()
-        y = crossings.to_replicated(x, peers)
+        y = tp_collectives.to_replicated(x, peers)
         y.backward(whole(10 + peers.rank))
         return y.detach(), x.grad
 
@@ -47,7 +47,7 @@ def test_what_a_cut_product_reads_gets_the_sum_of_the_ranks_gradients(size: int)
 def test_parts_of_a_sum_are_added_up_and_the_gradient_is_the_same_on_each(size: int) -> None:
     def run(peers: Peers) -> Any:
         x = whole(peers.rank).requires_grad_()
-        y = crossings.to_invariant(x, peers)
+        y = tp_collectives.to_invariant(x, peers)
         y.backward(whole(10))
         return y.detach(), x.grad
 
@@ -61,10 +61,10 @@ def test_parts_of_a_sum_are_added_up_and_the_gradient_is_the_same_on_each(size: 
 def test_columns_that_do_not_divide_are_gathered_and_taken_apart(size: int) -> None:
     def run(peers: Peers) -> Any:
         own = whole(0)[..., columns(peers.rank, size)].clone().requires_grad_()
-        joined = crossings.whole_columns(own, peers, WIDTH)
+        joined = tp_collectives.whole_columns(own, peers, WIDTH)
         joined.backward(whole(10))
         x = whole(1).requires_grad_()
-        part = crossings.to_columns(x, peers, WIDTH)
+        part = tp_collectives.to_columns(x, peers, WIDTH)
         part.backward(whole(11)[..., columns(peers.rank, size)])
         return joined.detach(), own.grad, part.detach(), x.grad
 
@@ -80,14 +80,14 @@ def test_parts_of_a_sequence_of_any_length_are_those_of_the_padded_one(size: int
     padded = -(-LENGTH // size) * size
 
     def own(t: torch.Tensor, rank: int) -> torch.Tensor:
-        return crossings.padded(t, 1, padded).chunk(size, 1)[rank]
+        return tp_collectives.padded(t, 1, padded).chunk(size, 1)[rank]
 
     def run(peers: Peers) -> Any:
         x = whole(0).requires_grad_()
-        part = crossings.to_rows_of_sequence(x, peers, LENGTH)
+        part = tp_collectives.to_rows_of_sequence(x, peers, LENGTH)
         part.backward(own(whole(10), peers.rank))
         mine = own(whole(1), peers.rank).clone().requires_grad_()
-        everything = crossings.whole_sequence(mine, peers, LENGTH)
+        everything = tp_collectives.whole_sequence(mine, peers, LENGTH)
         everything.backward(whole(11))
         return part.detach(), x.grad, everything.detach(), mine.grad
 
@@ -120,10 +120,10 @@ def test_a_region_over_parts_of_a_sequence_is_the_product_of_one_process(size: i
         part = slice(peers.rank * width // size, (peers.rank + 1) * width // size)
         inner = x.clone().requires_grad_()
         a, b = first[:, part].clone().requires_grad_(), second[part].clone().requires_grad_()
-        own = crossings.to_rows_of_sequence(inner, peers, length)
-        entered = crossings.whole_sequence_replicated(own, peers, length)
-        left = crossings.sum_over_sequence(product(entered, a, b), peers, length)
-        out = crossings.whole_sequence(left, peers, length)
+        own = tp_collectives.to_rows_of_sequence(inner, peers, length)
+        entered = tp_collectives.whole_sequence_replicated(own, peers, length)
+        left = tp_collectives.sum_over_sequence(product(entered, a, b), peers, length)
+        out = tp_collectives.whole_sequence(left, peers, length)
         out.square().sum().backward()
         return out.detach(), inner.grad, a.grad, b.grad
 
@@ -153,7 +153,7 @@ def test_models_may_write_into_what_a_crossing_returns(name: str) -> None:
     def run(peers: Peers) -> None:
         x = torch.randn(1, 4, 6, requires_grad=True)
         extra = {"whole_columns": 12, "to_rows_of_sequence": 4, "whole_sequence": 8}.get(name, 0)
-        out = getattr(crossings, name)(x * 1.0, peers, extra)
+        out = getattr(tp_collectives, name)(x * 1.0, peers, extra)
         out += 1
         out.sum().backward()
 
