@@ -52,6 +52,7 @@ class Handle:
 
     def complete(self, timeout: timedelta) -> None:
         """Wait for these transfers without using the result, before this rank leaves. Raises `RuntimeError` if one fails."""
+        # The works are dropped first: a wait that raises must not be repeated by whoever holds the handle.
         works, self._works = self._works, []
         for work in works:
             work.wait(timeout)
@@ -61,6 +62,7 @@ class Handle:
         if self._under_way is not None:
             self._under_way.discard(self)
             self._under_way = None
+        # Idempotent: several owners of a buffer wait for the same handle, and `finish` may divide in place.
         works, finish, self._works, self._finish = self._works, self._finish, [], None
         for work in works:
             work.wait() if isinstance(work, Handle) else _block_on(work)
@@ -96,6 +98,7 @@ def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
         return Handle([])
     part = full.numel() // axis.size
     count("all_gather", axis, (axis.size - 1) * part * full.element_size())
+    # In place, which NCCL allows where the input is the rank's own part of the output: no second buffer.
     own = full.narrow(0, axis.rank * part, part)
     if not _is_gloo(axis.group):
         return Handle([_all_gather(full, own, group=axis.group, async_op=True)])
@@ -107,6 +110,7 @@ def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
 def _exchange_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
     parts = list(full.chunk(axis.size)) if full.numel() else [full] * axis.size
     works: list[Any] = []
+    # Straight into the places of the result. Each rank begins with another peer, so that no rank gets everything at once.
     for step in range(1, axis.size):
         to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
         works.append(dist.irecv(parts[source], group=axis.group, group_src=source))
@@ -128,6 +132,7 @@ def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: st
     count("reduce_scatter", axis, (axis.size - 1) * part * full.element_size())
     if not _is_gloo(axis.reduce_group):
         return _scatter_sum(axis, full, out, op)
+    # Two ranks on one GPU (tests) can only use gloo, which sums on the host.
     if full.is_cuda:
         host = torch.empty(part, dtype=out.dtype)
         _exchange_sum(axis, full.cpu(), host, op).wait()
@@ -143,6 +148,7 @@ def _scatter_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str)
     code, before, after = _mean_of(full.dtype, axis.size) if op == "mean" else (dist.ReduceOp.SUM, 1, 1.0)
     if before != 1:
         full.mul_(1.0 / before)
+    # NCCL reduces into the dtype that it sends: a wider result needs its own buffer first.
     same = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
     work = _reduce_scatter(same, full, op=code, group=axis.reduce_group, async_op=True)
     return Handle([work], lambda: _divide(out, same, after))
@@ -173,6 +179,7 @@ def _divide(out: torch.Tensor, values: torch.Tensor, divisor: float) -> None:
 
 def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str) -> Handle:
     part = out.numel()
+    # Each peer's part apart: additions then have a fixed order, and a run repeats bitwise, whoever arrives first.
     received = in_huge_pages(torch.empty((axis.size - 1) * part, dtype=full.dtype))
     works: list[Any] = []
     for step in range(1, axis.size):
@@ -203,6 +210,7 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
     code = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     if _is_gloo(group) and tensor.is_cuda:
         return _through_host(tensor, lambda host: dist.all_reduce(host, op=code, group=group))
+    # gloo's ring has a start-up of its own; for little data between two ranks one exchange is faster (EXCHANGED_NBYTES).
     if _is_gloo(group) and axis.size == 2 and 0 < tensor.numel() * tensor.element_size() <= EXCHANGED_NBYTES:
         return _exchange_whole(axis, tensor, op)
     before, after = 1, 1.0
@@ -244,6 +252,7 @@ def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list
     if group is None:
         out.copy_(rows)
         return Handle([])
+    # Bytes for other ranks only: what a rank keeps is not sent.
     row = rows[:1].numel() * rows.element_size() if len(rows) else 0
     count("all_to_all", axis, (len(rows) - sent[axis.rank]) * row)
     if _is_gloo(group) and rows.is_cuda:
@@ -274,6 +283,7 @@ def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
     if _is_gloo(axis.group):
         work = dist.irecv(received, group=axis.group, group_src=source)
         return Handle([work, dist.isend(sent, group=axis.group, group_dst=to)], lease=axis.lease)
+    # In one batch: a lone NCCL send ends only when its receive begins, so a ring of lone sends would wait for ever.
     both = [
         dist.P2POp(dist.isend, sent, group=axis.group, group_peer=to),
         dist.P2POp(dist.irecv, received, group=axis.group, group_peer=source),

@@ -83,6 +83,7 @@ def cut_model(
     Does not read lazy weights. Raises `ModelError` if the model cannot be split correctly, `TopologyError` for an impossible
     partition.
     """
+    # Ranks that planned with different examples would cut in different places, and each would wait for another tensor.
     batch = _shared(mesh, example.batch)
     num_stages = config.stages * config.virtual_stages
     split = plan_stages(model, batch, num_stages, method=config.partition_method, run=example.run)
@@ -102,6 +103,7 @@ def cut_model(
             mesh.pp.rank in ranks
         ):  # a separate axis, and so a separate group: stages may have different shared parameters in a unit
             holders[shared.names[0]] = replace(made[ranks])
+    # Before the cut: checkpoints, plans and counts need the names and shapes of all stages.
     whole = meta_twin(model)
     references = {name: weakref.ref(p) for name, p in model.named_parameters()}
     visits = Visits(model, split.plan, mesh.pp, precision.compute_dtype)
@@ -163,6 +165,7 @@ def refuse_state_dict(model: nn.Module) -> None:
     """Make `model.state_dict()` raise: it would silently hold a part of the model (and `save_pretrained` write a part)."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        # A nested call has a prefix; only the outermost is a user's.
         if not prefix and not keep_vars:  # our own code passes `keep_vars`
             raise ModelError(
                 f"{type(module).__name__}.state_dict() on a pipeline rank has only the parameters of its stages. Use "
@@ -212,6 +215,7 @@ class Pipeline:
             mesh.axes.lines("pp"), ring=config.virtual_stages > 1, rank=mesh.world.rank, group_of=mesh.groups.one_of
         )
         self.transport = P2PTransport(channels, mesh.device)
+        # Now, on all ranks in one order: NCCL connects at the first message, which in the middle of a schedule is a deadlock.
         self.transport.connect()
         refuse_state_dict(sharded.model)
         self._losses: list[torch.Tensor] | None = None  # passed to `backward` while a window runs
@@ -259,6 +263,7 @@ class Pipeline:
         def function(model: nn.Module, microbatch: Any) -> torch.Tensor:
             value = step(model, microbatch)
             values.append(value.detach())
+            # The schedule differentiates in its turn, so `step`'s call of `backward` has only left the loss here.
             return to_differentiate.pop()
 
         try:
@@ -286,7 +291,9 @@ class Pipeline:
             _ZeroHooks(self.sharded, schedule, self.mesh.pp.rank),
         )
         first = microbatches[0]
+        # Called here, because on later stages no forward of the whole model tells of the user's arguments.
         self.sharded.passes.begin_training(*(((), first) if isinstance(first, Mapping) else ((first,), {})))
+        # Held: between the microbatches of a window a stage's units stay gathered where `Stay.WINDOW` says so.
         with self._random_numbers(step), self.sharded.held():
             run.run(microbatches, function)
         self._windows += 1
@@ -311,6 +318,7 @@ class Pipeline:
 
     def share_loss(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp."""
+        # float64: a sum of many fp32 losses is then the same whatever the order of microbatches.
         message = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.pp.rank == self.last:
             message.copy_(torch.stack([v.detach().double().reshape(()) for v in values]).sum())
@@ -321,6 +329,7 @@ class Pipeline:
         """The last stage's `value`, on every rank of the pipeline. Collective over pp."""
         is_last = self.mesh.pp.rank == self.last
         shapes = pytree.mapped(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)
+        # Shapes first, as objects; tensors then travel as bytes, in any dtype, without a pickle of their data.
         shapes = collectives.broadcast_object(self.mesh.pp, shapes if is_last else None, self.last)
         own = iter(pytree.leaves(value)) if is_last else None
 
@@ -378,6 +387,7 @@ class _ZeroHooks(Hooks):
         if is_last:
             self.open.discard(number)
             finishing = set(self.sharded.passes.kinds[number].units)
+            # A unit of several stages of this rank (a tied embedding) gets gradients until the last of them is done.
             for other in self.open:
                 finishing -= set(self.sharded.passes.kinds[other].units)
         self.sharded.passes.begin_backward(finishing)

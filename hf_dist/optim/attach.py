@@ -71,6 +71,7 @@ class FragmentedOptimizer:
         """Marked while this object calls the optimizer, to distinguish our calls from those of user code."""
         stepping = sight.stepping
         # Half-precision gradients are lent in fp32, for one group at a time to save memory.
+        # An optimizer computes in the dtype of its gradient: bf16 ones would round every update of the fp32 masters.
         casts = stepping is Stepping.FRAGMENTS and sharded.precision.reduced.itemsize < MASTER_DTYPE.itemsize
         self._one_by_one = one_by_one or rounding is not None or casts
         self._of_group = functools.partial(RoundedBatch, rounding=rounding) if rounding is not None else None
@@ -88,14 +89,17 @@ class FragmentedOptimizer:
         self._find_owners(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut_group(group)
+        # Groups that differ between ranks would step one parameter with two learning rates, without an error.
         check_same_params(self.param_names, sharded.mesh)
         follow(optimizer, self.stands)
         everything = list(self._by_owner.values())
+        # `start_anew` goes back to these: classes like Adagrad make states when they are made, and expect them.
         self._initial = {
             f: {key: remembered(value) for key, value in optimizer.state[f.tensor].items()}
             for f in everything
             if f.tensor in optimizer.state
         }
+        # Parameters that are in no group stay as they are, as in torch.
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.fragments = [f for f in everything if id(f.tensor) in stepped]
         self.batches = self._batched(self.fragments)
@@ -104,6 +108,7 @@ class FragmentedOptimizer:
         self._narrowed: Narrowed | None = None  # of this window; has the options of param groups before its first step
         self._open: deque[StepBatch] = deque()  # fetched, perhaps still being written to disk
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
+        # States on the host are stepped by the CPU, where one fused kernel reads every state once.
         if sharded.mesh.device.type != "cpu" and not self.on_device:
             prefer_fused(optimizer)
         for batch in self.batches:
@@ -129,6 +134,7 @@ class FragmentedOptimizer:
         names: list[str] = []
         stands: list[StandIn] = []
         for p in group["params"]:
+            # By the parameter object, before its place is taken: the state's key would be gone.
             state = self.optimizer.state.pop(p, None)
             fragment, name = self._fragment_of(p)
             names.append(name)
@@ -176,6 +182,7 @@ class FragmentedOptimizer:
         added = self._cut_group(group)
         follow(self.optimizer, self.stands)
         self.fragments += added
+        # One batch means one kernel for all parameters, so the new ones join it.
         if self.on_device and not self._one_by_one:
             self.batches = self._batched(self.fragments)
         else:  # existing batches may have states on loan or on disk
@@ -209,6 +216,7 @@ class FragmentedOptimizer:
         """
         before = self._written
         self.note_written()
+        # torch counts writes of a tensor in its version. A sum over all stand-ins is one number to compare in each forward.
         # What writes masters by itself counts its changes.
         if self._whole is not None or self._written[0] == before[0] or self._written[1] != before[1]:
             return False
@@ -234,6 +242,7 @@ class FragmentedOptimizer:
         states stay on the device, else once per batch, while other states are read from and written to disk: see
         [Note: stepping in batches].
         """
+        # Owners step whole tensors and send the parts back, so the masters of every rank have changed, also where it owns none.
         if self._whole is not None:
             self._whole.step(used)
             self._deliver()
@@ -262,6 +271,7 @@ class FragmentedOptimizer:
         if len(self.batches) == 1 and self.batches[0].on_device and not self._stepped:
             if first is not None and takes_scaling(self.optimizer):
                 narrowed = self._narrowing()
+                # The unit that is read first is stepped first: its gather then runs beside the step of the others.
                 for part in self.batches[0].parted(first[0].trainable):
                     with narrowed.to(part.fragments), handed_on(part, self.optimizer, used), self._stepping(scaling):
                         self.optimizer.step()
@@ -274,6 +284,7 @@ class FragmentedOptimizer:
             return
         left = [batch for batch in self.batches if id(batch) not in self._stepped]
         for k, batch in enumerate(left):
+            # One batch ahead: its states come from disk while this one is stepped (memory for two batches).
             if k + 1 < len(left):
                 self._read_ahead(left[k + 1])
             self._step_batch(batch, used, scaling)
@@ -324,6 +335,7 @@ class FragmentedOptimizer:
         count = torch.get_num_threads() if batch.on_device else storage.num_threads
         with narrowed, threads(count), handed_on(batch, self.optimizer, used), self._stepping(scaling):
             self.optimizer.step()
+        # Without `pipeline_write`, as in DeepSpeed, the disk is done with one batch before the next is read.
         if not storage.writes_beside:
             batch.wait()
 

@@ -134,6 +134,7 @@ class FlatGroup:
             self.rest.changed()
             self.rest.deliver(masters)
         self.rest.storage.link.wait_device()
+        # From files each rank has read a part; weights in memory were copied whole above, without a collective.
         if streamed and self.is_replicated:
             self._gather_streamed()
         self.reshard()  # first: where weights rest sharded, the buffer was never filled, and no second copy is kept of it
@@ -144,6 +145,7 @@ class FlatGroup:
         first, last = self.owned if streamed else self.resting
         mine = masters[first - self.resting[0] : last - self.resting[0]]
         for index, (slot, p, source) in enumerate(zip(self.layout.slots, self.params, sources, strict=True)):
+            # Straight from the file into the masters: at no time does the rank hold the whole parameter.
             if source is not None:
                 read_overlap(mine, first, source, slot)
                 release(p)
@@ -232,6 +234,8 @@ class FlatGroup:
             if self.is_cut and not self.pins:
                 self.full.hide()
             return
+        # Before the buffer is freed: what user code has written since the gather would be lost. Then only weights of now may
+        # become the second copy: stale ones would be gathered from it in backward.
         self.full.drain()
         self.take_writes()
         if self._full_is_master:
@@ -251,6 +255,7 @@ class FlatGroup:
         full = self.full
         if not full.writable or full.state is not WeightState.READABLE or not full.writes.happened:
             return
+        # Elements of a tensor that user code put in the place of `p.data` come back into the flat buffer first.
         full.writes.take_back()
         if self.adopt_full():
             self.rest.write_back()

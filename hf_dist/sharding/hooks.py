@@ -122,8 +122,10 @@ class Passes:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs before the forward of a module that contains every unit; the outermost such module begins the pass."""
+        # A forward that raised has left units gathered and calls open: they must not count in this one.
         if self._forward.was_cut_off:
             self._end_forward()
+        # A base model inside a head, PEFT around a model: each contains all units, and only the outermost begins the pass.
         if not self._forward.enter(hooks=2):
             return None
         if recomputing():
@@ -133,10 +135,12 @@ class Passes:
             self._abandon_window()
         self.listener.now.before_forward()
         if torch.is_grad_enabled():
+            # Statistics of BatchNorm and the like: only a training forward changes them on purpose.
             self.buffers.watch()
             self.begin_training(args, kwargs)
         self.orders.forward.restart()
         self.prefetch.ahead(self.orders.forward, None)
+        # Autocast caches its casts of weights. Where a unit frees its weights, a cache would keep them all (precision.py).
         keeps = self.params_rest is not Placement.SHARD
         inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs, keeps_casts=keeps)
         if self._mixed is not None:
@@ -161,6 +165,7 @@ class Passes:
         keep: set[int | None] = set()
         if tensors and torch.is_grad_enabled():
             keep = {0, self.orders.forward.last, *(u.index for u in self.units if u.stay > Stay.USE)}
+        # Every gather is a collective: a rank whose data took no expert or skipped a layer joins in, or the others hang.
         for index in self.orders.forward.rest():  # units that perhaps only other ranks' data used
             self.units[index].unshard()
             if index not in keep:
@@ -189,6 +194,7 @@ class Passes:
 
         A head has its turn after the blocks. Gathered first, it would delay the first block.
         """
+        # Outside of a forward nobody knows which ranks read: `make_readable` (group.py) decides instead.
         if self._forward.depth == 0 or self.paused or recomputing():
             return False
         self.prefetch.issue(self.orders.forward.reach(0))
@@ -221,6 +227,7 @@ class Passes:
     def _watch_inputs(self, unit: ShardUnit, args: Any, kwargs: Any) -> Any:
         """Route differentiable inputs through an identity that reports when the call's backward reaches them."""
         unit_call = Call(has_inputs=False)
+        # A stack: the forward of a unit may call the unit again.
         self._calls[unit.index].append(unit_call)
         # Only early freeing needs the report. Without the identity, a block may write into its inputs in place.
         if not torch.is_grad_enabled() or self.params_rest is not Placement.SHARD:
@@ -259,6 +266,7 @@ class Passes:
                 passes._pre_backward(reached, call)
 
         for tensor in tensors:
+            # On the tensors: for a module's full backward hook torch wraps outputs, which then cannot be written in place.
             tensor.register_hook(hook)
 
     # ----------------------------------------------------------------- backward
@@ -267,6 +275,7 @@ class Passes:
         if self._in_backward or self.scheduled:
             return
         self._start_backward()
+        # Runs when autograd is done with this backward: no hook of a module or tensor sees the end. FSDP2 does the same.
         Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _start_backward(self, finishing: Container[int] | None = None) -> None:
@@ -274,10 +283,12 @@ class Passes:
         if finishing is None:
             finishing = range(len(self.units)) if is_last else ()
         self._in_backward = True
+        # Numbers tell a call of this backward from one that a retained graph runs again.
         self._num_backwards += 1
         self.reducer.begin_backward(finishing)
         self.orders.backward.restart()
         self.reducer.order.restart()
+        # Counters start anew for every backward: reentrant checkpointing and retained graphs run units more than once.
         for unit in self.units:
             stays = self.params_rest is not Placement.SHARD or unit.stay is Stay.WINDOW
             unit.begin_backward(reduces=self.reducer.reduces(unit.index), stays=stays)
@@ -313,6 +324,7 @@ class Passes:
         if call.started_in == self._num_backwards:
             return
         call.started_in = self._num_backwards  # a retained graph can run backward again
+        # Only a call that can report its inputs is waited for: a first layer without differentiable inputs never reports.
         unit.open_calls += call.has_inputs
         if not unit.needed_in_backward:
             return
@@ -332,6 +344,7 @@ class Passes:
         self._check_complete(unit)
 
     def _check_complete(self, unit: ShardUnit) -> None:
+        # Gradients alone do not show that a unit is done: a shared or frozen part may still need its weights for its inputs.
         if unit.waiting or unit.open_calls:
             return
         if unit.frees_early:
@@ -349,6 +362,7 @@ class Passes:
         """Runs when autograd has finished. Units that did not complete on this rank still take part in their collectives."""
         if not self._in_backward:
             return
+        # Units that this rank's data did not reach: other ranks gathered them, and a collective needs every rank.
         for index in self.orders.backward.rest():
             self.units[index].unshard()
             self._rest(self.units[index])
@@ -358,6 +372,7 @@ class Passes:
         self._end_backward()
         if not self.orders.agreed:
             # After the first backward, all ranks switch to the observed order.
+            # Autograd's order of siblings differs from rank to rank. Collectives in different orders hang NCCL and mix up gloo.
             self.orders.agree(collectives.all_gather_object(self.mesh.dp, self.orders.seen()))
 
     def _abandon_window(self) -> None:
@@ -395,6 +410,7 @@ def _gradient_arrived(
 ) -> None:
     """Parameter hook: autograd has accumulated the gradient. Called thousands of times per step."""
     unit = them()
+    # `idle` first: most gradients come inside a backward in which the unit has nothing to do at this stage.
     if unit is None or unit.idle:
         return
     passes = me()

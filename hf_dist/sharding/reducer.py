@@ -77,6 +77,7 @@ class Reducer:
             return
         if unit.index not in self.order.seen:
             self.order.seen.append(unit.index)
+        # Not in order of readiness: ranks finish units in different orders, and reductions must pair up on all of them.
         while (index := self.order.peek()) is not None and (self.units[index].complete or not self.reduces(index)):
             self.order.advance()
             if self.reduces(index):
@@ -117,7 +118,9 @@ class Reducer:
         """Add the follow-up of a group's last reduction of the window: further axes, or the optimizer step in backward."""
         if group.axes.then:
             self._followed.add(id(group))
+            # As a follow-up of the reduce-scatter's handle: the host need not wait between the two axes.
             return Handle([handle], functools.partial(self._combine, group, 0))
+        # A group with further axes (above) steps at the window's end: its gradient is not final here.
         if self.listener.now.steps_in_backward:
             return Handle([handle], functools.partial(self._final, group))
         return handle
@@ -148,6 +151,7 @@ class Reducer:
         self._unfinished.clear()
         self.finishing = range(len(self.units))
         for unit in rest:
+            # At stages 0 and 1 gradients wait unreduced in the window's buffer; at 2 and 3 each backward has reduced them.
             if self.placements.grads is not Placement.SHARD:
                 self._reduce(unit)
                 continue
@@ -155,6 +159,7 @@ class Reducer:
                 self._in_flight.append((group, 0, self._finished(group, Handle([]))))
         self.finish()
         for unit in self.units:
+            # After the reductions: what user code assigned is the gradient of all ranks, which must not be averaged again.
             for group in unit.trainable:
                 if group.access is not None:
                     group.access.adopt()
@@ -195,6 +200,7 @@ class Reducer:
         waiting = sorted(self._at_end, key=lambda pair: pair[0].layout.slots[0].name)
         together: dict[Any, tuple[Combination, list[FlatGroup]]] = {}
         for group, row in waiting:
+            # Stages hold different sets of tied weights. Joined in one message, their lengths would differ from stage to stage.
             alone = group.layout.slots[0].name if row.between_stages else ""
             key = (id(row.axis), row.operation, group.gradient.dtype, alone)
             together.setdefault(key, (row, []))[1].append(group)
