@@ -29,11 +29,11 @@ class PipelineMixin:
 
     args: Any
     accelerator: Any
-    _window: list[Any]
+    _microbatches: list[Any]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """HF's, but first drops batches that an interrupted run had collected."""
-        self._window = []
+        self._microbatches = []
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         if engine is not None:
             engine.window.abandon()
@@ -45,10 +45,10 @@ class PipelineMixin:
         if engine is None or not engine.runner.takes_windows:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             return loss
-        self._window = [*self._window, self._prepare_inputs(inputs)]  # type: ignore[attr-defined]
+        self._microbatches = [*self._microbatches, self._prepare_inputs(inputs)]  # type: ignore[attr-defined]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=engine.device)
-        window, self._window = self._window, []
+        window, self._microbatches = self._microbatches, []
         self.optimizer.train()  # type: ignore[attr-defined]
         step = super().training_step  # type: ignore[misc]
         # Copies: losses may remove labels from their batch, and a rank with several stages runs each batch several times.

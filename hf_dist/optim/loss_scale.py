@@ -67,7 +67,7 @@ class DynamicLossScaler:
         _refuse_impossible(scale, window, min_scale, hysteresis)
         self.scale = float(scale)
         self.dynamic = dynamic
-        self._window = window
+        self._scale_window = window
         self._min_scale = max(float(min_scale), _SMALLEST_SCALE)
         self._hysteresis = hysteresis
         self._consecutive_hysteresis = consecutive_hysteresis
@@ -119,7 +119,7 @@ class DynamicLossScaler:
 
     def _raise_after_window(self) -> None:
         num_good = self._num_updates - self._last_overflow - 1  # excludes this step, so the first window is one longer
-        window_is_full = num_good > 0 and num_good % self._window == 0
+        window_is_full = num_good > 0 and num_good % self._scale_window == 0
         if self._consecutive_hysteresis or window_is_full:
             self._overflows_left = self._hysteresis
         if window_is_full:

@@ -86,5 +86,5 @@ def _made(tensor: torch.Tensor) -> _Result:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Of its elements; of one that repeats itself those that are stored."""
+    """Stored bytes: an expanded tensor counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

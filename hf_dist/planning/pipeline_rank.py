@@ -29,7 +29,7 @@ class PlannedStage:
     in_flight: int
     """Microbatches between their forward and backward, at most."""
     deferred: int = 0
-    """Those of them whose weights wait for their gradients, and one on its way there, if a backward has two parts."""
+    """Microbatches whose weight gradients are still to be computed, and the one computed now (zero-bubble schedules)."""
 
 
 @dataclass(frozen=True)

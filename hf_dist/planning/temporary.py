@@ -36,7 +36,7 @@ class Temporary:
 
     @property
     def gathered_at_loss(self) -> int:
-        """The same at the start of backward: kept units, the root, the last unit, and what is prefetched after the root."""
+        """Bytes gathered at the start of backward: kept units, root, last unit, what is prefetched after the root."""
         root, *others = self.states.units
         backward = [u for u in others[::-1] if u.needed_in_backward]
         return self.states.kept_nbytes + self._gathered([root, *(self._prefetched(backward) or backward[:1])])

@@ -72,7 +72,7 @@ class FlatGroup:
         )
         self.pins = 0
         """Blocks that want the full weights to stay."""
-        self._kept = False  # user code has read the weights outside of a pass, which this rank can gather alone
+        self._stays_whole = False  # user code has read the weights outside of a pass, which this rank can gather alone
         self.share = sliced if axes.parts is mesh.tp else None
         """What all groups with slices share of a model cut along `tp`; None for other groups."""
         self.slices: list[list[TensorSlice]] | None = None
@@ -308,7 +308,7 @@ class FlatGroup:
             self.full.free()
             return
         self.full.outdate()
-        if self._kept:
+        if self._stays_whole:
             self.unshard()
 
     @property
@@ -319,7 +319,7 @@ class FlatGroup:
     @property
     def is_replicated(self) -> bool:
         """Whether the full weights rest on this rank between uses."""
-        return self.at_rest.whole or self._kept
+        return self.at_rest.whole or self._stays_whole
 
     def make_readable(self, name: str) -> None:
         """Called by the guard. Waits for replicated weights in flight; raises for freed weights.
@@ -338,7 +338,7 @@ class FlatGroup:
             )
         awaited = self.full.is_current and (self.full.state is not WeightState.GATHERING or self.is_replicated)
         if not awaited and gathers_alone(self):
-            self._kept = True
+            self._stays_whole = True
             self.unshard()
         elif not awaited:
             raise FreedParameterError(

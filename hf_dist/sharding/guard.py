@@ -24,7 +24,7 @@ LAZY = "_hf_dist_lazy"
 """Attribute of a parameter that is still in a file (`lazy.py`) and is filled at the first read."""
 
 
-class Owner(Protocol):
+class GuardedOwner(Protocol):
     """What the guard calls when a guarded tensor is read."""
 
     @property
@@ -144,7 +144,7 @@ def is_guarded(param: torch.Tensor) -> bool:
     return isinstance(param, _Guard)
 
 
-def is_left(param: torch.Tensor, owner: Owner) -> bool:
+def is_left(param: torch.Tensor, owner: GuardedOwner) -> bool:
     """Whether `param` is guarded and has no owner but `owner`, which is being dropped. Local."""
     return is_guarded(param) and not hasattr(param, LAZY) and getattr(param, OWNER)[0]() in (None, owner)
 
@@ -163,7 +163,7 @@ def release(tensor: torch.Tensor) -> None:
         unguard(tensor)
 
 
-def set_owner(param: torch.Tensor, owner: Callable[[], Owner | None], name: str) -> None:
+def set_owner(param: torch.Tensor, owner: Callable[[], GuardedOwner | None], name: str) -> None:
     """Record the owner that the guard calls, as a weak reference: a strong one would leave buffers to the cyclic collector."""
     setattr(param, OWNER, (owner, name))
 

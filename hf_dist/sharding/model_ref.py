@@ -28,7 +28,7 @@ class Remains:
 
     @property
     def model(self) -> nn.Module:
-        """Whoever asks holds it, or a part of it."""
+        """The outermost module still alive that contains every unit. A strong reference: hold it no longer than needed."""
         return self._outermost()[0]
 
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ class Writes(Protocol):
         """User code sets `p.data = value` of this parameter now."""
 
 
-class Owner(Protocol):
+class GradientOwner(Protocol):
     """The holder of prepared parameters' gradients and weights."""
 
     access: GradientAccess | None
@@ -88,7 +88,7 @@ def set_raw_data(param: torch.Tensor, value: torch.Tensor) -> None:
     _DATA.__set__(param, value)
 
 
-def _owner(param: Any) -> Owner | None:
+def _owner(param: Any) -> GradientOwner | None:
     reference = getattr(param, OWNER, None)
     return None if reference is None else reference[0]()
 

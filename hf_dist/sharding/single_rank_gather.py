@@ -14,7 +14,7 @@ from hf_dist.sharding.resting_weights import RestingWeights
 __all__ = ["gathers_alone", "leave_elements"]
 
 
-class Group(Protocol):
+class GatheredGroup(Protocol):
     """Flat weights that rest sharded."""
 
     params: list[nn.Parameter]
@@ -35,12 +35,12 @@ class Group(Protocol):
         """Whether the full weights rest."""
 
 
-def gathers_alone(group: Group) -> bool:
+def gathers_alone(group: GatheredGroup) -> bool:
     """Whether this rank can gather the full weights without another rank or memory, and then keep them. Local."""
     return group.axes.shard.size == 1 and group.rest.shard.tier is Tier.DEVICE
 
 
-def leave_elements(group: Group) -> None:
+def leave_elements(group: GatheredGroup) -> None:
     """Called when `group` is dropped: parameters that others still hold keep their elements, if it can gather them alone."""
     left = [p for p in group.params if is_left(p, group)] if gathers_alone(group) else []
     if left:

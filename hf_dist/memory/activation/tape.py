@@ -21,7 +21,7 @@ class Tape:
     """The decisions of one checkpointed call, in order."""
 
     def __init__(self) -> None:
-        self._kept: list[Any] = []
+        self._made: list[Any] = []
         self._position = 0
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -36,10 +36,10 @@ class Tape:
 
     def next(self, make: Callable[[], T]) -> T:
         """The next decision: replayed, or made and recorded if the recording ends here."""
-        if self._position == len(self._kept):
-            self._kept.append(make())
+        if self._position == len(self._made):
+            self._made.append(make())
         self._position += 1
-        value: T = self._kept[self._position - 1]
+        value: T = self._made[self._position - 1]
         return value
 
 

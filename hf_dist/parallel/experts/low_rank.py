@@ -63,16 +63,16 @@ class LowRankStack:
 
     @property
     def mT(self) -> LowRankStack | torch.Tensor:
-        """As for a tensor."""
+        """Each matrix of the stack transposed: the last two dimensions change places. Nothing is multiplied out."""
         return self.transpose(-2, -1)
 
     @property
     def T(self) -> LowRankStack | torch.Tensor:
-        """As for a tensor with one matrix."""
+        """The transpose of one matrix; of a stack, as torch reverses all dimensions, the merged weights."""
         return self.transpose(0, 1) if self.base.dim() == 2 else self.merged().T
 
     def t(self) -> LowRankStack | torch.Tensor:
-        """As for a tensor."""
+        """The same as `T`."""
         return self.T
 
     def merged(self) -> torch.Tensor:

@@ -115,7 +115,7 @@ class StagedModel:
             for name, param in twin.named_parameters():
                 param.data = param.data.to(compute_dtype(f"{path}.{name}", param.dtype))
             self.stand_ins[path] = StandIn(twin)
-        self.placeholders = Placeholders(model, self._kept(model), compute_dtype, mark)
+        self.placeholders = Placeholders(model, self._own_params(model), compute_dtype, mark)
         for path in plan.blocks:
             intercept(model.get_submodule(path), self._handler(path, is_block=True))
         for path in plan.outside:
@@ -181,7 +181,7 @@ class StagedModel:
 
         return hook
 
-    def _kept(self, model: nn.Module) -> set[int]:
+    def _own_params(self, model: nn.Module) -> set[int]:
         params = dict(model.named_parameters())
         return {id(params[name]) for stage in self.stages for name in self.plan.names_of(stage)}
 

@@ -86,7 +86,7 @@ class SplitModel:
         modules = dict(base.named_modules())
         self._readers = self.products_together(modules) if overlap else {}
         """Module with a column product -> the modules that read the same input, by their place in the model."""
-        self._sizes = local_sizes(modules, plan, peers.size, self._kept)
+        self._sizes = local_sizes(modules, plan, peers.size, self._slices_of)
         names = [
             name.removeprefix(self.prefix) for name, block in blocks.items() if not isinstance(block, nn.Embedding)
         ]
@@ -122,7 +122,7 @@ class SplitModel:
 
     # --------------------------------------------------------------------- sizes
 
-    def _kept(self, module: str) -> Kept | None:
+    def _slices_of(self, module: str) -> Kept | None:
         """The kept part of a module's weight."""
         names = (f"{self.prefix}{module}.weight", f"{self.prefix}{module}.base_layer.weight")
         return next((self._by_alias[name] for name in names if name in self._by_alias), None)
@@ -296,7 +296,7 @@ class SplitModel:
                 before(module, self._off, lambda x: tp_collectives.to_columns(x, peers, x.shape[-1]))
             sum_then_bias(module, peers, self._off)
         elif style == "embedding_rowwise":
-            if (kept := self._kept(name)) is not None:
+            if (kept := self._slices_of(name)) is not None:
                 look_up(module, peers, self._off, kept)
         elif style == "embedding_colwise":
             self._gather(name, module, is_head=False)
@@ -329,7 +329,7 @@ class SplitModel:
 
     def _whole_width(self, name: str) -> tuple[int, int]:
         """(columns of a module's whole output, the first local one)."""
-        kept = self._kept(name)
+        kept = self._slices_of(name)
         if kept is None:
             raise ModelError(
                 f"tensor_parallel: the outputs of {name} are joined, and its weight is not cut: PEFT trains a copy of it "
