@@ -136,7 +136,7 @@ def test_an_engine_without_an_optimizer_says_so_at_its_step() -> None:
 
 def test_an_object_in_the_place_of_the_jsons_optimizer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("hf_dist.engine.engine.say_once", said.append)
+    monkeypatch.setattr("hf_dist.engine.optimizer_step.say_once", said.append)
     model = Blocks()
     section = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     engine = hf_dist.initialize(model, config=config(1, **section), optimizer=sgd(model))
