@@ -356,7 +356,7 @@ MUTANTS: list[Mutant] = [
         "tools/check/runs.py",
         "norm = max(float(theirs.norm()), floor * theirs.numel() ** 0.5)",
         "norm = float(theirs.norm())",
-        ("tools/test_check.py::test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor",),
+        ("tools/test_check.py::test_a_tensor_that_is_rounding_is_compared_with_the_size_of_all",),
     ),
     Mutant(
         "a mean beside a counted loss is added up over microbatches and ranks",

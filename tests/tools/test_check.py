@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from click.testing import Result
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hf_dist.errors import ConfigError
@@ -22,6 +23,7 @@ from hf_dist.tools.check.data import microbatches
 from hf_dist.tools.check.itself import TOGETHER, TWICE, itself
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.limits import FP32, limits
+from hf_dist.tools.check.runs import _differences
 from hf_dist.tools.check.training import clip
 from hf_dist.tools.cli import app
 from tests.covering import FULL_GRID_ONLY, some_of
@@ -157,6 +159,15 @@ def test_one_wrong_tensor_is_found_in_half_precision_however_far_others_are() ->
     allowed = limits({"losses": [4.0], "norms": [1.0]}, same, 2, cut=False)
     assert allowed.of("far") == pytest.approx(math.sqrt(2) * 1e-2)
     assert allowed.of("near") == allowed.of("middle") == pytest.approx(2 * math.sqrt(2) * 2e-4)
+
+
+def test_a_tensor_that_is_rounding_is_compared_with_the_size_of_all(tmp_path: Path) -> None:
+    """Its own size says nothing: a key bias after a step is as large as what two right layouts differ by."""
+    theirs = {"weight": torch.full((100,), 0.1), "bias": torch.full((10,), 1e-8)}
+    save_file(theirs, tmp_path / "alone_1.safetensors")
+    own = {"weight": theirs["weight"] * (1 + 1e-6), "bias": -theirs["bias"]}
+    found = _differences(own.items(), str(tmp_path / "alone_1.safetensors"))
+    assert found["weight"] == pytest.approx(1e-6, rel=0.1) and found["bias"] < 1e-3
 
 
 def test_a_key_bias_that_is_rounding_does_not_differ_and_hides_no_other_tensor(tmp_path: Path) -> None:
