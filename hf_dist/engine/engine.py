@@ -70,7 +70,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         split_sequence: SplitSequence | None = None,
         memory_budget: MemoryBudget | None = None,
     ) -> None:
-        """Put together finished parts (`build.py` makes them, in this order) and listen to the passes of `sharded`. Local."""
+        """Put finished parts together (`assembly.py` makes them) and listen to the passes of `sharded`. Local."""
         self.sharded = sharded
         self._model = sharded.model
         self.config = config

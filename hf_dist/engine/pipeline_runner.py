@@ -291,7 +291,7 @@ class Pipeline:
             _ZeroHooks(self.sharded, schedule, self.mesh.pp.rank),
         )
         first = microbatches[0]
-        # Called here, because on later stages no forward of the whole model tells of the user's arguments.
+        # Before the first action, with the first microbatch: a memory budget plans now, which is a collective over dp.
         self.sharded.passes.begin_training(*(((), first) if isinstance(first, Mapping) else ((first,), {})))
         # Held: between the microbatches of a window a stage's units stay gathered where `Stay.WINDOW` says so.
         with self._random_numbers(step), self.sharded.held():
@@ -318,7 +318,7 @@ class Pipeline:
 
     def share_loss(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp."""
-        # float64: a sum of many fp32 losses is then the same whatever the order of microbatches.
+        # float64: the sum of many losses keeps all digits of fp32.
         message = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.pp.rank == self.last:
             message.copy_(torch.stack([v.detach().double().reshape(()) for v in values]).sum())
