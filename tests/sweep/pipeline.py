@@ -9,7 +9,7 @@ replaces PIPELINE.md.
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
+import functools
 import re
 import time
 from collections import Counter
@@ -22,6 +22,7 @@ import torch
 from hf_dist.errors import HfDistError
 from hf_dist.parallel.pipeline import StagedModel, make_schedule, plan_stages
 from tests.parallel.pipeline.local import run_local, summed_gradients
+from tests.sweep.in_fork import in_fork
 from tests.sweep.tiny import builders, tiny_batches
 
 MAPPINGS = {
@@ -115,33 +116,6 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:230]
 
 
-def _child(task: str, name: str, stages: int, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    pipe.send(examine(task, name, stages, lambda: pipe.send(None)))
-
-
-def in_process(task: str, name: str, stages: int) -> tuple[str, str]:
-    """`examine` in a forked process, so that a crash or a hang is one row of the table."""
-    here, there = mp.Pipe(duplex=False)
-    child = mp.get_context("fork").Process(target=_child, args=(task, name, stages, there))
-    child.start()
-    there.close()
-    so_far = "not built"
-    try:
-        while here.poll(SECONDS):
-            answer = here.recv()
-            if answer is not None:
-                return answer
-            so_far = "failed"
-        return so_far, f"no answer within {SECONDS} s"
-    except EOFError:
-        return so_far, "the process ended"
-    finally:
-        if child.is_alive():
-            child.kill()
-        child.join()
-
-
 def table(rows: list[tuple[str, str, str, str]], stages: int) -> str:
     """The Markdown page."""
     import transformers
@@ -198,7 +172,7 @@ def main(arguments: list[str]) -> None:
         if not re.search(options.only, name):
             continue
         start = time.perf_counter()
-        outcome, detail = in_process(task, name, options.stages)
+        outcome, detail = in_fork(functools.partial(examine, task, name, options.stages), SECONDS)
         rows.append((task, name, outcome, detail))
         print(f"{outcome:10} {task:15} {name:45} {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
     page = table(rows, options.stages)

@@ -10,6 +10,7 @@ One pair of processes serves many classes; it is replaced when one of them dies,
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import multiprocessing as mp
@@ -40,6 +41,8 @@ SECONDS = 90
 JOBS_PER_POOL = 40
 Outcome = tuple[str, str]
 Record = dict[str, Any]
+Examine = Callable[[str, str, int, Any, Any], tuple[Outcome, bool]]
+"""(task, class, data rank, mesh, config) -> the outcome, whether the ranks are fit for the next class. All ranks call it."""
 InDouble = Callable[[Callable[[], nn.Module], list[Any], Any], Outcome]
 """(how the model is made, batches, mesh) -> the outcome in fp64; every rank calls it."""
 
@@ -186,7 +189,7 @@ def examine(
         return ("failed", short(error)), False
 
 
-def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any], in_double: InDouble | None) -> None:
+def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any], examine: Examine) -> None:
     """Answer (task, name) until the pipe closes. `layout`: more keys of the JSON."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -207,7 +210,7 @@ def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any], in_dou
             task, name = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(examine(task, name, mesh.data.rank, mesh, config, in_double))
+        pipe.send(examine(task, name, mesh.data.rank, mesh, config))
         gc.collect()
 
 
@@ -217,7 +220,7 @@ def serve(rank: int, port: int, pipe: Connection, layout: dict[str, Any], in_dou
 class Pool:
     """Two ranks that examine one class after the other."""
 
-    def __init__(self, layout: dict[str, Any], in_double: InDouble | None = None) -> None:
+    def __init__(self, layout: dict[str, Any], examine: Examine) -> None:
         context = mp.get_context("fork")
         self.port = HeldPort()
         self.left = JOBS_PER_POOL
@@ -225,7 +228,7 @@ class Pool:
         self.children: list[Any] = []
         for rank in range(WORLD):
             here, there = context.Pipe()
-            child = context.Process(target=serve, args=(rank, self.port.number, there, layout, in_double), daemon=True)
+            child = context.Process(target=serve, args=(rank, self.port.number, there, layout, examine), daemon=True)
             child.start()
             there.close()
             self.pipes.append(here)
@@ -279,13 +282,14 @@ def sweep(
     """Add the rows that are missing, until the time is over. `tasks`: mappings to take, all if empty."""
     start = time.monotonic()
     pool: Pool | None = None
+    work = functools.partial(examine, in_double=in_double)
     for task, name in classes():
         if not re.search(pattern, name) or name in rows or (tasks and task not in tasks):
             continue
         if time.monotonic() - start > seconds:
             print("time is over: call again with the same --results")
             break
-        pool = pool or Pool(layout, in_double)
+        pool = pool or Pool(layout, work)
         begun = time.monotonic()
         rows[name] = [task, *pool.examine(task, name)]
         save()

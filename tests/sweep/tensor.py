@@ -10,17 +10,19 @@ other batches than it was verified with. `--results` keeps the rows between call
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing as mp
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_dist.errors import HfDistError
+from tests.sweep.in_fork import in_fork
 from tests.sweep.pipeline import classes, sections, short
 from tests.sweep.tiny import builders
 
@@ -31,8 +33,8 @@ SECONDS = 240
 ORDER = ("WRONG", "failed", "refused", "equal", "not built")
 
 
-def examine(name: str, size: int) -> tuple[str, str]:
-    """(outcome, detail) of one class."""
+def examine(name: str, size: int, built: Callable[[], None]) -> tuple[str, str]:
+    """(outcome, detail) of one class. `built()` is called when the plain model has run."""
     import transformers
 
     from hf_dist.parallel.tensor.choose import choose_plan
@@ -53,6 +55,7 @@ def examine(name: str, size: int) -> tuple[str, str]:
             problem = problem or short(error)
     else:
         return "not built", problem
+    built()
     try:
         plan = choose_plan(model, size, find_unit_modules)
         return on_other_batches(model, plan, size)
@@ -88,27 +91,6 @@ def on_other_batches(model: Any, plan: Any, size: int) -> tuple[str, str]:
         "derived" if plan.source == "derived" else "tp_plan" + (", completed" if "completed" in plan.source else "")
     )
     return "equal", f"{source}: {cut / total:.0%} of the elements are cut"
-
-
-def _child(name: str, size: int, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    pipe.send(examine(name, size))
-
-
-def in_process(name: str, size: int) -> tuple[str, str]:
-    """`examine` in a forked process, so that a crash or a hang is one row of the table."""
-    here, there = mp.Pipe(duplex=False)
-    child = mp.get_context("fork").Process(target=_child, args=(name, size, there))
-    child.start()
-    there.close()
-    try:
-        return here.recv() if here.poll(SECONDS) else ("failed", f"no answer within {SECONDS} s")
-    except EOFError:
-        return "failed", "the process ended"
-    finally:
-        if child.is_alive():
-            child.kill()
-        child.join()
 
 
 def table(rows: dict[str, list[str]], size: int) -> str:
@@ -159,7 +141,7 @@ def main(arguments: list[str]) -> None:
             print("time is over: call again with the same --results")
             break
         begun = time.monotonic()
-        rows[name] = [task, *in_process(name, options.size)]
+        rows[name] = [task, *in_fork(functools.partial(examine, name, options.size), SECONDS)]
         if options.results:
             options.results.write_text(json.dumps(rows, indent=0), encoding="utf-8")
         print(f"{rows[name][1]:10} {task:15} {name:45} {time.monotonic() - begun:5.1f} s  {rows[name][2]}", flush=True)

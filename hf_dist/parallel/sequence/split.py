@@ -172,7 +172,10 @@ class SplitSequence:
 
 
 def _has_cache(given: dict[str, Any]) -> bool:
-    return any(given.get(name) is not None for name in ("past_key_values", "cache_params", "encoder_outputs"))
+    """Whether a call belongs to a generation: it has states of earlier tokens, or asks for them (parts of a row have none)."""
+    return given.get("use_cache") is True or any(
+        given.get(name) is not None for name in ("past_key_values", "cache_params", "encoder_outputs")
+    )
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -190,13 +190,16 @@ _KNOWN = frozenset(
     | {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}  # of packed rows: whole on every rank; by token
 )
 """Compared in every check, or cut in one way that does not depend on the model."""
+_FLAGS = frozenset({"output_hidden_states"})
+"""What HF's models take among `**kwargs`, too."""
 
 
 def _try_arguments(split: SplitSequence, model: nn.Module, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> None:
     """Find with which optional arguments the model is the same on parts. Collective over world."""
     verified = set(_KNOWN)
     for name, change in _changes(split, model, batch).items():
-        if name not in split.arguments.names:
+        takes = split.arguments.takes if name in _FLAGS else split.arguments.names.__contains__
+        if not takes(name):
             continue
         tried = {key: value for key, value in {**batch, **change}.items() if value is not None}
         try:

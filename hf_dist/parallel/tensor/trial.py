@@ -14,7 +14,7 @@ import torch
 
 from hf_dist.parallel.tensor.tiny import IMAGE, VOCAB
 
-__all__ = ["Batch", "trial_batches"]
+__all__ = ["Batch", "trial_batches", "trial_input"]
 
 Batch = dict[str, torch.Tensor]
 SHAPES = ((2, 12), (2, 11))
@@ -33,10 +33,10 @@ def trial_batches(model: Any) -> Iterator[list[Batch]]:
     known = set(takes) & set(_MAKERS)
     if "input_ids" not in takes:
         known -= {"attention_mask"}  # of images or sounds: of another length
-    tokens = {"input_ids", "attention_mask"}
+    tokens = {"input_ids", "attention_mask", *_OF_TOKENS}
     reads_tokens = "input_ids" in takes or not known
     wanted = [
-        *([tokens & known or tokens] if reads_tokens else []),
+        *([tokens & known or {"input_ids", "attention_mask"}] if reads_tokens else []),
         {main} | required,
         {main} | required | (known & set(_BESIDE)),
         known - set(_FUTURE),
@@ -52,13 +52,21 @@ def trial_batches(model: Any) -> Iterator[list[Batch]]:
 
 def _batches(config: Any, names: Sequence[str]) -> list[Batch]:
     g = torch.Generator().manual_seed(3)
-    batches = []
+    batches: list[Batch] = []
     for rows, length in SHAPES:
         batch: Batch = {}
         for name in names:
+            if name in _OF_TOKENS and batches:
+                continue  # a model that can do without takes another path then
             batch[name] = _MAKERS[name](_Trial(config, rows, length, g, batch))
         batches.append(batch)
     return batches
+
+
+def trial_input(name: str, config: Any, batch: Batch) -> torch.Tensor:
+    """One input beside the token ids of `batch`: images, a spectrogram. On the CPU, the same on every call."""
+    rows, length = batch["input_ids"].shape
+    return _MAKERS[name](_Trial(config, rows, length, torch.Generator().manual_seed(3), batch))
 
 
 class _Trial:
@@ -155,6 +163,8 @@ def _steps(*width: str) -> Callable[[_Trial], torch.Tensor]:
 _MAKERS: dict[str, Callable[[_Trial], torch.Tensor]] = {
     "input_ids": _ids,
     "attention_mask": _mask,
+    "entity_ids": lambda trial: torch.ones(trial.rows, 2, dtype=torch.long),
+    "entity_position_ids": lambda trial: torch.tensor([[1, 2, -1], [4, -1, -1]]).expand(trial.rows, -1, -1),
     "decoder_input_ids": lambda trial: trial.integers(4, VOCAB - 8, trial.length),
     "pixel_values": _images,
     "noise": lambda trial: torch.rand(trial.rows, _patches(trial), generator=trial.generator),
@@ -173,6 +183,8 @@ _MAKERS: dict[str, Callable[[_Trial], torch.Tensor]] = {
     "timesteps": lambda trial: torch.arange(trial.length).expand(trial.rows, -1),
 }
 """Argument of a forward -> how a trial of it is made."""
+_OF_TOKENS = ("entity_ids", "entity_position_ids")
+"""Optional inputs that code of their own reads: given to the first of the two batches."""
 _BESIDE = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values")
 """What goes with a main input, where a forward takes it: images beside texts, tokens beside sounds."""
 _FUTURE = ("future_values", "future_time_features", "static_categorical_features")

@@ -72,6 +72,8 @@ def unsplit(model: nn.Module, size: int) -> Unsplit:
     for build in tiny_copies(model, size):
         try:
             return compute(build())
+        except ModelError:
+            raise
         except NoTrial as error:
             problem, tried = str(error), f"; tried: {error.tried}"
         except Exception as error:
@@ -95,7 +97,8 @@ def _short(error: Exception) -> str:
 def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
     """Loss and gradients of a tiny model, on the first of `trial_batches` that runs, or on `batches`.
 
-    Raises `ValueError` if its loss differs between calls or is not finite, or (`NoTrial`) no batch runs.
+    Raises `ValueError` if its loss differs between calls or is not finite, or (`NoTrial`) no batch runs; `ModelError` if its
+    forward replaces modules.
     """
     if batches is not None:
         return _computed(model, batches)
@@ -104,6 +107,8 @@ def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
     for trial in trial_batches(model):
         try:
             return _computed(model, trial)
+        except ModelError:
+            raise
         except Exception as error:
             model.zero_grad()
             tried.append(", ".join(trial[0]))
@@ -114,11 +119,17 @@ def compute(model: nn.Module, batches: list[Batch] | None = None) -> Unsplit:
 
 
 def _computed(model: nn.Module, batches: list[Batch]) -> Unsplit:
-    losses = []
+    losses, before = [], dict(model.named_modules())
     for batch in batches:
         loss = loss_of(model, batch)
         loss.backward()
         losses.append(loss.item())
+    if replaced := next((n for n, m in model.named_modules() if before.get(n) is not m), None):
+        raise ModelError(
+            f"tensor_parallel: {type(model).__name__} replaces {replaced} in its forward, by a module with the sizes of the "
+            "whole model. BigBird does so for short rows unless its config has attention_type original_full. Set that, or use "
+            "ZeRO-3 or pipeline.stages."
+        )
     again = [loss_of(model, batch).item() for batch in batches]
     if any(a != b for a, b in zip(losses, again, strict=True)) or not all(abs(x) < 1e9 for x in losses):
         raise ValueError(f"its loss is {losses}, then {again} on the same rows: it draws random numbers")

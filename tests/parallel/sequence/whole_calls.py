@@ -38,6 +38,12 @@ def decoder(cls: Any, **more: Any) -> Any:
     )
 
 
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = dict(d_model=WIDTH, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=VOCAB, dropout_rate=0.0)
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, decoder_start_token_id=0))
+
+
 def own_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**batch).loss
 
@@ -56,6 +62,18 @@ def of_hidden(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def of_router(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     output = model(**batch, output_router_logits=True)
     return output.loss + torch.stack([x.logsumexp(-1).square().mean() for x in output.router_logits]).mean()
+
+
+def of_continued(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The last tokens after the first ones, whose keys and values the model was asked for."""
+    *beside, name = batch
+    first, last = batch[name][:, :4], batch[name][:, 4:]
+    given = {key: batch[key] for key in beside}
+    with torch.no_grad():
+        cache = model(**given, **{name: first}, use_cache=True).past_key_values
+    return functional.cross_entropy(
+        model(**given, **{name: last}, past_key_values=cache).logits.flatten(0, 1), ids()[:, 4:].flatten()
+    )
 
 
 def labelled(**more: Any) -> dict[str, torch.Tensor]:
@@ -89,6 +107,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]],
         own_loss,
     ),
     "embeds": (lambda: bert(tf.RobertaForMaskedLM, pad_token_id=1), embedded, own_loss),
+    "continued": (lambda: decoder(tf.LlamaForCausalLM), lambda: {"input_ids": ids()}, of_continued),
+    "continued pair": (t5, lambda: {"input_ids": ids(), "decoder_input_ids": ids().flip(1)}, of_continued),
     "hidden": (lambda: decoder(tf.LlamaForCausalLM), labelled, of_hidden),
     "router": (
         lambda: decoder(tf.MixtralForCausalLM, num_local_experts=4, router_aux_loss_coef=0.0),
@@ -117,6 +137,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]
         ),
         lambda: labelled(encoder_hidden_states=torch.randn(ROWS, LENGTH, WIDTH)),
         "was called with encoder_hidden_states",
+    ),
+    "states of a head that pools": (
+        lambda: bert(tf.BertForPreTraining),
+        lambda: labelled(next_sentence_label=torch.tensor([0, 1]), output_hidden_states=True),
+        "when it is called with output_hidden_states",
     ),
     "choices": (
         lambda: bert(tf.BertForMultipleChoice),

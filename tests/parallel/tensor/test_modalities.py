@@ -91,6 +91,22 @@ def test_a_model_that_draws_random_numbers_is_refused_for_that() -> None:
         choose_plan(Noisy(tf.BertConfig(**SMALL, **TEXT)), 2, find_unit_modules)
 
 
+def test_a_rate_that_is_no_field_of_the_config_is_no_random_number_of_a_trial() -> None:
+    """Heads of HF's generic classes drop by 0.1 unless their config has a field that most configs lack."""
+    fields = dict(**SMALL, **TEXT, num_key_value_heads=2)
+    assert choose_plan(model("LlamaForTokenClassification", fields), 2, find_unit_modules).params
+
+
+def test_a_forward_that_replaces_modules_is_refused_by_the_name_of_one() -> None:
+    """Long rows of BigBird keep the modules that were split; the first short ones do not."""
+    fields = {**SMALL, **TEXT, "max_position_embeddings": 64, "num_random_blocks": 1, "block_size": 4}
+    with pytest.raises(ModelError, match=r"BigBirdForMaskedLM replaces bert\.encoder.*original_full"):
+        choose_plan(model("BigBirdForMaskedLM", fields), 2, find_unit_modules)
+    assert choose_plan(
+        model("BigBirdForMaskedLM", {**fields, "attention_type": "original_full"}), 2, find_unit_modules
+    ).params
+
+
 def test_a_trial_of_tokens_comes_first_and_holds_padding() -> None:
     batches = next(trial_batches(tf.BertForMaskedLM(tf.BertConfig(**SMALL, **TEXT))))
     assert [b["input_ids"].shape for b in batches] == [(2, 12), (2, 11)]
