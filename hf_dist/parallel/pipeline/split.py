@@ -42,8 +42,6 @@ __all__ = ["StageExit", "StageOutput", "StagedModel"]
 Leaves = list[Any]
 _FIRST = "[0][0]"
 """The path of the first positional argument."""
-_LISTS = ("hidden_states", "attentions")
-"""Outputs with a tensor per block. Of earlier blocks there are some only where transformers collects them by its hooks."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ class StagePass:
         if index < self.start:
             return self._pass_over(index, args, kwargs)
         if index not in self._ends and self._moved.isdisjoint(expected.values):
-            return self._run(call, args, kwargs)
+            return self._run_block(expected, call, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
         order = self._align(index, (args, kwargs), leaves, spec)
         if 0 < index == self.start:
@@ -276,7 +274,25 @@ class StagePass:
             collected.restore(self._layout, self._collected)
         self.enter_block(expected, [None if place is None else leaves[place] for place in order])
         args, kwargs = tree_unflatten(leaves, spec)
-        return self._run(call, args, kwargs)
+        return self._run_block(expected, call, args, kwargs)
+
+    def _run_block(
+        self, expected: BlockCall, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = self._run(call, args, kwargs)
+        if not self.is_last and not (isinstance(result, torch.Tensor) and isinstance(expected.result, SameAs)):
+            # Later stages pass over this block and answer what it returned in the example: they would lack the others.
+            found, known = (
+                {keystr(where) for where, x in tree_flatten_with_path(tree, is_leaf=is_leaf)[0] if isinstance(x, kind)}
+                for tree, kind in ((result, torch.Tensor), (expected.result, SameAs))
+            )
+            if new := min(found - known, default=None):
+                raise ModelError(
+                    f"{self.model_name}: {expected.module} returns a tensor at {new}, and did not for the example batch of the "
+                    "plan, so later stages would lack it. Options (output_attentions) and optional inputs must be those of "
+                    "training."
+                )
+        return result
 
     def outside(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of another module with parameters: run it, or let its stand-in answer."""
@@ -304,10 +320,10 @@ class StagePass:
         if not isinstance(output, dict):
             return pytree.mapped(self._true, output)
         for key, value in output.items():
-            if self.start and isinstance(value, (tuple, list)) and key.endswith(_LISTS) and not self._layout:
-                tensors = (
-                    x for x in pytree.leaves(value) if isinstance(x, torch.Tensor)
-                )  # None for an earlier stage's block
+            if self.start and isinstance(value, (tuple, list)) and not self._layout:
+                # A list has a tensor per block (hidden states, attentions, memories). Those of earlier blocks were made of
+                # stand-ins, or are None, unless transformers collects them by its hooks.
+                tensors = (x for x in pytree.leaves(value) if isinstance(x, torch.Tensor))
                 output[key] = AbsentOutput.of(next(tensors, torch.zeros(())), self.model_name)
             elif any(self._true(x) is not x for x in pytree.leaves(value)):
                 output[key] = pytree.mapped(self._true, value)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 from hf_dist.errors import ModelError
 from hf_dist.parallel.pipeline import (
@@ -22,6 +23,7 @@ from tests.covering import FULL_GRID
 from tests.parallel.pipeline.local import run_local, stage_models, summed_gradients
 from tests.parallel.pipeline.test_parity import TOLERANCE, plain
 from tests.parallel.pipeline.zoo import CONFIGS, make_microbatches, make_model
+from tests.sweep.tiny import builders, tiny_batches
 
 FAMILIES = [family for family in CONFIGS if family != "ViT"] if FULL_GRID else ["Bert", "T5", "Mixtral"]
 MICROBATCHES = 2
@@ -152,3 +154,26 @@ def test_an_input_that_comes_later_is_computed_or_refused(family: str) -> None:
     assert {name for name, word in found.items() if word != "equal"} <= known, found
     assert "wrong" not in found.values(), found
     assert len(found) > 10, found
+
+
+def of_all_states(model: Any, batch: Batch) -> torch.Tensor:
+    """Of the states that ProphetNet collects by itself, beside those that transformers collects."""
+    output = model(**batch)
+    return output.loss + sum(x.square().mean() for x in output.get("hidden_states_ngram") or ())
+
+
+@pytest.mark.parametrize("cls", [tf.XLNetLMHeadModel, tf.ProphetNetForCausalLM])
+def test_what_later_stages_would_lack_is_refused(cls: Any) -> None:
+    """A second stream through XLNet's blocks, and a list that is no "hidden_states": stages alone computed other numbers."""
+    model = next(builders(cls))()
+    batches = tiny_batches("causal", model)
+    given = {"output_hidden_states": True} if cls is tf.ProphetNetForCausalLM else {}
+    plan = plan_of(model, {**batches[0], **given})
+    schedule = make_schedule("1f1b", 2, len(batches))
+    for batch in batches:
+        rows, length = batch["input_ids"].shape
+        batch.update(given or {"target_mapping": torch.eye(length).repeat(rows, 1, 1)})
+    with pytest.raises(
+        ModelError, match=r"returns a tensor at \[1\]|output of ProphetNetForCausalLM was computed by an earlier"
+    ):
+        run_local(stage_models(model, plan, schedule), schedule, batches, of_all_states)
