@@ -62,6 +62,8 @@ class PartTensor(UnreadTensor):
 
 _LOSSES = ("loss", "aux_loss")
 """Outputs of which each rank has a part."""
+_KEPT = ("logits", "last_hidden_state")
+"""Outputs of which the caller's `logits_to_keep` keeps the last positions, where a forward takes it."""
 _REFUSAL = (
     "sequence_parallel_size: logits went into a custom autograd Function (a fused loss kernel?) before they were whole. Call "
     ".contiguous() on them first."
@@ -82,7 +84,7 @@ def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool, parts:
                 output[key] = pytree.mapped(functools.partial(_refused, key, parts[key]), value)
                 continue
             output[key] = _whole_value(
-                value, own, key in _LOSSES, is_mean and key == "loss", at_once, logits=key == "logits"
+                value, own, key in _LOSSES, is_mean and key == "loss", at_once, logits=key in _KEPT
             )
         return output
     if isinstance(output, tuple):

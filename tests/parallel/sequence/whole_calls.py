@@ -38,6 +38,12 @@ def decoder(cls: Any, **more: Any) -> Any:
     )
 
 
+def opt() -> Any:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=WIDTH, word_embed_proj_dim=WIDTH, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4)
+    return tf.OPTForCausalLM(tf.OPTConfig(**sizes, vocab_size=VOCAB, max_position_embeddings=40, dropout=0.0))
+
+
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = dict(d_model=WIDTH, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=VOCAB, dropout_rate=0.0)
@@ -76,6 +82,12 @@ def of_continued(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     )
 
 
+def of_all_logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Those of padding, too, whose positions OPT counts from the mask."""
+    output = model(**batch)
+    return output.loss + output.logits.square().mean()
+
+
 def labelled(**more: Any) -> dict[str, torch.Tensor]:
     labels = ids().masked_fill(torch.arange(LENGTH) % 3 == 0, -100)
     return {"input_ids": ids(), "labels": labels, **more}
@@ -109,6 +121,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]],
     "embeds": (lambda: bert(tf.RobertaForMaskedLM, pad_token_id=1), embedded, own_loss),
     "continued": (lambda: decoder(tf.LlamaForCausalLM), lambda: {"input_ids": ids()}, of_continued),
     "continued pair": (t5, lambda: {"input_ids": ids(), "decoder_input_ids": ids().flip(1)}, of_continued),
+    "padding": (opt, lambda: padded("right"), of_all_logits),
     "hidden": (lambda: decoder(tf.LlamaForCausalLM), labelled, of_hidden),
     "router": (
         lambda: decoder(tf.MixtralForCausalLM, num_local_experts=4, router_aux_loss_coef=0.0),
