@@ -320,7 +320,9 @@ class StagePass:
         if not isinstance(output, dict):
             return pytree.mapped(self._true, output)
         for key, value in output.items():
-            if self.start and isinstance(value, (tuple, list)) and not self._layout:
+            if self.start and key in self.plan.absent:
+                output[key] = pytree.mapped(self._absent, value)
+            elif self.start and isinstance(value, (tuple, list)) and not self._layout:
                 # A list has a tensor per block (hidden states, attentions, memories). Those of earlier blocks were made of
                 # stand-ins, or are None, unless transformers collects them by its hooks.
                 tensors = (x for x in pytree.leaves(value) if isinstance(x, torch.Tensor))
@@ -328,6 +330,9 @@ class StagePass:
             elif any(self._true(x) is not x for x in pytree.leaves(value)):
                 output[key] = pytree.mapped(self._true, value)
         return output
+
+    def _absent(self, value: Any) -> Any:
+        return AbsentOutput.of(value, self.model_name) if isinstance(value, torch.Tensor) else value
 
     def _true(self, value: Any) -> Any:
         if id(value) in self._replaced:

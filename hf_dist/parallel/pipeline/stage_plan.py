@@ -50,6 +50,8 @@ class StagePlan:
     in_place: bool = False
     """Copy received tensors into the stand-ins, so that code around the blocks (a residual past a block) sees them too.
     Otherwise they only replace the stand-ins among the arguments of blocks."""
+    absent: frozenset[str] = frozenset()
+    """Outputs that the last stage would compute from earlier stages' values, which it does not have: reading one raises."""
 
     @property
     def num_stages(self) -> int:

@@ -14,6 +14,7 @@ from hf_dist.parallel.pipeline.meta import MetaTrace, meta_twin, on_meta, to_met
 from hf_dist.parallel.pipeline.probe import BlockCall, is_leaf
 from hf_dist.parallel.pipeline.split import Leaves, StagedModel, StageOutput, StagePass
 from hf_dist.parallel.pipeline.stage_plan import StagePlan
+from hf_dist.parallel.pipeline.standin import AbsentOutput
 
 __all__ = ["verify"]
 
@@ -29,19 +30,25 @@ def verify(
     run: Callable[[nn.Module, Any], Any] | None = None,
     *,
     real: bool = False,
-) -> None:
+) -> frozenset[str]:
     """Raise `ModelError`, naming stage and place, if `plan` is wrong. Local; allocates nothing.
+
+    Returns the names of the other outputs that the last stage computes from stand-ins (`StagePlan.absent`).
 
     Checked for every stage: no value of a stand-in reaches a block of the stage, the tensors it sends, the loss or the logits;
     every tensor argument of its blocks requires grad exactly if it does in the whole model; Python reads no value that depends
     on a stand-in. Arguments as in `probe`.
     """
+    absent: frozenset[str] = frozenset()
     for stage in range(plan.num_stages):
         twin = meta_twin(model, real=real)
-        _verify_stage(_CheckedModel(twin, plan, stage, real), batch, run or (lambda m, b: m(**b)))
+        absent = _verify_stage(_CheckedModel(twin, plan, stage, real), batch, run or (lambda m, b: m(**b)))
+    return absent
 
 
-def _verify_stage(staged: _CheckedModel, batch: Mapping[str, Any], run: Callable[[nn.Module, Any], Any]) -> None:
+def _verify_stage(
+    staged: _CheckedModel, batch: Mapping[str, Any], run: Callable[[nn.Module, Any], Any]
+) -> frozenset[str]:
     try:
         with on_meta(staged.trace):
             received = staged.received()
@@ -49,7 +56,7 @@ def _verify_stage(staged: _CheckedModel, batch: Mapping[str, Any], run: Callable
                 staged.trace.mark(tensor, _STAND_IN)
             staged.pass_ = _CheckedPass(staged, staged.stage, received)
             output = staged._run(lambda m: run(m, to_meta(batch, real=staged.trace.real)), staged.stage)
-            staged.check_output(output)
+            return staged.check_output(output)
     except ModelError:
         raise
     except Exception as error:
@@ -93,10 +100,12 @@ class _CheckedModel(StagedModel):
 
     def is_tainted(self, value: Any) -> bool:
         """Whether a value depends on a stand-in."""
+        if isinstance(value, AbsentOutput):
+            return True
         return isinstance(value, torch.Tensor) and bool(self.trace.sources(value))
 
-    def check_output(self, output: StageOutput) -> None:
-        """Raise `ModelError` if a tensor that leaves the stage depends on stand-ins."""
+    def check_output(self, output: StageOutput) -> frozenset[str]:
+        """Raise `ModelError` if what leaves the stage depends on stand-ins. Returns the last stage's other outputs that do."""
         if output.sent is not None:
             boundary = self.plan.boundaries[self.stage]
             labels = [*boundary.paths, *(f"collected {name}" for name, n in boundary.collected for _ in range(n))]
@@ -105,11 +114,13 @@ class _CheckedModel(StagedModel):
                     raise self.refuse(f"what it sends to the next stage as {label} depends on an earlier stage")
                 if tensor.requires_grad != spec.requires_grad:
                     raise self.refuse(f"what it sends as {label} loses its gradient")
-            return
+            return frozenset()
         found = output.result if isinstance(output.result, dict) else {"loss": output.result}
+        absent = frozenset(key for key, value in found.items() if any(map(self.is_tainted, tree_leaves(value))))
         for key in _WATCHED:
-            if any(map(self.is_tainted, tree_leaves(found.get(key)))):
+            if key in absent:
                 raise self.refuse(f"the model's {key} depends on values of an earlier stage that do not pass a block")
+        return absent
 
     def _decide(self, sources: frozenset[int]) -> None:
         if sources:

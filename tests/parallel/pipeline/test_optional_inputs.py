@@ -15,6 +15,7 @@ from hf_dist.parallel.pipeline import (
     make_plan,
     make_schedule,
     partition,
+    plan_stages,
     probe,
     verify,
 )
@@ -177,3 +178,19 @@ def test_what_later_stages_would_lack_is_refused(cls: Any) -> None:
         ModelError, match=r"returns a tensor at \[1\]|output of ProphetNetForCausalLM was computed by an earlier"
     ):
         run_local(stage_models(model, plan, schedule), schedule, batches, of_all_states)
+
+
+def test_an_output_that_is_a_view_of_earlier_values_is_refused() -> None:
+    """FSMT turns its encoder's states round for its output: no tensor of the output is a stand-in itself."""
+    model = next(builders(tf.FSMTForConditionalGeneration))()
+    batches = tiny_batches("causal", model)
+    plan = plan_stages(model, batches[0], 2).plan
+    assert "encoder_last_hidden_state" in plan.absent
+    schedule = make_schedule("1f1b", 2, len(batches))
+
+    def reads(model: Any, batch: Batch) -> torch.Tensor:
+        output = model(**batch)
+        return output.loss + output.encoder_last_hidden_state.square().mean()
+
+    with pytest.raises(ModelError, match="was computed by an earlier stage"):
+        run_local(stage_models(model, plan, schedule), schedule, batches, reads)
