@@ -318,7 +318,13 @@ class StagePass:
         if not isinstance(output, (dict, tuple, list)):
             return self._true(output)
         if not isinstance(output, dict):
-            return pytree.mapped(self._true, output)
+            found = pytree.mapped(self._true, output)
+            if not self.start or not self.plan.absent:
+                return found
+            # Without names: the loss and the logits come first, and what else is there cannot be told from an absent output.
+            known = 1 + (isinstance(output[0], torch.Tensor) and not output[0].dim())
+            values = [*found[:known], *pytree.mapped(self._absent, list(found[known:]))]
+            return output._make(values) if hasattr(output, "_make") else type(output)(values)
         for key, value in output.items():
             if self.start and key in self.plan.absent:
                 output[key] = pytree.mapped(self._absent, value)

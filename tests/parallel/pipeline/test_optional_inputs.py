@@ -188,9 +188,14 @@ def test_an_output_that_is_a_view_of_earlier_values_is_refused() -> None:
     assert "encoder_last_hidden_state" in plan.absent
     schedule = make_schedule("1f1b", 2, len(batches))
 
-    def reads(model: Any, batch: Batch) -> torch.Tensor:
+    def by_name(model: Any, batch: Batch) -> torch.Tensor:
         output = model(**batch)
         return output.loss + output.encoder_last_hidden_state.square().mean()
 
-    with pytest.raises(ModelError, match="was computed by an earlier stage"):
-        run_local(stage_models(model, plan, schedule), schedule, batches, reads)
+    def by_place(model: Any, batch: Batch) -> torch.Tensor:
+        loss, _, *others = model(**batch, return_dict=False)
+        return loss + sum(x.square().mean() for x in others if isinstance(x, torch.Tensor))
+
+    for reads in (by_name, by_place):
+        with pytest.raises(ModelError, match="was computed by an earlier stage"):
+            run_local(stage_models(model, plan, schedule), schedule, batches, reads)
