@@ -185,7 +185,7 @@ def _positions(
     if positions is None and arguments.positions is not None and ids is not None:
         positions = arguments.positions(ids)
     if positions is None and arguments.counts_mask and mask is not None:
-        positions = mask.long().cumsum(1) * mask.long() - 1  # OPT's and BioGPT's: padding has a position of its own
+        positions = mask.long().cumsum(1) * mask.long() - 1  # OPT's: padding has a position of its own
     if positions is None:
         first = arguments.first_of_embeds if ids is None else 0
         positions = torch.arange(first, first + length, device=device)[None]

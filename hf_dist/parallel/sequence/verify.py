@@ -62,6 +62,8 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate, *, tries:
             raise _refusal(split, f"positions depend on each other outside of attention{where}")
         expected = _whole(split, evaluate, batch)
         split.knows_packing = _knows_packing(split, evaluate, batch)
+        if split.arguments.counts_mask and not _counts_mask(split, evaluate, batch):
+            split.arguments = replace(split.arguments, counts_mask=False)
         try:
             if "labels" in batch:
                 # A label for each token, because a mean over no labels is not a number.
@@ -130,6 +132,17 @@ def _knows_packing(split: SplitSequence, evaluate: Evaluate, batch: dict[str, to
             "which cannot be followed on parts of a sequence. Remove the key."
         )
     return bool(seen) and all(seen)
+
+
+def _counts_mask(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> bool:
+    """Whether padding has positions of its own: OPT counts from the mask. BioGPT could, but gives its embedding positions."""
+    ids = batch["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, -ids.shape[1] // 2 :] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    a, b = (_whole(split, evaluate, {**given, **more})["values"] for more in ({}, {"position_ids": places}))
+    return bool((a != b).any())
 
 
 def _whole(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

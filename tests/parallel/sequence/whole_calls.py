@@ -122,6 +122,11 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]],
     "continued": (lambda: decoder(tf.LlamaForCausalLM), lambda: {"input_ids": ids()}, of_continued),
     "continued pair": (t5, lambda: {"input_ids": ids(), "decoder_input_ids": ids().flip(1)}, of_continued),
     "padding": (opt, lambda: padded("right"), of_all_logits),
+    "padding that is not counted": (
+        lambda: bert(tf.BioGptForCausalLM, activation_dropout=0.0, layerdrop=0.0),
+        lambda: padded("right"),
+        of_all_logits,
+    ),
     "hidden": (lambda: decoder(tf.LlamaForCausalLM), labelled, of_hidden),
     "router": (
         lambda: decoder(tf.MixtralForCausalLM, num_local_experts=4, router_aux_loss_coef=0.0),
