@@ -78,11 +78,11 @@ def plan_stages(
     chosen = partition(found.costs(recompute), num_stages, method)
     plan = make_plan(found, chosen.bounds)
     try:
-        plan = replace(plan, absent=verify(model, plan, batch, run, real=real))
+        plan = verify(model, plan, batch, run, real=real)
     except ModelError as error:
         plan = replace(plan, in_place=True)
         try:
-            plan = replace(plan, absent=verify(model, plan, batch, run, real=real))
+            plan = verify(model, plan, batch, run, real=real)
         except ModelError:
             raise error from None
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}

@@ -326,16 +326,22 @@ class StagePass:
             values = [*found[:known], *pytree.mapped(self._absent, list(found[known:]))]
             return output._make(values) if hasattr(output, "_make") else type(output)(values)
         for key, value in output.items():
-            if self.start and key in self.plan.absent:
-                output[key] = pytree.mapped(self._absent, value)
-            elif self.start and isinstance(value, (tuple, list)) and not self._layout:
-                # A list has a tensor per block (hidden states, attentions, memories). Those of earlier blocks were made of
-                # stand-ins, or are None, unless transformers collects them by its hooks.
+            if self.start and self._is_absent(key, value):
+                one = isinstance(value, (tuple, list))  # a list may be shorter than the model's: none of it is read
                 tensors = (x for x in pytree.leaves(value) if isinstance(x, torch.Tensor))
-                output[key] = AbsentOutput.of(next(tensors, torch.zeros(())), self.model_name)
+                output[key] = (
+                    self._absent(next(tensors, torch.zeros(()))) if one else pytree.mapped(self._absent, value)
+                )
             elif any(self._true(x) is not x for x in pytree.leaves(value)):
                 output[key] = pytree.mapped(self._true, value)
         return output
+
+    def _is_absent(self, key: str, value: Any) -> bool:
+        """Whether an output is an earlier stage's. A list has a tensor per block (hidden states, memories): those of earlier
+        blocks are made of stand-ins, or None, and the example may have had no such list in which to see it."""
+        if key in self.plan.absent or self.plan.outputs is None or not isinstance(value, (tuple, list)):
+            return key in self.plan.absent
+        return key not in self.plan.outputs and key not in dict(self._layout)
 
     def _absent(self, value: Any) -> Any:
         return AbsentOutput.of(value, self.model_name) if isinstance(value, torch.Tensor) else value

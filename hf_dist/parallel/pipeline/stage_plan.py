@@ -52,6 +52,8 @@ class StagePlan:
     Otherwise they only replace the stand-ins among the arguments of blocks."""
     absent: frozenset[str] = frozenset()
     """Outputs that the last stage would compute from earlier stages' values, which it does not have: reading one raises."""
+    outputs: frozenset[str] | None = frozenset()
+    """The example's other outputs, which the last stage computes; None while `verify` looks."""
 
     @property
     def num_stages(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,25 +31,26 @@ def verify(
     run: Callable[[nn.Module, Any], Any] | None = None,
     *,
     real: bool = False,
-) -> frozenset[str]:
+) -> StagePlan:
     """Raise `ModelError`, naming stage and place, if `plan` is wrong. Local; allocates nothing.
 
-    Returns the names of the other outputs that the last stage computes from stand-ins (`StagePlan.absent`).
+    Returns the plan with the names of the outputs that the last stage computes, and of those that it does not have.
 
     Checked for every stage: no value of a stand-in reaches a block of the stage, the tensors it sends, the loss or the logits;
     every tensor argument of its blocks requires grad exactly if it does in the whole model; Python reads no value that depends
     on a stand-in. Arguments as in `probe`.
     """
-    absent: frozenset[str] = frozenset()
+    named, plan = plan, replace(plan, outputs=None)
     for stage in range(plan.num_stages):
         twin = meta_twin(model, real=real)
-        absent = _verify_stage(_CheckedModel(twin, plan, stage, real), batch, run or (lambda m, b: m(**b)))
-    return absent
+        absent, outputs = _verify_stage(_CheckedModel(twin, plan, stage, real), batch, run or (lambda m, b: m(**b)))
+        named = replace(plan, absent=absent, outputs=outputs)
+    return named
 
 
 def _verify_stage(
     staged: _CheckedModel, batch: Mapping[str, Any], run: Callable[[nn.Module, Any], Any]
-) -> frozenset[str]:
+) -> tuple[frozenset[str], frozenset[str]]:
     try:
         with on_meta(staged.trace):
             received = staged.received()
@@ -100,12 +102,10 @@ class _CheckedModel(StagedModel):
 
     def is_tainted(self, value: Any) -> bool:
         """Whether a value depends on a stand-in."""
-        if isinstance(value, AbsentOutput):
-            return True
-        return isinstance(value, torch.Tensor) and bool(self.trace.sources(value))
+        return isinstance(value, AbsentOutput) or (isinstance(value, torch.Tensor) and bool(self.trace.sources(value)))
 
-    def check_output(self, output: StageOutput) -> frozenset[str]:
-        """Raise `ModelError` if what leaves the stage depends on stand-ins. Returns the last stage's other outputs that do."""
+    def check_output(self, output: StageOutput) -> tuple[frozenset[str], frozenset[str]]:
+        """Raise `ModelError` if what leaves the stage depends on stand-ins. Of the last stage: outputs that do, that do not."""
         if output.sent is not None:
             boundary = self.plan.boundaries[self.stage]
             labels = [*boundary.paths, *(f"collected {name}" for name, n in boundary.collected for _ in range(n))]
@@ -114,13 +114,18 @@ class _CheckedModel(StagedModel):
                     raise self.refuse(f"what it sends to the next stage as {label} depends on an earlier stage")
                 if tensor.requires_grad != spec.requires_grad:
                     raise self.refuse(f"what it sends as {label} loses its gradient")
-            return frozenset()
+            return frozenset(), frozenset()
         found = output.result if isinstance(output.result, dict) else {"loss": output.result}
-        absent = frozenset(key for key, value in found.items() if any(map(self.is_tainted, tree_leaves(value))))
+        absent = frozenset(key for key, value in found.items() if self._is_absent(value))
         for key in _WATCHED:
             if key in absent:
                 raise self.refuse(f"the model's {key} depends on values of an earlier stage that do not pass a block")
-        return absent
+        return absent, frozenset(found.keys() - absent)
+
+    def _is_absent(self, output: Any) -> bool:
+        """None stands in a list for what an earlier stage's block returns."""
+        is_list = isinstance(output, (tuple, list))
+        return any(self.is_tainted(x) or (is_list and x is None) for x in tree_leaves(output))
 
     def _decide(self, sources: frozenset[int]) -> None:
         if sources:

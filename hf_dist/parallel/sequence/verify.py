@@ -62,9 +62,9 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate, *, tries:
             raise _refusal(split, f"positions depend on each other outside of attention{where}")
         expected = _whole(split, evaluate, batch)
         split.knows_packing = _knows_packing(split, evaluate, batch)
-        if split.arguments.counts_mask and not _counts_mask(split, evaluate, batch):
-            split.arguments = replace(split.arguments, counts_mask=False)
         try:
+            if split.arguments.counts_mask and not _counts_mask(split, evaluate, batch):
+                split.arguments = replace(split.arguments, counts_mask=False)
             if "labels" in batch:
                 # A label for each token, because a mean over no labels is not a number.
                 every = {**batch, "labels": batch["input_ids"]}
@@ -136,6 +136,8 @@ def _knows_packing(split: SplitSequence, evaluate: Evaluate, batch: dict[str, to
 
 def _counts_mask(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> bool:
     """Whether padding has positions of its own: OPT counts from the mask. BioGPT could, but gives its embedding positions."""
+    if not split.arguments.takes("position_ids"):
+        return True
     ids = batch["input_ids"]
     mask = torch.ones_like(ids)
     mask[:, -ids.shape[1] // 2 :] = 0

@@ -105,9 +105,7 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 def plan_of(model: Any, example: Batch) -> StagePlan:
     """Two stages."""
     found = probe(model, example)
-    plan = make_plan(found, partition(found.costs(), 2).bounds)
-    verify(model, plan, example)
-    return plan
+    return verify(model, make_plan(found, partition(found.costs(), 2).bounds), example)
 
 
 def staged_step(model: Any, plan: StagePlan, batches: list[Batch]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -199,3 +197,24 @@ def test_an_output_that_is_a_view_of_earlier_values_is_refused() -> None:
     for reads in (by_name, by_place):
         with pytest.raises(ModelError, match="was computed by an earlier stage"):
             run_local(stage_models(model, plan, schedule), schedule, batches, reads)
+
+
+def test_a_list_that_the_last_stage_computes_alone_is_read() -> None:
+    """The first blocks of DeepSeek have no router."""
+    config = tf.DeepseekV3Config(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, first_k_dense_replace=1,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, vocab_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = tf.DeepseekV3ForCausalLM(config)
+    batches = [{**batch, "output_router_logits": True} for batch in tiny_batches("causal", model)]
+    plan = plan_stages(model, batches[0], 2).plan
+
+    def of_routers(model: Any, batch: Batch) -> torch.Tensor:
+        output = model(**batch)
+        return output.loss + sum(x.square().mean() for x in output.router_logits)
+
+    schedule = make_schedule("1f1b", 2, len(batches))
+    found = run_local(stage_models(model, plan, schedule), schedule, batches, of_routers)
+    torch.testing.assert_close(torch.stack(found), torch.stack([of_routers(model, x).detach() for x in batches]))
