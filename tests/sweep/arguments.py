@@ -11,25 +11,25 @@ call or where an output is read. Unknown: no value of ours runs in the plain mod
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
+import inspect
 import json
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_dist.errors import HfDistError
-from hf_dist.tensors import pytree
 from tests.sweep import pipeline, sharding
 from tests.sweep.in_fork import in_fork
+from tests.sweep.layouts import Layout, cut, parted, plain, staged
 from tests.sweep.pipeline import short
-from tests.sweep.signature import Batch, Call, first_batch, named, trials
+from tests.sweep.sequence import AllDouble
+from tests.sweep.signature import Batch, Call, first_batch, named, not_taken, trials
 from tests.sweep.tiny import builders
 
 PAGE = Path(__file__).parent / "ARGUMENTS.md"
@@ -41,9 +41,11 @@ MAPPINGS = {
 """Beside those of the other sweeps, for their labels."""
 TOLERANCE = {"outputs": 1e-4, "gradients": 1e-3}
 """Relative to the norm of an output, to the largest element of a gradient."""
-WORDS = ("WRONG", "raw", "refused", "unknown", "verified")
+WORDS = ("WRONG", "raw", "refused", "unknown", "not taken", "verified")
 """What is found about a name, the worst first. Raw: an error that is not ours, where the plain model runs."""
-Gradients = dict[str, torch.Tensor]
+NO_VALUE = ("unknown", "not taken")
+CROSSING = "+cross-attention"
+"""After the name of a class whose config has `add_cross_attention`: built with it."""
 
 
 def classes() -> Iterator[tuple[str, str]]:
@@ -54,6 +56,9 @@ def classes() -> Iterator[tuple[str, str]]:
     for task, name in pipeline.classes():
         seen.add(name)
         yield task, name
+    for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        if _may_cross(name):
+            yield "causal", name + CROSSING
     for task, mapping in MAPPINGS.items():
         for names in getattr(modeling_auto, mapping).values():
             for name in [names] if isinstance(names, str) else names:
@@ -62,138 +67,15 @@ def classes() -> Iterator[tuple[str, str]]:
                     yield task, name
 
 
-@dataclass
-class Found:
-    """What one call of a model gives."""
+def _may_cross(name: str) -> bool:
+    import transformers
 
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    """Outputs whose reading raises."""
-    gradients: Gradients = field(default_factory=dict)
-
-
-def objective(call: Call, model: Any, batch: Batch, found: Found, skip: frozenset[str] = frozenset()) -> torch.Tensor:
-    """The loss and every other output, in one number; `found` gets them by name."""
-    output = call(model, batch)
-    pairs = output.items() if isinstance(output, dict) else ((str(i), x) for i, x in enumerate(output))
-    total = torch.zeros(())
-    for name, value in pairs:
-        for number, leaf in enumerate(pytree.leaves(value)):
-            at = f"{name}.{number}" if leaf is not value else name
-            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or name in skip:
-                continue
-            try:
-                found.outputs[at] = leaf.detach().to(leaf.dtype, copy=True)
-                if leaf.requires_grad:
-                    total = total + (leaf.mean() if leaf.dim() == 0 else leaf.float().square().mean())
-            except HfDistError as error:
-                found.outputs.pop(at, None)
-                found.refused[name] = short(error)
-    return total
-
-
-def plain(model: Any, call: Call, batch: Batch, skip: frozenset[str] = frozenset()) -> Found:
-    """Of one process."""
-    model.zero_grad()
-    found = Found()
-    total = objective(call, model, copy.deepcopy(batch), found, skip)
-    if total.requires_grad:
-        total.backward()
-    found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return found
-
-
-# ---- layouts: a function that is made once for a class, (call, batch) -> Found
-
-Layout = Callable[[Call, Batch], Found]
-
-
-def staged(build: Callable[[], Any], batch: Batch) -> Layout:
-    """Two pipeline stages."""
-    from hf_dist.parallel.pipeline import StagedModel, make_schedule, plan_stages
-    from tests.parallel.pipeline.local import run_local, summed_gradients
-
-    plan = plan_stages(build(), batch, 2).plan
-    schedule = make_schedule("1f1b", 2, 2)
-
-    models = [StagedModel(build(), plan, schedule.stages_of(rank)) for rank in range(2)]
-
-    def run(call: Call, given: Batch) -> Found:
-        for staged in models:
-            staged.model.zero_grad()
-        seen: list[Found] = []
-
-        def function(model: Any, one: Batch) -> torch.Tensor:
-            seen.append(Found())
-            return objective(call, model, one, seen[-1]) / 2
-
-        run_local(models, schedule, [given, copy.deepcopy(given)], function)  # models write into their inputs
-        return Found(seen[-1].outputs, seen[-1].refused, summed_gradients(models))
-
-    return run
-
-
-def cut(build: Callable[[], Any], batch: Batch) -> Layout:
-    """Two tensor ranks."""
-    from hf_dist.parallel.tensor.choose import choose_plan
-    from hf_dist.parallel.tensor.peers import run_threads
-    from hf_dist.parallel.tensor.split import SplitModel
-    from hf_dist.parallel.tensor.verify import _OnRank, _whole_gradients
-    from hf_dist.sharding.units import find_unit_modules
-
-    plan = choose_plan(build(), 2, find_unit_modules)
-
-    whole = build()
-    models = [build() for _ in range(2)]
-
-    def keep(param: Any, held: Any) -> None:
-        param.data = held.take(param.data).contiguous()
-
-    def run(call: Call, given: Batch) -> Found:
-        def on_rank(peers: Any) -> tuple[_OnRank, Found]:
-            model, found = copy.deepcopy(models[peers.rank]), Found()
-            split = SplitModel(model, plan, peers, keep=keep, blocks=find_unit_modules(model))
-            total = objective(call, model, copy.deepcopy(given), found)
-            if total.requires_grad:
-                total.backward()
-            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-            return _OnRank([], split, grads), found
-
-        ranks = run_threads(2, on_rank)
-        outcomes = [outcome for outcome, _ in ranks]
-        found = ranks[0][1]
-        for name, like in whole.named_parameters():
-            found.gradients[name] = _whole_gradients(name, like.detach(), outcomes)[0]
-        return found
-
-    return run
-
-
-def parted(build: Callable[[], Any], batch: Batch, mesh: Any) -> Layout:
-    """Two ranks of a split sequence, which both call this."""
-    from hf_dist.dist import collectives
-    from hf_dist.parallel.sequence.split import split_sequence
-    from hf_dist.parallel.sequence.verify import verify
-
-    model = build()
-    split = split_sequence(model, mesh, "auto")
-    assert split is not None
-    verify(split, model, lambda tokens, function: function(model, tokens))
-
-    def run(call: Call, given: Batch) -> Found:
-        assert split.enabled  # and it lives as long as this function: the model's hooks do not hold it
-        model.zero_grad()
-        found = Found()
-        total = objective(call, model, copy.deepcopy(given), found)
-        if total.requires_grad:
-            total.backward()
-        for name, param in model.named_parameters():
-            mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-            collectives.all_reduce(mesh.cp, mine.view(-1), op="mean").wait()
-            found.gradients[name] = mine
-        return found
-
-    return run
+    try:
+        model_class = getattr(transformers, name)
+        takes = inspect.signature(model_class.forward).parameters
+        return "encoder_hidden_states" in takes and hasattr(model_class.config_class(), "add_cross_attention")
+    except Exception:  # its default config is not valid
+        return False
 
 
 # ---- one class
@@ -205,7 +87,8 @@ def examine(task: str, name: str, layout: Callable[[Callable[[], Any], Batch], L
 
     problem = ""
     try:
-        candidates = list(builders(getattr(transformers, name)))
+        extra = {"is_decoder": True, "add_cross_attention": True} if name.endswith(CROSSING) else {}
+        candidates = list(builders(getattr(transformers, name.removesuffix(CROSSING)), extra))
     except Exception as error:  # its default config is not valid
         return "not built", short(error)
     for candidate in candidates:
@@ -220,12 +103,45 @@ def examine(task: str, name: str, layout: Callable[[Callable[[], Any], Batch], L
     else:
         return "not built", problem
     try:
-        split = layout(build, batch)
+        words = words_of(model, batch, layout(build, batch))
+        if any(word == "WRONG" for word, _ in words.values()):
+            words = without_rounding(words, lambda: in_double(task, build, layout))
     except HfDistError as error:
         return "refused", short(error)
     except Exception as error:
         return "failed", short(error)
-    return judged(words_of(model, batch, split))
+    return judged(words)
+
+
+Words = dict[str, tuple[str, str]]
+"""Name of an argument, or "-> " and that of an output -> (word, why)."""
+
+
+def in_double(task: str, build: Callable[[], Any], layout: Callable[[Callable[[], Any], Batch], Layout]) -> Words:
+    """The words of the same class in fp64."""
+
+    def doubled() -> Any:
+        return build().double()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with AllDouble():
+            model = doubled()
+            batch = first_batch(task, model)
+            return words_of(model, batch, layout(doubled, batch))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def without_rounding(words: Words, again: Callable[[], Words]) -> Words:
+    """What is wrong in fp32 and right in fp64 is the rounding of fp32: verified, with what was off."""
+    doubles = again()
+    return {
+        name: ("verified", f"rounding: {why}")
+        if word == "WRONG" and doubles.get(name, ("",))[0] == "verified"
+        else (word, why)
+        for name, (word, why) in words.items()
+    }
 
 
 def _first_trial(model: Any, batch: Batch) -> tuple[Call, Batch]:
@@ -233,12 +149,12 @@ def _first_trial(model: Any, batch: Batch) -> tuple[Call, Batch]:
     return call, given
 
 
-def words_of(model: Any, batch: Batch, split: Layout) -> dict[str, tuple[str, str]]:
-    """Name of an argument, or "-> " and that of an output -> (word, why)."""
-    words: dict[str, tuple[str, str]] = {}
+def words_of(model: Any, batch: Batch, split: Layout) -> Words:
+    """What is found about every argument and output."""
+    words: Words = {}
 
     def say(name: str, word: str, why: str = "") -> None:
-        if name not in words or WORDS.index(word) < WORDS.index(words[name][0]) or words[name][0] == "unknown":
+        if name not in words or WORDS.index(word) < WORDS.index(words[name][0]) or words[name][0] in NO_VALUE:
             words[name] = (word, why)
 
     takes = named(model)
@@ -249,7 +165,7 @@ def words_of(model: Any, batch: Batch, split: Layout) -> dict[str, tuple[str, st
         except Exception as error:
             for each in names:
                 if each not in words:
-                    say(each, "unknown", short(error))
+                    say(each, "not taken" if isinstance(error, NotImplementedError) else "unknown", short(error))
             continue
         outputs, (word, why) = compared(model, call, given, split)
         for each in names:
@@ -258,8 +174,10 @@ def words_of(model: Any, batch: Batch, split: Layout) -> dict[str, tuple[str, st
             if argument != "return_dict":
                 say(f"-> {output}", heard, reason)
     for argument in takes:
-        if argument not in words:
-            say(argument, "unknown", "no value is made for it")
+        words.setdefault(argument, ("unknown", "no value is made for it"))
+        why = not_taken(type(model).__name__, argument)
+        if words[argument][0] in NO_VALUE and why:
+            words[argument] = ("not taken", why)
     return words
 
 
@@ -302,7 +220,7 @@ def difference(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
     return off if off == off else float("inf")
 
 
-def judged(words: dict[str, tuple[str, str]]) -> tuple[str, str]:
+def judged(words: Words) -> tuple[str, str]:
     """An outcome of the sweeps, and the words as JSON."""
     bad = any(word in ("WRONG", "raw") for word, _ in words.values())
     return "WRONG" if bad else "equal", json.dumps(words)
@@ -335,20 +253,28 @@ def section(layout: str, rows: dict[str, list[str]]) -> list[str]:
         "",
         f"{len(split)} classes are split, {whole['refused']} refused as a whole, {whole['failed']} failed, "
         f"{whole['not built']} not built. Of {sum(counts.values())} names of arguments and outputs {counts['verified']} are "
-        f"verified, {counts['refused']} refused, {counts['unknown']} unknown, {counts['raw']} end in an error not ours, "
+        f"verified, {counts['refused']} refused, {counts['not taken']} not taken, {counts['unknown']} unknown, "
+        f"{counts['raw']} end in an error not ours, "
         f"**{counts['WRONG']} are wrong**.",
         "",
-        "| name | verified | refused | unknown |",
-        "|---|---:|---:|---:|",
+        "| name | verified | refused | not taken | unknown |",
+        "|---|---:|---:|---:|---:|",
     ]
     for name, found in sorted(by_name.items(), key=lambda item: (-sum(item[1].values()), item[0])):
-        lines.append(f"| `{name}` | {found['verified']} | {found['refused']} | {found['unknown']} |")
-    lines += ["", "| class | verified | refused | unknown |", "|---|---|---|---|"]
+        lines.append(
+            f"| `{name}` | {found['verified']} | {found['refused']} | {found['not taken']} | {found['unknown']} |"
+        )
+    lines += ["", "| class | verified | refused | not taken | unknown |", "|---|---|---|---|---|"]
     for name, words in split.items():
         of = {word: [f"`{n}`" for n, (heard, _) in words.items() if heard == word] for word in WORDS}
         bad = [f"**{word}: {n} ({words[n][1]})**" for word in ("WRONG", "raw") for n in words if words[n][0] == word]
         if len(of["verified"]) < len(words):
-            cells = (str(len(of["verified"])), " ".join(of["refused"]), " ".join([*of["unknown"], *bad]))
+            cells = (
+                str(len(of["verified"])),
+                " ".join(of["refused"]),
+                " ".join(of["not taken"]),
+                " ".join([*of["unknown"], *bad]),
+            )
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -358,8 +284,10 @@ HEAD = (
     "Every label and input that a class's forward names, and every output, in a layout that was verified with one batch: each "
     "argument is given in turn, the objective is the loss and the squares of all other outputs. Verified: every output and the "
     "gradient of every parameter are the plain model's (1e-4 of an output's norm, 1e-3 of a gradient's largest element, fp32). "
-    "Refused: an error by name, at the call or where the output is read. Unknown: no value of ours runs in the plain model. An "
-    "arrow stands before the name of an output. Classes of which all is verified have no row."
+    "Refused: an error by name, at the call or where the output is read. Not taken: the class names it and cannot use it (its "
+    "own error, or a part that its config lacks: `NOT_TAKEN` in `signature.py`). Unknown: no value of ours runs in the plain "
+    "model. `+cross-attention`: built with `add_cross_attention`. An arrow stands before the name of an output. Classes of "
+    "which all is verified have no row."
 )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_dist.parallel.tensor.trial import trial_input
-from tests.sweep.tiny import VOCAB, tiny_batches
+from tests.sweep.modalities import modal_changes
+from tests.sweep.tiny import tiny_batches
 
 Batch = dict[str, Any]
 Call = Callable[[Any, Batch], Any]
@@ -72,8 +74,15 @@ def trials(model: Any, batch: Batch) -> Iterator[tuple[str, str, Call, Batch]]:
         if "past_key_values" in takes:
             for variant, call in CACHED.items():
                 yield "past_key_values", variant, call, batch
-        for argument in BESIDE.keys() & set(takes):
-            yield argument, "", BESIDE[argument], batch
+        for argument in STATES:
+            if argument in takes:
+                yield argument, "after a prefix", functools.partial(_with_state, argument), batch
+    else:
+        for flag in FLAGS[:2]:
+            for value in (True, False):
+                yield flag, str(value), plain_call, batch | {flag: value}
+        if "interpolate_pos_encoding" in named(model):
+            yield "interpolate_pos_encoding", "", plain_call, batch | {"interpolate_pos_encoding": True}
     yield "return_dict", "a tuple", plain_call, batch | {"return_dict": False}
     yield "labels", "none", plain_call, {key: value for key, value in batch.items() if key not in LABELS}
 
@@ -96,8 +105,6 @@ def _a_token_later(model: Any, batch: Batch) -> Any:
 
 def _into_cache(model: Any, batch: Batch) -> Any:
     """The first tokens into a cache that is given."""
-    from transformers import DynamicCache
-
     ids, mask = batch["input_ids"], torch.ones_like(batch["input_ids"])
     if model.config.is_encoder_decoder:
         raise TypeError("a pair has a cache of its own kind")
@@ -113,6 +120,25 @@ def _with_cached_pair(model: Any, batch: Batch) -> Any:
     with torch.no_grad():
         first = model(input_ids=ids, decoder_input_ids=targets[:, :PREFIX], use_cache=True)
     return model(input_ids=ids, decoder_input_ids=targets[:, PREFIX:], past_key_values=first.past_key_values)
+
+
+STATES = ("cache_params", "state", "mems", "cache")
+"""What recurrent models return for their next tokens, under the name by which their forward takes it."""
+
+
+def _with_state(name: str, model: Any, batch: Batch) -> Any:
+    """A token after the others, with the state that the same model returns."""
+    ids = batch["input_ids"]
+    if name == "cache":  # XLM's: no output returns it
+        state = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+        with torch.no_grad():
+            model(input_ids=ids[:, :-1], cache=state)
+            return model(input_ids=ids, cache=state)  # it leaves out what the cache holds
+    flag = {"use_mems": True} if name == "mems" else {"use_cache": True}
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :-1], **flag)
+        state = first[name]
+        return model(input_ids=ids[:, -1:], **{name: state}, **flag)
 
 
 CACHED: dict[str, Call] = {
@@ -135,7 +161,7 @@ def _changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
     embeds = 0.1 * torch.randn(rows, length, width, generator=drawn(3))
     pairs = torch.zeros_like(ids)
     pairs[:, length // 3 :] = 1
-    sides = {
+    sides: dict[tuple[str, str], Batch] = {
         ("attention_mask", "none"): {"attention_mask": None},
         ("attention_mask", "padded on the left"): {"attention_mask": left},
         ("inputs_embeds", ""): {"input_ids": None, "inputs_embeds": embeds},
@@ -151,7 +177,7 @@ def _changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
         },
         **{(name, str(value)): {name: value} for name in FLAGS for value in (True, False)},
     }
-    return sides | _of_encoders(batch, width) | _of_tokens(model, ids)
+    return sides | _of_encoders(batch, width) | _of_tokens(model, ids, width) | modal_changes(model, batch)
 
 
 def _of_encoders(batch: Batch, width: int) -> dict[tuple[str, str], Batch]:
@@ -160,8 +186,8 @@ def _of_encoders(batch: Batch, width: int) -> dict[tuple[str, str], Batch]:
     states = torch.randn(rows, length + 3, width, generator=drawn(4))
     seen = torch.ones(rows, length + 3, dtype=torch.long)
     seen[0, -2:] = 0
-    targets = batch.get("labels", ids)
-    targets = (targets if targets.shape == ids.shape else ids).clamp(min=1)
+    labels = batch.get("labels")
+    targets = (labels if labels is not None and labels.shape == ids.shape else ids).clamp(min=1)
     mask = torch.ones_like(targets)
     mask[:, -1] = 0
     return {
@@ -173,6 +199,11 @@ def _of_encoders(batch: Batch, width: int) -> dict[tuple[str, str], Batch]:
         ("decoder_inputs_embeds", ""): {
             "decoder_inputs_embeds": 0.1 * torch.randn(rows, targets.shape[1], width, generator=drawn(6))
         },
+        ("decoder_inputs_embeds", "without labels, a decoder's"): {
+            "labels": None,
+            "decoder_inputs_embeds": 0.1 * torch.randn(rows, length, width, generator=drawn(6)),
+        },
+        ("logits_to_keep", "with a decoder's ids"): {"labels": None, "decoder_input_ids": ids, "logits_to_keep": 3},
         ("decoder_position_ids", ""): {"decoder_position_ids": torch.arange(targets.shape[1])[None].repeat(rows, 1)},
     }
 
@@ -183,7 +214,7 @@ ONE_PER_TOKEN = (
 )
 
 
-def _of_tokens(model: Any, ids: torch.Tensor) -> dict[tuple[str, str], Batch]:
+def _of_tokens(model: Any, ids: torch.Tensor, width: int) -> dict[tuple[str, str], Batch]:
     """Arguments of a few classes."""
     rows, length = ids.shape
     config = model.config.get_text_config()
@@ -193,8 +224,20 @@ def _of_tokens(model: Any, ids: torch.Tensor) -> dict[tuple[str, str], Batch]:
     first = torch.zeros_like(ids)
     first[:, 0] = 1
     paths = getattr(config, "max_depth", 50)
+    contrasts = {f"{which}_{name}": value for which in ("attack", "labels") for name, value in {
+        "input_ids": ids.flip(1), "input_shape_ids": first, "input_pronunciation_ids": first,
+        "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}.items()}  # fmt: skip
+    looked_at = {"cross_attention_states": torch.randn(rows, 6, width, generator=drawn(12))}
     return {
         **{(name, ""): {name: first} for name in ONE_PER_TOKEN},
+        **{(name, ""): contrasts for name in contrasts},
+        ("cross_attention_states", ""): looked_at,
+        ("cross_attention_mask", ""): looked_at | {"cross_attention_mask": torch.zeros(rows, 1, length, 6)},
+        ("full_text_row_masked_out_mask", ""): looked_at
+        | {
+            "cross_attention_mask": torch.zeros(rows, 1, length, 6),
+            "full_text_row_masked_out_mask": torch.ones(rows, 1, length, 1),
+        },
         ("bbox", ""): {"bbox": torch.cat([boxes, boxes + 5], dim=-1)},
         ("lengths", ""): {"lengths": torch.full((rows,), length), "attention_mask": None},
         ("num_hashes", ""): {"num_hashes": 1},
@@ -206,6 +249,8 @@ def _of_tokens(model: Any, ids: torch.Tensor) -> dict[tuple[str, str], Batch]:
         ("input_mask", ""): {"attention_mask": None, "input_mask": torch.cat([first[:, 1:], first[:, :1]], dim=1).float()},
         ("use_mems", ""): {"use_mems": True},
         ("per_layer_inputs", ""): {
+            "input_ids": None,
+            "inputs_embeds": 0.1 * torch.randn(rows, length, width, generator=drawn(3)),
             "per_layer_inputs": 0.1 * torch.randn(rows, length, layers, per_layer, generator=drawn(9))
         },
         ("xpath_tags_seq", ""): {"xpath_tags_seq": torch.randint(0, 5, (rows, length, paths), generator=drawn(10))},
@@ -224,28 +269,31 @@ def _entities(rows: int) -> Batch:
     return {"entity_ids": torch.ones(rows, 2, dtype=torch.long), "entity_position_ids": places}
 
 
-def _with_images(model: Any, batch: Batch) -> Any:
-    """Images beside the text, with as many tokens of images as the model has features, which its own error says."""
-    config = model.config
-    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    batch = batch | {"pixel_values": trial_input("pixel_values", config, batch)}
-    try:
-        return model(**batch)
-    except ValueError as error:
-        counts = [int(n) for n in re.findall(r"\d+", str(error))]
-        if token is None or token >= VOCAB or len(counts) < 2:
-            raise
-    ids = batch["input_ids"]
-    places = ids.new_full((len(ids), max(counts) // len(ids)), token)
-    batch = {key: value for key, value in batch.items() if key not in LABELS}
-    ids = torch.cat([ids, places], dim=1)
-    return model(**batch | {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+NO_ENCODER = r"GPT2LMHeadModel|GPTBigCodeForCausalLM|XGLMForCausalLM"
+DECODERS_OF_PAIRS = r"(Bart|BigBirdPegasus|MBart|MT5|PLBart|T5|T5Gemma|T5Gemma2|UMT5|Mvp)ForSequenceClassification"
+NOT_TAKEN: list[tuple[str, str, str]] = [
+    (NO_ENCODER, "encoder_.*", "needs add_cross_attention: the row of that"),
+    (
+        DECODERS_OF_PAIRS,
+        ".*inputs_embeds|use_cache",
+        "looks for the end of a sentence in the ids; its forward passes it to no one",
+    ),
+    (
+        r"Gemma4(Unified)?ForConditionalGeneration",
+        ".*(image|video|pixel|feature|encoder).*",
+        "the default config has no towers",
+    ),
+    (r"Gemma4.*", "inputs_embeds", "must be rows of the embedding, which it looks up again"),
+    (r"DeepseekV4.*|Esmc.*|LayoutLMv3.*|Longformer.*", "inputs_embeds", "reads the ids too"),
+    (r".*Tokens?Classification|.*QuestionAnswering", "past_key_values", "its output has none to give"),
+    (r"Llava(Next(Video)?)?ForConditionalGeneration", "image_sizes", "for towers that take them, not CLIP's"),
+]
+"""(class, argument, why): named by a signature, not usable for a class as its default config builds it."""
 
 
-def _with_sounds(model: Any, batch: Batch) -> Any:
-    """Spectrograms beside the text."""
-    return model(**batch, input_features=trial_input("input_features", model.config, batch))
-
-
-BESIDE: dict[str, Call] = {"pixel_values": _with_images, "input_features": _with_sounds}
-"""Inputs beside a text."""
+def not_taken(name: str, argument: str) -> str:
+    """Why a class cannot use an argument that its forward names, or ""."""
+    for of_class, pattern, why in NOT_TAKEN:
+        if re.fullmatch(of_class, name) and re.fullmatch(pattern, argument):
+            return why
+    return ""

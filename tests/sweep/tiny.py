@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +16,42 @@ from hf_dist.parallel.tensor.tiny import tiny_model as model_of
 __all__ = ["FIXED", "LAYERS", "SCALED", "VARIANTS", "VOCAB", "builders", "tiny_batches", "tiny_fields", "tiny_model"]
 
 
-def builders(model_class: Any) -> Iterator[Callable[[], nn.Module]]:
-    """Functions that build the same tiny random model on every call; the next one when a model does not build or run."""
-    fields = tiny_fields(model_class.config_class())
+def builders(model_class: Any, extra: dict[str, Any] | None = None) -> Iterator[Callable[[], nn.Module]]:
+    """Functions that build the same tiny random model on every call; the next one when a model does not build or run.
+
+    `extra`: fields of the config beside those that make it tiny.
+    """
+    config = model_class.config_class()
+    fields = with_modal_fields(config, tiny_fields(config)) | (extra or {})
     for variant in VARIANTS:
         yield functools.partial(tiny_model, model_class, varied(fields, variant))
     yield functools.partial(tiny_model, model_class, {k: v for k, v in fields.items() if not isinstance(v, dict)})
+
+
+MODAL: dict[str, Any] = {
+    "image_token_(id|index)": VOCAB - 1,
+    "video_token_(id|index)": VOCAB - 2,
+    "audio_token_(id|index)": VOCAB - 3,
+    "mm_tokens_per_image": 4,
+    "projection_dim|output_dim|out_hidden_size": 32,
+    "vision_output_dim": 192,
+    "image_grid_pinpoints": [[64, 64], [64, 128], [128, 64]],
+}
+"""Fields by name: tokens that stand for images and sounds are in the vocabulary, and images give few of them."""
+
+
+def with_modal_fields(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` of a class that takes images or sounds beside a text."""
+    changed = dict(fields)
+    for name, value in vars(config).items():
+        if isinstance(fields.get(name), dict):
+            changed[name] = with_modal_fields(value, fields[name])
+        for pattern, tiny in MODAL.items():
+            if (value is not None or "token" in pattern) and re.fullmatch(pattern, name):
+                changed[name] = tiny
+        if name == "vision_feature_layer" and isinstance(value, list | tuple):
+            changed[name] = tuple(-2 for _ in value)
+    return changed
 
 
 def tiny_model(model_class: Any, fields: dict[str, Any]) -> nn.Module:

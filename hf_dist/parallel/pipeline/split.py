@@ -166,7 +166,7 @@ class StagedModel:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             staged = me()
             if staged is not None and staged.pass_ is not None:
-                staged.pass_.inputs = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                staged.pass_.begin([x for x in pytree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
 
         return hook
 
@@ -246,6 +246,12 @@ class StagePass:
         self._replaced: dict[int, tuple[Any, torch.Tensor]] = {}
         self._stood_in: dict[int, Any] = {}
         """Values of earlier stages that nothing has replaced, by id; held, so that no other tensor gets the id."""
+
+    def begin(self, inputs: list[torch.Tensor]) -> None:
+        """A forward of the model begins, with these tensors."""
+        if self.next_block == len(self.plan.calls) > 0:  # the one more of a cache: the first stages have left already
+            raise self._other_path(f"that of another call of {self.model_name}", None)
+        self.inputs = inputs
 
     @property
     def before_start(self) -> bool:

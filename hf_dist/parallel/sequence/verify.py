@@ -10,7 +10,8 @@ seen; models with such effects are known by their config (`split.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -147,12 +148,14 @@ def _counts_mask(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torc
     return bool((a != b).any())
 
 
-def _whole(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _whole(
+    split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor], read: Callable[..., Any] | None = None
+) -> dict[str, torch.Tensor]:
     """A forward that is not split. Each row appears twice, because pipeline stages tell batches apart by shape."""
     rows = next(x.shape[0] for x in batch.values() if isinstance(x, torch.Tensor))
     twice = {key: x.repeat(2, *[1] * (x.dim() - 1)) if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
     with split.off():
-        found = evaluate(twice, _read)
+        found = evaluate(twice, read or _read)
     return {name: x[: len(x) // 2] if x.dim() and len(x) % (2 * rows) == 0 else x for name, x in found.items()}
 
 
@@ -267,8 +270,12 @@ def _mixing(
     if split.is_pair:
         first["decoder_input_ids"], second["decoder_input_ids"] = first["input_ids"], ids
     with silenced():
-        a, b = (_whole(split, evaluate, each)["values"] for each in (first, second))
-    if a.dim() < 3 or a.shape[1] != ids.shape[1]:  # a head over whole rows
+        a, b = (_whole(split, evaluate, each).get("values") for each in (first, second))
+        if (
+            a is None or a.dim() < 3 or a.shape[1] != ids.shape[1]
+        ):  # a head over whole rows may read the one token that is the same
+            a, b = (_whole(split, evaluate, each, _read_tokens).get("values") for each in (first, second))
+    if a is None or b is None:
         return None
     return (first, second) if _differs(a, b, torch.arange(ids.shape[1], device=a.device) != at) else None
 
@@ -278,14 +285,8 @@ def _first_mixing(split: SplitSequence, model: nn.Module, evaluate: Evaluate, ba
     length = batches[0]["input_ids"].shape[1]
     seen: list[dict[str, torch.Tensor]] = []
     for tokens in batches:
-        outputs: dict[str, torch.Tensor] = {}
-        hooks = [m.register_forward_hook(_keeping(outputs, n, length)) for n, m in model.named_modules() if n]
-        try:
-            with silenced():
-                _whole(split, evaluate, tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with silenced(), _kept(model, length) as outputs:
+            _whole(split, evaluate, tokens)
         seen.append(outputs)
     others = (batches[0]["input_ids"] == batches[1]["input_ids"])[0]
     mixing = [name for name in seen[0] if name in seen[1] and _differs(seen[0][name], seen[1][name], others)]
@@ -293,10 +294,30 @@ def _first_mixing(split: SplitSequence, model: nn.Module, evaluate: Evaluate, ba
     return f" ({leaves[0]})" if leaves else ""
 
 
+def _read_tokens(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the last module gives that has an output for each token."""
+    with _kept(model, batch["input_ids"].shape[1]) as outputs:
+        model(**batch)
+    return {"values": list(outputs.values())[-1]} if outputs else {}
+
+
+@contextmanager
+def _kept(model: nn.Module, length: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Outputs of (rows, `length`, width) of the modules that are called inside, by name, in the order of their calls."""
+    outputs: dict[str, torch.Tensor] = {}
+    hooks = [m.register_forward_hook(_keeping(outputs, n, length)) for n, m in model.named_modules() if n]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _keeping(outputs: dict[str, torch.Tensor], name: str, length: int) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor) and first.dim() == 3 and first.shape[1] == length:
+            outputs.pop(name, None)  # the last of several calls, at its place
             outputs[name] = first.detach().clone()
 
     return hook

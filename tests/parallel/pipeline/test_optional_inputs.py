@@ -218,3 +218,21 @@ def test_a_list_that_the_last_stage_computes_alone_is_read() -> None:
     schedule = make_schedule("1f1b", 2, len(batches))
     found = run_local(stage_models(model, plan, schedule), schedule, batches, of_routers)
     torch.testing.assert_close(torch.stack(found), torch.stack([of_routers(model, x).detach() for x in batches]))
+
+
+@pytest.mark.parametrize("family", ["OPT", "Llama", "GPT2", "Mixtral"] if FULL_GRID else ["OPT"])
+def test_a_second_call_of_the_model_is_refused(family: str) -> None:
+    """A few tokens into a cache, then the others: OPT counted positions from a cache whose first blocks were another stage's."""
+    model = make_model(family)
+    model.config.use_cache = True
+    batches = make_microbatches(family, MICROBATCHES)
+
+    def twice(model: Any, batch: Batch) -> torch.Tensor:
+        ids, mask = batch["input_ids"], torch.ones_like(batch["input_ids"])
+        first = model(input_ids=ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
+        second = model(input_ids=ids[:, 4:], attention_mask=mask, past_key_values=first.past_key_values)
+        return second.logits.square().mean()
+
+    with pytest.raises(ModelError, match="run the model once per microbatch"):
+        schedule = make_schedule("1f1b", 2, len(batches))
+        run_local(stage_models(model, plan_of(model, batches[0]), schedule), schedule, batches, twice)

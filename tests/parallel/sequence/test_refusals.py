@@ -34,6 +34,10 @@ def _conv_bert(t: Any) -> Any:
     return t.ConvBertForMaskedLM(config)
 
 
+def _mobile_bert(t: Any) -> Any:
+    return next(builders(t.MobileBertForSequenceClassification))()
+
+
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "encoder and decoder in a ring": (
         lambda t: make_model("bart"),
@@ -48,6 +52,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
     "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
     "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
+    "neighbours, seen by the first token alone": (_mobile_bert, {}, "(mobilebert.embeddings.embedding_transformation)"),
     "heads of a recurrence": (
         lambda t: make_model("qwen3next"),
         {"ranks": 3},

@@ -1,0 +1,188 @@
+"""Images, videos and sounds beside a text: what a class's forward takes of them, with as many tokens as they have vectors.
+
+The vectors are counted by the model's own `get_image_features`; of several forms of an image the first that runs is taken.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from tests.sweep.tiny import VOCAB
+
+Batch = dict[str, Any]
+TOKENS = {"image": VOCAB - 1, "video": VOCAB - 2, "audio": VOCAB - 3}
+"""Ids that tiny batches do not draw; `tiny.builders` puts them into the configs."""
+SIDE, PATCH, FRAMES = 64, 16, 2
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """The same on every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(8))
+
+
+def modal_changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
+    """(argument, "") -> what is given beside the text of `batch`, which grows by the places of the vectors."""
+    changes: dict[tuple[str, str], Batch] = {}
+    takes = inspect.signature(model.forward).parameters
+    for modality, forms in (("image", _images), ("video", _videos), ("audio", _sounds)):
+        for form in forms(model, len(batch["input_ids"])):
+            given = {name: value for name, value in form.items() if name in takes}
+            change = _running(model, batch, modality, given) if given else None
+            if change is None:
+                continue
+            changes |= {(name, ""): change for name in given if (name, "") not in changes}
+            changes |= _features(model, batch, modality, change)
+            for name, value in CHOICES.items():
+                changes.setdefault((name, ""), change | {name: getattr(model.config, name, value)})
+            break
+    return changes
+
+
+CHOICES: dict[str, Any] = {
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+    "vision_aspect_ratio": "anyres_max_9",
+}
+"""Of the parts that look at images, as the config has them: others give another number of vectors."""
+
+
+def _running(model: Any, batch: Batch, modality: str, given: Batch) -> Batch | None:
+    """The change of a batch with which the plain model runs, if there is one."""
+    counts = [_vectors(model, modality, given), 0, *range(1, 26)]
+    for count in counts:
+        change = given | (_with_places(batch, modality, count) if count else {})
+        try:
+            with torch.no_grad():
+                model(**{k: v for k, v in (batch | change).items() if v is not None})
+        except Exception:
+            if counts[0] > 0 and count:
+                return None
+            continue
+        return change
+    return None
+
+
+def _with_places(batch: Batch, modality: str, count: int) -> Batch:
+    """Tokens of a modality after the text, `count` in all."""
+    ids = batch["input_ids"]
+    places = ids.new_full((len(ids), count // len(ids)), TOKENS[modality])
+    longer = torch.cat([ids, places], dim=1)
+    change: Batch = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+    labels = batch.get("labels")
+    if labels is not None and labels.shape == ids.shape:
+        change["labels"] = torch.cat([labels, torch.full_like(places, -100)], dim=1)
+    return change
+
+
+def _encoded(model: Any, modality: str, given: Batch) -> Any:
+    encode = getattr(model, f"get_{modality}_features", None)
+    if encode is None:
+        encode = getattr(getattr(model, "model", None), f"get_{modality}_features", None)
+    if encode is None:
+        return None
+    takes = inspect.signature(encode).parameters
+    named = {n: v for n, v in given.items() if n in takes or n.startswith("input_features")}
+    try:
+        with torch.no_grad():
+            return encode(**named)
+    except Exception:
+        return None
+
+
+def _pooled(encoded: Any) -> Any:
+    return encoded if isinstance(encoded, torch.Tensor | list | tuple) else getattr(encoded, "pooler_output", None)
+
+
+def _vectors(model: Any, modality: str, given: Batch) -> int:
+    """How many the parts of the model make of an input; 0 if they do not say."""
+    pooled = _pooled(_encoded(model, modality, given))
+    if isinstance(pooled, torch.Tensor):
+        return pooled.numel() // pooled.shape[-1]
+    return sum(len(part.reshape(-1, part.shape[-1])) for part in pooled) if isinstance(pooled, list | tuple) else 0
+
+
+def _features(model: Any, batch: Batch, modality: str, change: Batch) -> dict[tuple[str, str], Batch]:
+    """Vectors that were made before, instead of the input."""
+    pooled = _pooled(_encoded(model, modality, change))
+    if pooled is None:
+        return {}
+    drawn = torch.randn_like(pooled) if isinstance(pooled, torch.Tensor) else [torch.randn_like(p) for p in pooled]
+    text = {k: v for k, v in change.items() if k in ("input_ids", "attention_mask", "labels")}
+    ready = {modality: BaseModelOutputWithPooling(pooler_output=drawn)}  # type: ignore[arg-type]  # HF's are lists too
+    return {
+        ("mm_encoder_outputs", modality): text | {"mm_encoder_outputs": ready},
+        ("image_hidden_states", modality): text | {"image_hidden_states": drawn},
+    }
+
+
+def _part(config: Any, name: str, field: str, default: Any) -> Any:
+    """A field of a part's config."""
+    value = getattr(getattr(config, name, None), field, None)
+    value = getattr(config, field, None) if value is None else value
+    return default if value is None else value
+
+
+def _images(model: Any, rows: int) -> Iterator[Batch]:
+    config = model.config
+    side = _part(config, "vision_config", "image_size", SIDE)
+    side = side[0] if isinstance(side, list | tuple) else side
+    pixels, sizes = normal(rows, 3, side, side), torch.full((rows, 2), side)
+    seen = torch.ones(rows, 1, side, side, dtype=torch.long)
+    yield {"pixel_values": pixels[:, None], "pixel_attention_mask": seen}
+    yield {"pixel_values": pixels}
+    yield {"pixel_values_images": pixels}
+    yield {"pixel_values": pixels, "image_sizes": sizes}
+    yield {"pixel_values": pixels, "image_sizes": sizes.tolist()}
+    tiles = pixels[:, None].repeat(1, 2, 1, 1, 1)
+    yield {"pixel_values": tiles, "image_sizes": sizes}
+    yield {"pixel_values": tiles, "image_sizes": sizes, "batch_num_images": torch.ones(rows, dtype=torch.long)}
+    patch = _part(config, "vision_config", "patch_size", PATCH)
+    patch = patch if isinstance(patch, int) else PATCH
+    frames = _part(config, "vision_config", "temporal_patch_size", 1)
+    grid = torch.tensor([[1, 4, 4]] * rows)
+    yield {"pixel_values": normal(rows * 16, 3 * frames * patch * patch), "image_grid_thw": grid}
+    yield {"pixel_values": normal(rows * 16, 3 * patch * patch)}
+    yield {"image_patches": normal(rows, 4, 3 * patch * patch)}
+    places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), dim=-1).reshape(1, 36, 2)
+    yield {"pixel_values": torch.rand(rows, 36, 3 * patch * patch), "image_position_ids": places.repeat(rows, 1, 1)}
+    yield {
+        "pixel_values": normal(rows, 1, 4, 3, side, side),
+        "aspect_ratio_mask": torch.ones(rows, 1, 4, dtype=torch.long),
+        "aspect_ratio_ids": torch.full((rows, 1), 6),
+        "cross_attention_mask": torch.ones(rows, 12, 1, 4, dtype=torch.long),
+    }
+    yield {"pixel_values": normal(rows, frames, side, side, 3)}
+
+
+def _videos(model: Any, rows: int) -> Iterator[Batch]:
+    config = model.config
+    side = _part(config, "vision_config", "image_size", SIDE)
+    frames = normal(rows, FRAMES, 3, side, side)
+    yield {"pixel_values_videos": frames}
+    yield {"pixel_values_videos": normal(rows, 8, 3, side, side)}
+    yield {"pixel_values_videos": frames, "image_sizes_videos": torch.full((rows, 2), side)}
+    patch = _part(config, "vision_config", "patch_size", PATCH)
+    patch = patch if isinstance(patch, int) else PATCH
+    depth = _part(config, "vision_config", "temporal_patch_size", 1)
+    grid = torch.tensor([[1, 4, 4]] * rows)
+    yield {"pixel_values_videos": normal(rows * 16, 3 * depth * patch * patch), "video_grid_thw": grid}
+
+
+def _sounds(model: Any, rows: int) -> Iterator[Batch]:
+    config = model.config
+    bins = _part(config, "audio_config", "num_mel_bins", 80)
+    positions = _part(config, "audio_config", "max_source_positions", 64)
+    for frames in (2 * positions, 48, 100, 200):
+        mask = torch.ones(rows, frames, dtype=torch.long)
+        for sounds in (normal(rows, bins, frames), normal(rows, frames, bins)):
+            yield {"input_features": sounds}
+            yield {"input_features": sounds, "input_features_mask": mask}
+            yield {"input_features": sounds, "input_features_mask": mask.bool()}
+            yield {"input_features": sounds, "feature_attention_mask": mask}
+    bins = _part(config, "encoder_config", "input_dim", 160)
+    yield {"input_features": normal(rows, 45, bins)}
