@@ -222,7 +222,7 @@ def test_a_list_that_the_last_stage_computes_alone_is_read() -> None:
 
 @pytest.mark.parametrize("family", ["OPT", "Llama", "GPT2", "Mixtral"] if FULL_GRID else ["OPT"])
 def test_a_second_call_of_the_model_is_refused(family: str) -> None:
-    """A few tokens into a cache, then the others: OPT counted positions from a cache whose first blocks were another stage's."""
+    """A few tokens into a cache, then the others: OPT counts positions from a cache whose first blocks are another stage's."""
     model = make_model(family)
     model.config.use_cache = True
     batches = make_microbatches(family, MICROBATCHES)
