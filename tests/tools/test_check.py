@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from click.testing import Result
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hf_dist.errors import ConfigError
+from hf_dist.errors import ConfigError, ModelError
 from hf_dist.hf.model_class import keep_layers
-from hf_dist.tools.check import Asked, prepare, prove
+from hf_dist.tools.check import Asked, outputs, prepare, prove
 from hf_dist.tools.check.compare import compare
 from hf_dist.tools.check.data import microbatches
 from hf_dist.tools.check.itself import TOGETHER, TWICE, itself
@@ -60,7 +61,7 @@ def test_an_equal_layout_is_found_equal(name: str, tmp_path: Path) -> None:
     assert proof.equal, proof
     assert not proof.differs
     assert proof.precision == ("bf16" if "bf16" in name else "fp32")
-    assert len(proof.rows) == 8
+    assert len(proof.rows) == 9
     for row in proof.rows:
         # bf16 is allowed what bf16 costs one process, no more
         assert FP32 <= row.allowed < 0.05
@@ -359,3 +360,31 @@ def test_wrong_options_are_named(options: dict[str, Any], words: str, kind: Any,
         options = {"model": str(tmp_path)}
     with pytest.raises(kind, match=words):
         prepare(replace(asked, **options), tmp_path)
+
+
+def test_every_output_is_compared_but_those_that_a_layout_refuses(tmp_path: Path) -> None:
+    class Trainer:
+        model = SimpleNamespace(config=SimpleNamespace())
+
+        def predict(self, rows: Any, ignore_keys: Any = ()) -> Any:
+            if self.refuses and not ignore_keys:
+                raise ModelError("states: an earlier stage's")
+            first = torch.ones(2, 3) * self.off
+            return SimpleNamespace(
+                predictions=first.numpy() if ignore_keys else (first.numpy(), [torch.zeros(2).numpy()])
+            )
+
+        refuses, off = False, 1.0
+
+    trainer, rows, file = Trainer(), [{"input_ids": torch.zeros(1, 3)}], str(tmp_path / "outputs.safetensors")
+    names = ["logits", "states.0"]
+    whole, why = outputs.predicted(trainer, rows, names)
+    outputs.keep(whole, file)
+    assert (list(whole), why) == (names, "")
+    assert outputs.differences(None, file) == {"logits": 0.0, "states.0": 0.0}
+    trainer.off = 1.01
+    assert outputs.differences(outputs.predicted(trainer, rows, names)[0], file)["logits"] == pytest.approx(0.01)
+    trainer.refuses = True
+    found, why = outputs.predicted(trainer, rows, names)
+    assert (list(found), why) == (["logits"], "states: an earlier stage's")
+    assert len(outputs.few_rows(rows * 9, 1 << 24)) == 1

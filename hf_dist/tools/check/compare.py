@@ -131,6 +131,8 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         what = f"evaluation of {job.window + 1} rows"
         rows.append(_numbers(what, [expected["evaluation"]], [first["evaluation"]], allowed.losses))
     by_itself = alone.get("itself", {})
+    if first.get("outputs"):
+        rows.append(_tensors(f"outputs of {job.window + 1} rows", first["outputs"], allowed.of_output))
     if TWICE in by_itself:
         once, again = by_itself[TWICE]
         rows.append(_numbers(TWICE, [once], [again], FP32))
@@ -149,6 +151,8 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
             "the loss depends on which rows are in one batch (in-batch negatives, statistics of the batch): any number of data "
             "ranks or microbatches trains another model than one batch"
         )
+    if first.get("refused"):
+        notes.append(f"predict() gives the first output alone in this layout: {first['refused']}")
     if first["skipped"]:
         notes.append(f"{first['skipped']} of {job.steps} steps were skipped by the loss scale")
     return Proof(rows, job.precision, notes, differs, differs_at)

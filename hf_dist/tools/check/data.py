@@ -37,7 +37,7 @@ def microbatches(
     """
     if path is None:
         generator = torch.Generator().manual_seed(0)
-        return [_made_up(model, rows, seq, generator) for _ in range(count)]
+        return [_made_up(model, rows, seq, generator, number * rows) for number in range(count)]
     endless = itertools.cycle(_rows_of_file(path, tokenizer))
     return [_collate(list(itertools.islice(endless, rows)), seq, _labels_per_row(model), ragged) for _ in range(count)]
 
@@ -65,7 +65,15 @@ def _labels_per_row(model: nn.Module) -> bool:
     return any(word in type(model).__name__ for word in ("ForSequenceClassification", "ForImageClassification"))
 
 
-def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator) -> Batch:
+def _corners(vocabulary: int) -> list[int]:
+    """Ids at which a part of the vocabulary begins or ends, for 2, 4 and 8 ranks: few rows draw none of them by chance."""
+    borders = [-(-vocabulary // parts) * part for parts in (2, 4, 8) for part in range(1, parts)]
+    found = dict.fromkeys([x for border in borders for x in (border, border - 1)] + [vocabulary - 1])
+    return [x for x in found if 0 < x < vocabulary]
+
+
+def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator, first: int) -> Batch:
+    """`first`: the number of the first row, among those of all batches."""
     config: Any = model.config
     main = getattr(model, "main_input_name", "input_ids")
 
@@ -84,13 +92,18 @@ def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator) 
     vocabulary = config.get_text_config().vocab_size
     seq = min(seq, getattr(config, "max_position_embeddings", None) or seq)
     ids = draw(vocabulary, rows, seq)
+    corners = _corners(vocabulary)
+    corner = torch.tensor([corners[(first + row) % len(corners)] for row in range(rows)]) if corners else ids[:, 1]
+    ids[:, 1] = corner
     lengths = torch.randint(max(2, seq // 2), seq + 1, (rows, 1), generator=generator)
     mask = (torch.arange(seq)[None] < lengths).long()
     batch = {"input_ids": ids * mask, "attention_mask": mask}
     if _labels_per_row(model):
         return {**batch, "labels": draw(config.num_labels, rows)}
     if getattr(config, "is_encoder_decoder", False):
-        return {**batch, "labels": draw(vocabulary, rows, max(2, seq // 2))}
+        labels = draw(vocabulary, rows, max(2, seq // 2))
+        labels[:, 1] = corner
+        return {**batch, "labels": labels}
     hidden = torch.rand(rows, seq, generator=generator) < 0.25
     labels = ids.masked_fill(hidden | (mask == 0), IGNORED)
     labels[:, 1] = ids[:, 1]

@@ -33,6 +33,13 @@ class Limits:
     beside_router: Collection[str] = ()
     """Names of those tensors."""
 
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    """Of each output of the model."""
+
+    def of_output(self, name: str) -> float:
+        """For one output of the model."""
+        return max(self.outputs.get(name, FP32), self.routed)
+
     def of(self, name: str, step: int = -1) -> float:
         """For one tensor after a step."""
         routed = self.routed if name in self.beside_router else 0.0
@@ -71,6 +78,7 @@ def limits(
         [_of_each(after, found, TENSOR * apart) for after in found],
         apart * _likely(choices) if choices else 0.0,
         frozenset(name for names in routed for name in names),
+        {name: max(FP32, TENSOR * apart * value) for name, value in same.get("outputs", {}).items()},
     )
 
 

@@ -21,6 +21,7 @@ from hf_dist.engine.engine import Engine
 from hf_dist.hf.model_class import model_class
 from hf_dist.parallel.experts.spread import find_experts
 from hf_dist.sharding.full_params import all_tensors
+from hf_dist.tools.check import outputs
 from hf_dist.tools.check.itself import itself
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.training import Look, Training, checkpoint_of, whole_step
@@ -67,14 +68,19 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
         os.environ.pop(name, None)
     result: dict[str, Any] = {"itself": itself(job.make_model(), job.batches())}
     result["plain"] = Training(job, job.steps + 1, look=_looks_at(job, [], keep="plain"))(_output(job))
+    outputs.keep(result["plain"].pop("outputs"), _outputs_file(job, "plain"))
     if job.precision != "fp32":
         AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
         differences: list[Differences] = []
         look = _looks_at(job, differences, reference="plain", keep="same")
         rows, parts = whole_step(job)
         alone = {**job.alone, "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": parts}
-        result["same"] = Training(job, job.steps + 1, alone, look)(_output(job))
+        names = list(outputs.differences(None, _outputs_file(job, "plain")))
+        result["same"] = Training(job, job.steps + 1, alone, look, names=names)(_output(job))
         result["same"]["differences"] = differences
+        given = result["same"].pop("outputs")
+        result["same"]["outputs"] = outputs.differences(given, _outputs_file(job, "plain"))
+        outputs.keep(given, _outputs_file(job, "same"))
     if job.precision == "fp16":
         result["routed"] = routed_parameters(job.make_model())
     return result
@@ -86,11 +92,14 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     reference = "plain" if job.precision == "fp32" else "same"
     differences: list[Differences] = []
     look = _looks_at(job, differences, reference=reference)
-    found = Training(job, job.steps + 1, job.layout, look, save_at=job.steps)(_output(job))
+    expected = _outputs_file(job, reference)
+    names = list(outputs.differences(None, expected))
+    found = Training(job, job.steps + 1, job.layout, look, save_at=job.steps, names=names)(_output(job))
     saved = checkpoint_of(_output(job), job.steps)
     resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps, evaluates=False)(_output(job), saved)
     result: dict[str, Any] = {key: found[key][: job.steps] for key in ("losses", "norms")}
-    result |= {"differences": differences, "skipped": found["skipped"], "evaluation": found["evaluation"]}
+    result |= {"differences": differences} | {key: found[key] for key in ("skipped", "evaluation", "refused")}
+    result["outputs"] = outputs.differences(found["outputs"], expected)
     result["next"] = {
         "going on": (found["losses"][-1], found["norms"][-1]),
         "resumed": (resumed["losses"][-1], resumed["norms"][-1]),
@@ -152,6 +161,10 @@ def _rms(tensors: Sequence[torch.Tensor]) -> float:
 
 def _weights_file(job: Job, run: str, step: int) -> str:
     return str(Path(job.folder) / f"{run}_{step}.safetensors")
+
+
+def _outputs_file(job: Job, run: str) -> str:
+    return str(Path(job.folder) / f"{run}_outputs.safetensors")
 
 
 def _output(job: Job) -> str:

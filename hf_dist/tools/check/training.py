@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from hf_dist.hf.args import DistTrainingArguments
 from hf_dist.hf.trainer import DistTrainer
 from hf_dist.tools.check.data import Batch, joined
 from hf_dist.tools.check.job import Job
+from hf_dist.tools.check.outputs import Outputs, few_rows, predicted
 
 __all__ = ["Look", "Training", "checkpoint_of", "clip", "one_row_more", "rows_of", "whole_step"]
 
@@ -39,11 +40,14 @@ class Training:
     save_at: int = 0
     """The step after which a checkpoint is written; 0 for none."""
     evaluates: bool = True
-    """Whether the rows of `one_row_more` are evaluated at the end."""
+    """Whether the rows of `one_row_more` are evaluated and predicted at the end."""
+    names: Sequence[str] | None = None
+    """Those of the model's outputs, which a process tells that has the whole model."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
-        """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and the
-        loss of an `evaluation` at the end: NaN if HF computes none, as for a forward whose signature names no labels."""
+        """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and at the
+        end the loss of an `evaluation` (NaN if HF computes none, as for a forward whose signature names no labels) and the
+        `outputs` of a prediction, with why some were `refused`."""
         model = self.job.make_model()
         optimizer = self.job.make_optimizer(model)
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -61,12 +65,19 @@ class Training:
         trainer.remove_callback(PrinterCallback)
         looks.trainer = trainer
         trainer.train(resume_from_checkpoint=resume or None)
+        outputs: tuple[Outputs, str] = ({}, "")
+        if self.evaluates:
+            config: Any = model.config
+            vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 1
+            outputs = predicted(trainer, few_rows(one_row_more(self.job), vocabulary), self.names)
         steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         return {
             "losses": [float(entry["loss"]) for entry in steps],
             "norms": [float(entry["grad_norm"]) for entry in steps],
             "skipped": trainer.dist_engine.skipped_steps if self.config else 0,
             "evaluation": trainer.evaluate().get("eval_loss", math.nan) if self.evaluates else math.nan,
+            "outputs": outputs[0],
+            "refused": outputs[1],
         }
 
     def _arguments(self, folder: str) -> Any:
