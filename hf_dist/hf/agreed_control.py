@@ -45,12 +45,11 @@ class AgreedControlMixin:
     accelerator: Any
     _asks_all = False
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, after all ranks know whether any of them has callbacks of the user's own."""
+    def _learn_who_asks(self) -> None:
+        """Before a training all ranks know whether any of them has callbacks of the user's own."""
         if self.dist is not None:  # type: ignore[attr-defined]
             axis = self.accelerator.mesh.control
             self._asks_all = axis.size > 1 and any(collectives.all_gather_object(axis, self._may_ask_alone()))
-        return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _may_ask_alone(self) -> bool:
         callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,45 +81,38 @@ class CheckpointingMixin(DataPositionMixin):
 
     # ---------------------------------------------------------------------- find
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """HF's `train`. `resume_from_checkpoint`: a path, True (the newest complete checkpoint of the output folder), or
-        "auto" (the same, but starts fresh when there is none, so that a restarted job continues by itself)."""
-        writer = self._claim_output(kwargs.get("trial", args[0] if args else None))
-        if self.dist is not None and resume_from_checkpoint:
-            resume_from_checkpoint = self._find_checkpoint(resume_from_checkpoint)
+    @contextmanager
+    def _checkpoints_of_training(self, asked: str | bool | None, trial: Any) -> Iterator[str | bool | None]:
+        """Inside, a training owns its output folder and saves on signals. Gives what HF resumes from, found for `asked`."""
+        writer = self._claim_output(trial)
         if self.dist is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            yield asked
+            return
+        found = self._find_checkpoint(asked) if asked else asked
         if self.dist.hf_dist.save_on_signal:
             self._stop = StopSignal(self.accelerator.mesh.control, functools.partial(_newest_in, writer.parent))
             self._stop.listen()
         self._saved_step = -1
         try:
             with whole_counts():
-                result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+                yield found
             if self._stop is not None:
                 self._stop.close()
             if self.dist_engine is not None:
                 self.checkpoint_writer.wait()
             lock.release(writer)
-            return result
         finally:
             if self._stop is not None:
                 self._stop.release()
             self._stop = None
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """HF's, but if a rank received a stop signal, all ranks save and exit here."""
-        self._leave_if_told()
-        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        return loss
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, with the same check, because an evaluation may take longer than the grace period."""
+    def _leave_evaluation_if_told(self) -> None:
+        """An evaluation in a training may take longer than the grace period of a stop signal."""
         if self.is_in_train and self.accelerator.even_batches:  # type: ignore[attr-defined]
             self._leave_if_told(in_evaluation=True)
-        return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
     def _leave_if_told(self, in_evaluation: bool = False) -> None:
+        """If a rank received a stop signal, all ranks save and exit here."""
         number = self._told(in_evaluation)  # type: ignore[attr-defined]
         if not number:
             return

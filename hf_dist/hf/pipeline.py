@@ -7,7 +7,7 @@ stay the Trainer's. `accelerator.backward` hands the loss to the schedule and en
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,35 +31,40 @@ class PipelineMixin:
     accelerator: Any
     _microbatches: list[Any]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, but first drops batches that an interrupted run had collected."""
+    def _drop_microbatches(self) -> None:
+        """Those that an interrupted training had collected."""
         self._microbatches = []
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         if engine is not None:
             engine.window.abandon()
-        return super().train(*args, **kwargs)  # type: ignore[misc]
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """HF's. Under a pipeline, collects the window's microbatches; the call for the last one runs and reports them all."""
+    def _over_stages(
+        self, step: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, num_items_in_batch: Any
+    ) -> torch.Tensor:
+        """HF's `step`. Under a pipeline, collects the window's microbatches; the call for the last one runs and reports them
+        all."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         if engine is None or not engine.runner.takes_windows:
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-            return loss
+            return step(model, inputs, num_items_in_batch)
         self._microbatches = [*self._microbatches, self._prepare_inputs(inputs)]  # type: ignore[attr-defined]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=engine.device)
         window, self._microbatches = self._microbatches, []
         self.optimizer.train()  # type: ignore[attr-defined]
-        step = super().training_step  # type: ignore[misc]
         # Copies: losses may remove labels from their batch, and a rank with several stages runs each batch several times.
         return engine.run_window(window, lambda model, batch: step(model, pytree.copied(batch), num_items_in_batch))
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    def _evaluated_over_stages(
+        self,
+        step: Callable[..., Any],
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """HF's. Under a pipeline, every rank gets the outputs of the last stage."""
+        """HF's `step`. Under a pipeline, every rank gets the outputs of the last stage."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
-        step = super().prediction_step  # type: ignore[misc]
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
         if engine is None or not engine.runner.takes_windows or generates:
             return step(model, inputs, prediction_loss_only, *args, **kwargs)

@@ -14,7 +14,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from hf_dist.dist.collective_guard import every_rank
 from hf_dist.errors import OneRankError
 
-__all__ = ["RepeatedTrainingsMixin"]
+__all__ = ["RepeatedTrainingsMixin", "counted"]
 
 
 class RepeatedTrainingsMixin:
@@ -50,22 +50,17 @@ class RepeatedTrainingsMixin:
         """HF's. It hands a trial from process 0 to others if `world_size` says that there are any: here all processes count."""
         if self.dist is None:
             return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
-        with _counted(self.args, processes=True):
+        with counted(self.args, processes=True):
             return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, also inside of a search."""
-        with _counted(self.args, processes=False):
-            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """HF's, also inside of a search."""
-        with _counted(self.args, processes=False):
+        with counted(self.args, processes=False):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
 
 @contextmanager
-def _counted(args: Any, *, processes: bool) -> Iterator[None]:
+def counted(args: Any, *, processes: bool) -> Iterator[None]:
     """Inside, `args.world_size` is the number of processes, or of those that read different rows."""
     before = getattr(args, "counts_processes", None)
     if before is None:  # HF's own arguments

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_dist.dist import collectives
 from hf_dist.engine.engine import Engine
@@ -54,12 +53,6 @@ class ReplicasMixin:
         """HF's, which counts the items of the window; here within the replica."""
         with self._in_replica():
             return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """HF's, which multiplies a loss over those items by the number of processes; here those of the replica."""
-        with self._in_replica():
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        return loss
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """HF's, as if all replicas had as many tokens."""

@@ -36,7 +36,7 @@ from hf_dist.hf.evaluation import (
 )
 from hf_dist.hf.loss_probe import LABELS, LossKind, kind_of_loss, loss_kind_matters, of_all_labels
 from hf_dist.hf.pipeline import PipelineMixin
-from hf_dist.hf.repeated_trainings import RepeatedTrainingsMixin
+from hf_dist.hf.repeated_trainings import RepeatedTrainingsMixin, counted
 from hf_dist.hf.replicas import ReplicasMixin
 from hf_dist.hf.router_loss import parts_of_window, tell_router_loss
 from hf_dist.hf.signatures import show_stock
@@ -156,12 +156,21 @@ class DistTrainerMixin(
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, but running out of memory is reported with the plan (after HF's own `auto_find_batch_size` has given up)."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """HF's. `resume_from_checkpoint`: a path, True (the newest complete checkpoint of the output folder), or "auto" (the
+        same, but starts fresh when there is none, so that a restarted job continues by itself)."""
         self._draw_alike()
-        left = contextlib.nullcontext() if self.dist is None else loaders_left(self.accelerator.gradient_state)
-        with explained(lambda: self.dist_engine, lambda: self._last_shape), left:
-            return super().train(*args, **kwargs)
+        trial = kwargs.get("trial", args[0] if args else None)
+        with (
+            explained(lambda: self.dist_engine, lambda: self._last_shape),  # outside: auto_find_batch_size has given up
+            contextlib.nullcontext() if self.dist is None else loaders_left(self.accelerator.gradient_state),
+            counted(self.args, processes=False),  # a search counts processes
+        ):
+            self._learn_who_asks()
+            with self._checkpoints_of_training(resume_from_checkpoint, trial) as found:
+                self._drop_microbatches()
+                self._let_callbacks_work()
+                return super().train(found, *args, **kwargs)  # type: ignore[misc]
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """HF's. One that divides rows among ranks itself is given this rank's place among those that read different rows: HF
@@ -193,7 +202,9 @@ class DistTrainerMixin(
         self._settle_loss(model, inputs)
         if self._loss_is_mean:  # the rest of the first window still carries the number
             num_items_in_batch = None
-        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._leave_if_told()
+        with self._in_replica():  # HF multiplies a loss over those items by the number of processes
+            loss = self._over_stages(super().training_step, model, inputs, num_items_in_batch)  # type: ignore[misc]
         return self._for_the_log(loss)
 
     def _for_the_log(self, loss: torch.Tensor) -> torch.Tensor:
@@ -224,15 +235,18 @@ class DistTrainerMixin(
         """HF's, after the same check, because HF multiplies the loss by the number of ranks in evaluation, too."""
         tell_router_loss(self, 1)
         self._settle_loss(model, inputs)
-        step = super().prediction_step
+        stock = super().prediction_step  # type: ignore[misc]
+
+        def step(rows: Any) -> Any:
+            self._leave_evaluation_if_told()
+            return self._evaluated_over_stages(stock, model, rows, prediction_loss_only, *args, **kwargs)
+
         if self.dist is None:
-            return step(model, inputs, prediction_loss_only, *args, **kwargs)
+            return step(inputs)
         with self._only_loss_is_read() if prediction_loss_only else contextlib.nullcontext():
             if gathers_by_itself(getattr(self, "loss", None)):
-                return step(model, inputs, prediction_loss_only, *args, **kwargs)
-            return on_rows_of_the_set(
-                self.accelerator, inputs, lambda rows: step(model, rows, prediction_loss_only, *args, **kwargs)
-            )
+                return step(inputs)
+            return on_rows_of_the_set(self.accelerator, inputs, step)
 
     def _only_loss_is_read(self) -> AbstractContextManager[None]:
         """Inside, evaluation forwards whose logits are not needed."""

@@ -59,11 +59,10 @@ class TrlMixin:
             self.accelerator.prepare_model(model, evaluation_mode=True)
         return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, but first makes TRL's callbacks that read or write weights work on shards."""
+    def _let_callbacks_work(self) -> None:
+        """Before a training: those of TRL's that read or write weights do so on shards."""
         if isinstance(self.accelerator, DistAccelerator):
             let_callbacks_work(self.callback_handler.callbacks, self.accelerator)
-        return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HF's, after sharing TRL's numbers with all ranks."""

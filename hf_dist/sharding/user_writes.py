@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 
@@ -11,6 +12,9 @@ from torch import nn
 from hf_dist.errors import ModelError
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.prepared import OWNER, raw_data
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 class UserWrites:
@@ -53,6 +57,8 @@ class UserWrites:
     @property
     def aliases(self) -> list[torch.Tensor]:
         """What user code has read as `p.data` and still holds."""
+        if not self._aliases:  # asked whenever weights are freed
+            return []
         held = [reference() for reference in list(self._aliases.values())]
         return [alias for alias in held if alias is not None]
 
@@ -69,7 +75,7 @@ class UserWrites:
         """Whether user code may have written since `watch`."""
         if self._version is None:
             return False
-        return self._data_was_used or bool(self._aliases) or self.counted
+        return self._data_was_used or bool(self._aliases) or self._count() != self._version
 
     @property
     def counted(self) -> bool:
@@ -78,7 +84,7 @@ class UserWrites:
 
     def _count(self) -> int:
         """A number that grows whenever an operator writes into a parameter. Each view of `full` has its own counter."""
-        return sum(p._version for p in self._params)
+        return sum(map(_VERSION, self._params))  # of every group after every backward: no frame of Python for each
 
     @torch.no_grad()
     def take_back(self) -> bool:

@@ -37,6 +37,9 @@ def modal_changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
                 continue
             changes |= {(name, ""): change for name in given if (name, "") not in changes}
             changes |= _features(model, batch, modality, change)
+            if "pixel_values_images" in takes and modality == "image":
+                older = {k: v for k, v in change.items() if k != "pixel_values"}
+                changes["pixel_values_images", ""] = older | {"pixel_values_images": change["pixel_values"]}
             for name, value in CHOICES.items():
                 changes.setdefault((name, ""), change | {name: getattr(model.config, name, value)})
             break
@@ -132,15 +135,15 @@ def _images(model: Any, rows: int) -> Iterator[Batch]:
     side = _part(config, "vision_config", "image_size", SIDE)
     side = side[0] if isinstance(side, list | tuple) else side
     pixels, sizes = normal(rows, 3, side, side), torch.full((rows, 2), side)
+    tiles = pixels[:, None].repeat(1, 2, 1, 1, 1)
+    if "batch_num_images" in inspect.signature(model.forward).parameters:
+        yield {"pixel_values": tiles, "image_sizes": sizes, "batch_num_images": torch.ones(rows, dtype=torch.long)}
     seen = torch.ones(rows, 1, side, side, dtype=torch.long)
     yield {"pixel_values": pixels[:, None], "pixel_attention_mask": seen}
     yield {"pixel_values": pixels}
-    yield {"pixel_values_images": pixels}
     yield {"pixel_values": pixels, "image_sizes": sizes}
     yield {"pixel_values": pixels, "image_sizes": sizes.tolist()}
-    tiles = pixels[:, None].repeat(1, 2, 1, 1, 1)
     yield {"pixel_values": tiles, "image_sizes": sizes}
-    yield {"pixel_values": tiles, "image_sizes": sizes, "batch_num_images": torch.ones(rows, dtype=torch.long)}
     patch = _part(config, "vision_config", "patch_size", PATCH)
     patch = patch if isinstance(patch, int) else PATCH
     frames = _part(config, "vision_config", "temporal_patch_size", 1)
@@ -163,9 +166,8 @@ def _videos(model: Any, rows: int) -> Iterator[Batch]:
     config = model.config
     side = _part(config, "vision_config", "image_size", SIDE)
     frames = normal(rows, FRAMES, 3, side, side)
-    yield {"pixel_values_videos": frames}
-    yield {"pixel_values_videos": normal(rows, 8, 3, side, side)}
     yield {"pixel_values_videos": frames, "image_sizes_videos": torch.full((rows, 2), side)}
+    yield {"pixel_values_videos": normal(rows, 8, 3, side, side)}
     patch = _part(config, "vision_config", "patch_size", PATCH)
     patch = patch if isinstance(patch, int) else PATCH
     depth = _part(config, "vision_config", "temporal_patch_size", 1)

@@ -81,10 +81,21 @@ def trials(model: Any, batch: Batch) -> Iterator[tuple[str, str, Call, Batch]]:
         for flag in FLAGS[:2]:
             for value in (True, False):
                 yield flag, str(value), plain_call, batch | {flag: value}
+        if "attention_mask" in named(model):
+            yield "attention_mask", "", plain_call, batch | {"attention_mask": _mask_of_patches(model, batch)}
         if "interpolate_pos_encoding" in named(model):
             yield "interpolate_pos_encoding", "", plain_call, batch | {"interpolate_pos_encoding": True}
     yield "return_dict", "a tuple", plain_call, batch | {"return_dict": False}
     yield "labels", "none", plain_call, {key: value for key, value in batch.items() if key not in LABELS}
+
+
+@torch.no_grad()
+def _mask_of_patches(model: Any, batch: Batch) -> torch.Tensor:
+    """One for each token that the model makes of an image, the last one hidden in the first row."""
+    states = model(**batch | {"output_hidden_states": True}).hidden_states
+    mask = torch.ones(states[0].shape[:2], dtype=torch.long)
+    mask[0, -1] = 0
+    return mask
 
 
 def _with_cache(model: Any, batch: Batch) -> Any:
@@ -177,13 +188,14 @@ def _changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
         },
         **{(name, str(value)): {name: value} for name in FLAGS for value in (True, False)},
     }
-    return sides | _of_encoders(batch, width) | _of_tokens(model, ids, width) | modal_changes(model, batch)
+    hidden = getattr(model.config, "hidden_size", None) or width
+    return sides | _of_encoders(batch, width, hidden) | _of_tokens(model, ids, width) | modal_changes(model, batch)
 
 
-def _of_encoders(batch: Batch, width: int) -> dict[tuple[str, str], Batch]:
+def _of_encoders(batch: Batch, width: int, hidden: int) -> dict[tuple[str, str], Batch]:
     ids = batch["input_ids"]
     rows, length = ids.shape
-    states = torch.randn(rows, length + 3, width, generator=drawn(4))
+    states = torch.randn(rows, length + 3, hidden, generator=drawn(4))
     seen = torch.ones(rows, length + 3, dtype=torch.long)
     seen[0, -2:] = 0
     labels = batch.get("labels")
@@ -240,6 +252,12 @@ def _of_tokens(model: Any, ids: torch.Tensor, width: int) -> dict[tuple[str, str
         },
         ("bbox", ""): {"bbox": torch.cat([boxes, boxes + 5], dim=-1)},
         ("lengths", ""): {"lengths": torch.full((rows,), length), "attention_mask": None},
+        ("question_lengths", ""): {"question_lengths": torch.full((rows, 1), 3)},
+        ("question_positions", ""): {
+            "question_positions": torch.full((rows, 1), 2),
+            "start_positions": None,
+            "end_positions": None,
+        },
         ("num_hashes", ""): {"num_hashes": 1},
         ("perm_mask", ""): {"perm_mask": torch.ones(rows, length, length).tril(-1)},
         ("target_mapping", ""): {
@@ -275,9 +293,16 @@ NOT_TAKEN: list[tuple[str, str, str]] = [
     (NO_ENCODER, "encoder_.*", "needs add_cross_attention: the row of that"),
     (
         DECODERS_OF_PAIRS,
-        ".*inputs_embeds|use_cache",
+        ".*inputs_embeds",
         "looks for the end of a sentence in the ids; its forward passes it to no one",
     ),
+    (r"T5Gemma2?For.*Classification", "use_cache", "passes it twice"),
+    (r"BigBirdFor(CausalLM|MaskedLM)", "encoder_attention_mask", "masks its own tokens by it"),
+    (r"BioGptForSequenceClassification", "logits_to_keep", "looks at the last token of rows that it has cut"),
+    (r"FSMT.*|Florence2.*", "decoder_inputs_embeds", "makes the decoder's ids of the input, and then has both"),
+    (r"(Bailing|Bamba|GraniteMoeHybrid|Jamba|KimiLinear|Zamba).*", "past_key_values", "HF's cache of its own kind"),
+    (r"FSMT.*", "past_key_values", "HF's own assertion"),
+    (r"xLSTM.*", "cache_params", "HF's own state has another shape than its layers take"),
     (
         r"Gemma4(Unified)?ForConditionalGeneration",
         ".*(image|video|pixel|feature|encoder).*",
