@@ -13,7 +13,6 @@ from hf_dist.errors import ModelError
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.prepared import OWNER, raw_data
 
-
 _VERSION = operator.attrgetter("_version")
 
 
