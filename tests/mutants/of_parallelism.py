@@ -327,14 +327,14 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "an output of an earlier stage is zeros",
-        "parallel/pipeline/split.py",
+        "parallel/pipeline/stage_pass.py",
         "return AbsentOutput.of(value, self.model_name) if id(value) in self._stood_in else value",
         "return value",
         ("parallel/pipeline/test_split.py",),
     ),
     Mutant(
         "a received tensor does not reach the model's output",
-        "parallel/pipeline/split.py",
+        "parallel/pipeline/stage_pass.py",
         "            return self._replaced[id(value)][1]\n",
         "            return value\n",
         ("parallel/pipeline/test_parity.py",),

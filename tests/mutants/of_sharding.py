@@ -109,7 +109,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "writes are noticed in the first parameter of a group only",
         "sharding/user_writes.py",
-        "return sum(p._version for p in self._params)",
+        "return sum(map(_VERSION, self._params))",
         "return self._params[0]._version",
         ("window/test_raw_loops.py", "sharding/test_full_params.py"),
     ),

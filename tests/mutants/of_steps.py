@@ -8,7 +8,7 @@ MUTANTS: list[Mutant] = [
     # ---- splitting a model into stages
     Mutant(
         "blocks of the last stage that take a received tensor again take its stand-in",
-        "parallel/pipeline/split.py",
+        "parallel/pipeline/stage_pass.py",
         "frozenset(after if boundary is None else (*boundary.values, *after))",
         "frozenset(after)",
         ("parallel/pipeline/test_split.py",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hf_dist.errors import ModelError
 from hf_dist.parallel.pipeline.meta import MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.parallel.pipeline.probe import BlockCall, is_leaf
-from hf_dist.parallel.pipeline.split import Leaves, StagedModel, StageOutput, StagePass
+from hf_dist.parallel.pipeline.split import StagedModel, StageOutput
+from hf_dist.parallel.pipeline.stage_pass import Leaves, StagePass
 from hf_dist.parallel.pipeline.stage_plan import StagePlan
 from hf_dist.parallel.pipeline.standin import AbsentOutput
 
@@ -56,7 +58,7 @@ def _verify_stage(
             received = staged.received()
             for tensor in staged.placeholders.tensors:
                 staged.trace.mark(tensor, _STAND_IN)
-            staged.pass_ = _CheckedPass(staged, staged.stage, received)
+            staged.pass_ = staged.pass_of(staged.stage, received, functools.partial(_CheckedPass, staged))
             output = staged._run(lambda m: run(m, to_meta(batch, real=staged.trace.real)), staged.stage)
             return staged.check_output(output)
     except ModelError:
@@ -139,8 +141,8 @@ class _CheckedModel(StagedModel):
 class _CheckedPass(StagePass):
     """A forward that marks its stand-ins and checks the arguments of its blocks."""
 
-    def __init__(self, staged: _CheckedModel, stage: int, received: list[torch.Tensor]) -> None:
-        super().__init__(staged, stage, received)
+    def __init__(self, staged: _CheckedModel, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._staged = staged
         self._ends = set(range(len(self.plan.calls)))
 
