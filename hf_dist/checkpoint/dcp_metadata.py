@@ -30,7 +30,7 @@ _DESCRIPTIONS = {
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 
 
-def _member(kind: Any, name: Any) -> Any:
+def _member(kind: object, name: object) -> Any:
     """A member of an enumeration; Python 3.11.0 to 3.11.3 pickle it as `getattr(its class, its name)`."""
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
         return kind[name]
@@ -115,7 +115,7 @@ def _unpickled(file: BinaryIO) -> Metadata:
             raise pickle.UnpicklingError("it changes classes")
 
 
-def _check(metadata: Any, folder: Path) -> None:
+def _check(metadata: object, folder: Path) -> None:
     if type(metadata) is not Metadata or not isinstance(metadata.state_dict_metadata, dict):
         raise ValueError(f"it holds {type(metadata).__name__}, not Metadata")
     for name, item in metadata.state_dict_metadata.items():
@@ -142,7 +142,7 @@ def _sizes(name: str, sizes: Any) -> None:
             raise ValueError(f"{name} has {size!r} as a size or offset")
 
 
-def _inside(folder: Path, file: Any) -> None:
+def _inside(folder: Path, file: object) -> None:
     if not isinstance(file, str) or PurePosixPath(file).name != file or file in ("", ".", ".."):
         raise ValueError(f"the file {str(file)!r} is not one beside it")
     if (folder / file).resolve().parent != folder.resolve():

@@ -93,7 +93,7 @@ class _Stream(io.FileIO):
 class Reader(dcp.FileSystemReader):
     """DCP's reader that reads metadata by `read_metadata`, and only the needed part of a stored block."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata: which tensors are stored where."""
         return read_metadata(Path(self.path))
 

@@ -37,7 +37,7 @@ class _Dequantised(FileTensor):
         """Describes both tensors."""
         return f"{self.values.describe()} {self.scales.describe()} {self.dtype}"
 
-    def element(self, opened: Any, index: int) -> torch.Tensor:
+    def element(self, opened: object, index: int) -> torch.Tensor:
         """One element, through safetensors' own reader, which also opens the scales' file."""
         with safe_open(self.scales.file.path, framework="pt") as other:
             return self._dequantise(index, index + 1, _Mapped(self.values, opened), _Mapped(self.scales, other))[0]
@@ -47,7 +47,7 @@ class _Dequantised(FileTensor):
         if stop > start:
             out.copy_(self._dequantise(start, stop, self.values, self.scales))
 
-    def _dequantise(self, start: int, stop: int, values: Any, scales: Any) -> torch.Tensor:
+    def _dequantise(self, start: int, stop: int, values: object, scales: object) -> torch.Tensor:
         raise NotImplementedError
 
 

@@ -43,7 +43,7 @@ TRAINER_STATE = "trainer_state.json"
 _TEXTS = (".md", ".txt", ".json", ".jinja", ".py", ".yaml", ".yml")
 
 
-def folder_of(directory: Any, call: str) -> Path:
+def folder_of(directory: object, call: str) -> Path:
     """The folder that a user has named in a `call`. Raises `CheckpointError` for nothing, which is no folder."""
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise CheckpointError(
@@ -70,7 +70,7 @@ def begin(final: Path) -> Path:
     return working
 
 
-def seal(working: Path, facts: Mapping[str, Any], digests: Mapping[str, str] | None = None) -> None:
+def seal(working: Path, facts: Mapping[str, object], digests: Mapping[str, str] | None = None) -> None:
     """Write the manifest: `facts`, every file with its size and digest. All files are flushed to disk first. One process.
 
     `digests`: those that were taken while files were written; the others are small, and read again.
@@ -113,7 +113,7 @@ def move_files(working: Path, target: Path, last: str) -> None:
     shutil.rmtree(working)
 
 
-def is_inside(name: Any) -> bool:
+def is_inside(name: object) -> bool:
     """Whether `name`, which stands in a file of a checkpoint, is the path of a file below that checkpoint."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
@@ -165,7 +165,7 @@ def _checked_format(manifest: Any) -> int:
     return version
 
 
-def _own_digest(manifest: Mapping[str, Any]) -> str:
+def _own_digest(manifest: Mapping[str, object]) -> str:
     """Of everything else in the manifest."""
     rest = {key: value for key, value in manifest.items() if key != "own_digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]

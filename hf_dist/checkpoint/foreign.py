@@ -195,8 +195,8 @@ def _load_universal(engine: Stateful, directory: Path) -> Imported:
 
 def _take_optimizer(
     engine: Stateful,
-    state: Mapping[str, Mapping[str, Any]],
-    groups: list[dict[str, Any]],
+    state: Mapping[str, Mapping[str, object]],
+    groups: list[dict[str, object]],
     where: Path,
     imported: Imported,
 ) -> None:
@@ -233,7 +233,7 @@ def _take_optimizer(
         group.update({key: value for key, value in saved.items() if key not in _KERNEL_CHOICES})
 
 
-def _other_optimizer(fragments: Optimizers, groups: list[dict[str, Any]]) -> str | None:
+def _other_optimizer(fragments: Optimizers, groups: list[dict[str, object]]) -> str | None:
     """The reason why state with the options of `groups` does not fit this optimizer; None if it does."""
     own = fragments.optimizer.param_groups
     if groups and len(groups) != len(own):

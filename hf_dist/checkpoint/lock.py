@@ -194,7 +194,7 @@ def _time_of(path: Path) -> int | None:
         return None
 
 
-def _taken(path: Path, other: Mapping[str, Any], token: str) -> bool:
+def _taken(path: Path, other: Mapping[str, object], token: str) -> bool:
     """Put a file of ours in the place of a dead job's; False if another job was faster: look again.
 
     Only who holds the ticket of the dead file may replace it, in one step. Two that removed it and made their own would both
@@ -235,17 +235,17 @@ def _is_of(path: Path, token: str) -> bool:
     return (_read(path) or {}).get("token") == token
 
 
-def _ticket(path: Path, other: Mapping[str, Any]) -> Path:
+def _ticket(path: Path, other: Mapping[str, object]) -> Path:
     """The right to replace this file of `other`."""
     return path.with_name(f"{path.name}.{other.get('token', 'damaged')}.taken")
 
 
-def _who(other: Mapping[str, Any]) -> str:
+def _who(other: Mapping[str, object]) -> str:
     job = f", {other['job']}" if other.get("job") else ""
     return f"process {other.get('pid', '?')} on {other.get('host', '?')} (since {other.get('started', '?')}{job})"
 
 
-def _says(path: Path, other: Mapping[str, Any]) -> str:
+def _says(path: Path, other: Mapping[str, object]) -> str:
     folder = (
         path.parent if path.name == OUTPUT else path.parent / path.name.removeprefix(_WRITING).removesuffix(".json")
     )

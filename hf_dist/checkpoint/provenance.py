@@ -118,7 +118,7 @@ class Trail:
         """Whether the elements of `tensor` are tracked."""
         return _storage(tensor) in self._roots or bool(self._copies.get(_storage(tensor)))
 
-    def note(self, func: Any, result: Any, args: tuple[Any, ...]) -> None:
+    def note(self, func: object, result: object, args: tuple[object, ...]) -> None:
         """Record that `func(*args)` returned `result`; a new storage is a copy or was computed."""
         for out in tree_leaves(result):
             if isinstance(out, torch.Tensor) and not (_storage(out) in self._roots or _storage(out) in self._copies):
@@ -126,7 +126,7 @@ class Trail:
                 copies = self._copies_of(func, out, args)
                 self._copies[_storage(out)] = sorted(copies, key=lambda c: c.target.offset)
 
-    def _copies_of(self, func: Any, out: torch.Tensor, args: tuple[Any, ...]) -> list[_Copy]:
+    def _copies_of(self, func: object, out: torch.Tensor, args: tuple[Any, ...]) -> list[_Copy]:
         if func in _COPIES:
             parts = [(_Box.of(out if out.shape == args[0].shape else out.view(args[0].shape)), args[0])]
         elif func in (aten.cat.default, aten.stack.default):
@@ -231,7 +231,7 @@ class Provenance(TorchDispatchMode):
             self._trail.add_root(name, tensor)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._trail.note(func, result, args)

@@ -49,7 +49,7 @@ class RecordedTensor(torch.Tensor):
         tensor.meta, tensor.files = meta, files
         return tensor
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Shows no elements."""
         return f"RecordedTensor({tuple(self.shape)}, {self.dtype})"
 
@@ -57,7 +57,7 @@ class RecordedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
@@ -114,7 +114,7 @@ def read_whole(tensor: RecordedTensor) -> torch.Tensor:
     return out
 
 
-def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _follow(func: Any, args: object, kwargs: dict[str, Any]) -> Any:
     """The recorded result if `func` only moves or casts elements of recorded tensors; otherwise None."""
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not all(isinstance(tensor, RecordedTensor) for tensor in given):
@@ -136,5 +136,5 @@ def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda out: RecordedTensor(out, files), result)
 
 
-def _read_all(values: Any) -> Any:
+def _read_all(values: object) -> Any:
     return tree_map(lambda v: read_whole(v) if isinstance(v, RecordedTensor) else v, values)

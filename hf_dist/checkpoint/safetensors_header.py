@@ -56,7 +56,7 @@ def read_header(path: Path) -> Header:
     return Header(raw, described, 8 + length)
 
 
-def _check(tensors: dict[str, Any], nbytes: int) -> None:
+def _check(tensors: dict[str, object], nbytes: int) -> None:
     spans = []
     for name, entry in tensors.items():
         if not isinstance(entry, dict):
@@ -78,7 +78,7 @@ def _check(tensors: dict[str, Any], nbytes: int) -> None:
         raise ValueError(f"it has {nbytes} bytes of data, its header describes {end}: {what}")
 
 
-def _are_whole(numbers: Any) -> TypeGuard[list[int]]:
+def _are_whole(numbers: object) -> TypeGuard[list[int]]:
     return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
 
 

@@ -239,7 +239,7 @@ def _for_replica(stored: Stored, read: Read, replica: int) -> tuple[Stored, Read
     return {**plain, **{short: stored[name] for short, name in names.items()}}, read_own
 
 
-def _scalar(value: Any) -> torch.Tensor:
+def _scalar(value: object) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)

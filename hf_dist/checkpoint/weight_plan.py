@@ -143,8 +143,8 @@ class WeightPlan:
         *,
         weights_name: str = WEIGHTS,
         max_shard_size: int | str = "50GB",
-        metadata: Mapping[str, Any] | None = None,
-        storages: Mapping[str, tuple[Any, int]] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        storages: Mapping[str, tuple[object, int]] | None = None,
     ) -> WeightPlan:
         """Split into files of at most `max_shard_size` as `save_pretrained` does: in the given order, by HF's own function.
 

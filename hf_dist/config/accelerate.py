@@ -77,7 +77,7 @@ class LauncherSettings:
         return {} if f"{_ZERO}.stage" in self.settings else {_ZERO: {"stage": 2}}
 
 
-def put(config: dict[str, Any], path: str, value: Any) -> None:
+def put(config: dict[str, Any], path: str, value: object) -> None:
     """Write `value` at a JSON path, creating missing sections. Does nothing if a section is not an object."""
     *sections, key = path.split(".")
     node: Any = config

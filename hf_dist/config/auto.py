@@ -124,7 +124,7 @@ class _Resolution:
         """Whether the file or the launcher gives a value other than "auto"."""
         return self.config.source_of(path).startswith(("file", "launcher"))
 
-    def fill(self, path: str, value: Any, origin: str) -> None:
+    def fill(self, path: str, value: object, origin: str) -> None:
         how = "absent" if self.config.source_of(path).split(" ")[0] in ("default", "absent") else "auto"
         self.changes[path] = (value, f"{how} <- {origin}")
 
@@ -266,7 +266,7 @@ def _apply(rule: AutoRule, sources: AutoSources, work: _Resolution) -> None:
         work.problem(path, f"differs from {label} = {shown(value)}", f"{remedy}, or pass {options}.")
 
 
-def _same(path: str, written: Any, value: Any) -> bool:
+def _same(path: str, written: Any, value: object) -> bool:
     if path.endswith("warmup_num_steps"):
         return bool(max(1, written) == value)
     if path.endswith("warmup_max_lr") and isinstance(written, list):

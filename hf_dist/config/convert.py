@@ -66,7 +66,7 @@ class Conversion:
     """Key of the source -> why it has no counterpart, or where it moved."""
 
 
-def from_accelerate(data: Mapping[str, Any]) -> Conversion:
+def from_accelerate(data: Mapping[str, object]) -> Conversion:
     """Convert the content of an `accelerate config` YAML with a `deepspeed_config` or an `fsdp_config` section.
 
     Raises ConfigError if `deepspeed_config` names a `deepspeed_config_file`, because that file already is the config, and if
@@ -101,7 +101,7 @@ def from_accelerate(data: Mapping[str, Any]) -> Conversion:
     return result
 
 
-def _filled(node: Any, path: str, notes: dict[str, str]) -> Any:
+def _filled(node: object, path: str, notes: dict[str, str]) -> Any:
     """`node` without values that are unfilled templates."""
     if not isinstance(node, Mapping):
         return node
@@ -115,7 +115,7 @@ def _filled(node: Any, path: str, notes: dict[str, str]) -> Any:
     return kept
 
 
-def _section(data: Mapping[str, Any], name: str, notes: Mapping[str, str]) -> Mapping[str, Any]:
+def _section(data: Mapping[str, object], name: str, notes: Mapping[str, str]) -> Mapping[str, Any]:
     """A section of the YAML; empty if missing."""
     if name in notes:
         raise ConfigError(Problem(name, "", "is a template", "Fill it in first."))
@@ -129,7 +129,7 @@ def _whole(value: Any, otherwise: int) -> int:
     return int(value) if str(value).isdigit() and int(value) else otherwise
 
 
-def _parallelism(section: Any, result: Conversion) -> None:
+def _parallelism(section: object, result: Conversion) -> None:
     """Convert sizes of axes: replicas of the shards (HSDP), parts of a matrix, parts of a sequence."""
     sizes = {}
     for written, value in section.items() if isinstance(section, Mapping) else ():
@@ -153,7 +153,7 @@ def _parallelism(section: Any, result: Conversion) -> None:
         put(result.config, "sequence_parallel_size", tokens)
 
 
-def _dynamo(section: Any, result: Conversion) -> None:
+def _dynamo(section: object, result: Conversion) -> None:
     """Convert accelerate's torch.compile settings."""
     for written, value in section.items() if isinstance(section, Mapping) else ():
         if str(written).removeprefix("dynamo_") == "backend":
@@ -163,7 +163,7 @@ def _dynamo(section: Any, result: Conversion) -> None:
             result.notes[f"dynamo_config.{written}"] = "blocks are compiled in torch's default mode"
 
 
-def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, Any]) -> Conversion:
+def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, object]) -> Conversion:
     """Convert `--fsdp "full_shard auto_wrap offload"` and the content of the `--fsdp_config` file; precision is "auto"."""
     result = Conversion({key: "auto" for key in _AUTO})
     options = fsdp.replace(",", " ").split()
@@ -208,7 +208,7 @@ def _deepspeed_section(section: Mapping[str, Any], result: Conversion) -> None:
             result.notes[key] = "not a key that is known here"
 
 
-def _fsdp_section(section: Mapping[str, Any], result: Conversion, prefix: str, per_machine: int) -> None:
+def _fsdp_section(section: Mapping[str, object], result: Conversion, prefix: str, per_machine: int) -> None:
     """Convert FSDP's settings, with or without the `fsdp_` that accelerate puts before them."""
     zero = result.config.setdefault(_ZERO, {"stage": 3})
     for written, value in section.items():
@@ -236,7 +236,7 @@ def _fsdp_section(section: Mapping[str, Any], result: Conversion, prefix: str, p
         result.notes[f"{prefix}offload_params"] = "left out: every rank would offload all of it; use stage 1, 2 or 3"
 
 
-def _sharding(value: Any, zero: dict[str, Any], result: Conversion, name: str, per_machine: int) -> None:
+def _sharding(value: object, zero: dict[str, object], result: Conversion, name: str, per_machine: int) -> None:
     """Convert a strategy by name or number, or the setting whether weights are freed after forward."""
     text = str(value).upper()
     if text.isdigit() and 1 <= int(text) <= len(_SHARDING_NUMBERS):
@@ -254,5 +254,5 @@ def _sharding(value: Any, zero: dict[str, Any], result: Conversion, name: str, p
         raise ConfigError(Problem(name, str(value), "has no counterpart", fix))
 
 
-def _is_on(value: Any) -> bool:
+def _is_on(value: object) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes")

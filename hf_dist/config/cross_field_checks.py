@@ -236,7 +236,7 @@ def _check_intervals(config: DistConfig, findings: Findings) -> None:
         findings.problem("activation_checkpointing.every_n_layers", expected, "Keep one of the two.", found=here)
 
 
-def note_coercions(written: Mapping[str, Any], config: DistConfig, findings: Findings) -> None:
+def note_coercions(written: Mapping[str, object], config: DistConfig, findings: Findings) -> None:
     """Record every value that was written as another type than it is read as, such as "5e8", "true", 15099494.4."""
     for path, value in _leaves(written, ""):
         read = config.value_at(path)
@@ -248,7 +248,7 @@ def note_coercions(written: Mapping[str, Any], config: DistConfig, findings: Fin
             findings.note(path, f"{shown(value)} is read as {shown(read)}", "read")
 
 
-def _leaves(node: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[str, object], path: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         where = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):

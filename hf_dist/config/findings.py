@@ -45,7 +45,7 @@ class Findings:
         """`file:line` of the key; only the file if the line is unknown; empty for a dict."""
         return at_line(self.origin, self.lines, self.spelled(path))
 
-    def problem(self, path: str, expected: str, fix: str = "", found: Any = _ABSENT) -> None:
+    def problem(self, path: str, expected: str, fix: str = "", found: object = _ABSENT) -> None:
         """Record one wrong key. `found` is the value; omit it for keys that are wrong whatever their value.
 
         Without a `fix` the remedy is to write a value that `expected` names."""

@@ -57,7 +57,7 @@ def _leaf(path: str) -> dict[str, Any]:
     return result
 
 
-def _type(kind: Any) -> dict[str, Any]:
+def _type(kind: object) -> dict[str, Any]:
     """The JSON types of a Python annotation."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         parts = [_type(part) for part in typing.get_args(kind) if part is not type(None)]
@@ -81,7 +81,7 @@ def _section(root: dict[str, Any], path: list[str]) -> dict[str, Any]:
     return node
 
 
-def _place(root: dict[str, Any], path: list[str], leaf: dict[str, Any]) -> None:
+def _place(root: dict[str, object], path: list[str], leaf: dict[str, object]) -> None:
     _section(root, path[:-1]).setdefault("properties", {}).setdefault(path[-1], {}).update(leaf)
 
 

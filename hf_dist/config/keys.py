@@ -28,13 +28,13 @@ def is_comment(key: str) -> bool:
 class _Walk:
     """One pass over a file. Values under wrong names are checked as values of the key that was meant."""
 
-    def __init__(self, root: dict[str, Any], findings: Findings) -> None:
+    def __init__(self, root: dict[str, object], findings: Findings) -> None:
         self.root = root
         self.findings = findings
         lenient = at(root, "hf_dist.strict")
         self.lenient = lenient is not None and not truthy(lenient)
 
-    def section(self, section: Mapping[str, Any], path: str) -> None:
+    def section(self, section: Mapping[str, object], path: str) -> None:
         """Check every key of one object."""
         common = _common_reason(path)
         switch = SUPPORT.get(f"{path}.enabled")
@@ -44,7 +44,7 @@ class _Walk:
         for key, value in list(section.items()):
             self.key(path, key, value, path if common else "")
 
-    def key(self, path: str, key: str, value: Any, listed_as: str = "") -> None:
+    def key(self, path: str, key: str, value: object, listed_as: str = "") -> None:
         """Check one key of the section `path`; `listed_as`: the path for the note, if it differs."""
         findings = self.findings
         where = f"{path}.{key}" if path else key
@@ -62,7 +62,7 @@ class _Walk:
         elif row.status is Status.NO_EFFECT and _is_sound(where, value, findings) and not row.accepted(value):
             findings.note(listed_as or where, row.reason)
 
-    def unknown(self, path: str, key: str, value: Any) -> None:
+    def unknown(self, path: str, key: str, value: object) -> None:
         """Handle a key that hf_dist does not know."""
         where = f"{path}.{key}" if path else key
         if is_comment(key):
@@ -78,7 +78,7 @@ class _Walk:
             if verdict.target is not None:
                 self.read_as(verdict.target, where, value)
 
-    def read_as(self, target: str, where: str, value: Any) -> None:
+    def read_as(self, target: str, where: str, value: object) -> None:
         """Put the value at the key that was meant, so that one run also reports what is wrong with the value."""
         *sections, name = target.split(".")
         home: Any = self.root
@@ -91,7 +91,7 @@ class _Walk:
                 self.key(".".join(sections), name, value)
 
 
-def _is_sound(path: str, value: Any, findings: Findings) -> bool:
+def _is_sound(path: str, value: object, findings: Findings) -> bool:
     """Whether a value without effect at least has a valid form; records a problem if not."""
     coerce = IDLE_VALUES.get(path)
     try:
@@ -103,7 +103,7 @@ def _is_sound(path: str, value: Any, findings: Findings) -> bool:
     return True
 
 
-def _object_example(path: str, value: Any) -> str:
+def _object_example(path: str, value: object) -> str:
     example = written_out(path, value)
     return "Remove the key." if example.endswith("{}") else f"Write {example}."
 

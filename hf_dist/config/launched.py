@@ -28,7 +28,7 @@ def take_launcher(data: dict[str, Any], launcher: LauncherSettings | None, findi
     return filled
 
 
-def _value_at(data: dict[str, Any], path: str) -> Any:
+def _value_at(data: dict[str, object], path: str) -> Any:
     node: Any = data
     for part in path.split("."):
         if not isinstance(node, dict) or part not in node:
@@ -37,7 +37,7 @@ def _value_at(data: dict[str, Any], path: str) -> Any:
     return node
 
 
-def _same(written: Any, value: Any) -> bool:
+def _same(written: Any, value: object) -> bool:
     """Whether two JSON values are equal, also if numbers and words are written as text."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:

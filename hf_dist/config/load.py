@@ -38,7 +38,7 @@ class ConfigDocument:
 
 
 def load_config(
-    source: str | os.PathLike[str] | Mapping[str, Any], *, launcher: LauncherSettings | None = None
+    source: str | os.PathLike[str] | Mapping[str, object], *, launcher: LauncherSettings | None = None
 ) -> DistConfig:
     """The checked config of a file, a dict, a JSON text or a base64 text; "auto" values stay until `resolve`.
 
@@ -51,7 +51,7 @@ def load_config(
 
 
 def examine(
-    source: str | os.PathLike[str] | Mapping[str, Any], *, launcher: LauncherSettings | None = None
+    source: str | os.PathLike[str] | Mapping[str, object], *, launcher: LauncherSettings | None = None
 ) -> tuple[DistConfig, list[Problem]]:
     """The config without its wrong values, and all problems. Raises ConfigError if the source is not a JSON object."""
     document = read_config(source)
@@ -77,7 +77,7 @@ def examine(
     return config, findings.in_order()
 
 
-def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigDocument:
+def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> ConfigDocument:
     """The data of `source`, checked only to be one JSON object. A dict is copied, never changed."""
     if isinstance(source, Mapping):
         return ConfigDocument(_plain_copy(source, ""))
@@ -146,7 +146,7 @@ def _decoded(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def _plain_copy(node: Any, path: str) -> Any:
+def _plain_copy(node: object, path: str) -> Any:
     """Nested mappings and sequences as fresh dicts and lists."""
     if isinstance(node, Mapping):
         for key in node:
@@ -156,7 +156,7 @@ def _plain_copy(node: Any, path: str) -> Any:
     return [_plain_copy(item, path) for item in node] if isinstance(node, (list, tuple)) else node
 
 
-def _typed(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+def _typed(model: type[BaseModel], data: Mapping[str, object]) -> dict[str, Any]:
     """The part of `data` that has fields; `check_keys` has checked the rest."""
     result: dict[str, Any] = {}
     for name, info in model.model_fields.items():
@@ -197,7 +197,7 @@ def _refuse_notes(findings: Findings) -> None:
             findings.problem(note.path, f"{said} ({note.reason})", "Correct or remove it, or hf_dist.strict.")
 
 
-def _sources(node: Mapping[str, Any], path: str) -> dict[str, str]:
+def _sources(node: Mapping[str, object], path: str) -> dict[str, str]:
     """Every leaf of the file: "file", or "auto" while it is not filled."""
     found: dict[str, str] = {}
     for key, value in node.items():

@@ -38,7 +38,7 @@ def normalised(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
     return result
 
 
-def _unwrapped(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
+def _unwrapped(data: dict[str, object], findings: Findings) -> dict[str, Any]:
     """`data` with the content of a key that holds a whole configuration moved to the top level; records a problem."""
     for key, inner in data.items():
         if not isinstance(inner, dict) or key in known_keys(""):
@@ -52,7 +52,7 @@ def _unwrapped(data: dict[str, Any], findings: Findings) -> dict[str, Any]:
     return data
 
 
-def _without_nulls(node: Any, path: str) -> Any:
+def _without_nulls(node: object, path: str) -> Any:
     """null means absent, except among the arguments of an optimizer or schedule."""
     if not isinstance(node, dict) or path in FREE_FORM:
         return node
@@ -60,7 +60,7 @@ def _without_nulls(node: Any, path: str) -> Any:
     return {key: _without_nulls(value, f"{path}.{key}" if path else key) for key, value in kept.items()}
 
 
-def _legacy_zero(data: dict[str, Any], findings: Findings) -> None:
+def _legacy_zero(data: dict[str, object], findings: Findings) -> None:
     """`"zero_optimization": true` is stage 1."""
     value = data.get("zero_optimization")
     if isinstance(value, bool):
@@ -68,7 +68,7 @@ def _legacy_zero(data: dict[str, Any], findings: Findings) -> None:
         findings.written["zero_optimization.stage"] = ("zero_optimization", value)
 
 
-def _take_candidates(data: dict[str, Any], findings: Findings) -> None:
+def _take_candidates(data: dict[str, object], findings: Findings) -> None:
     """Lists of candidates for `hf-dist tune`. All stages give the same numbers, so training uses the one with least memory."""
     zero = data.get("zero_optimization")
     if is_off(data.get("autotuning")) or not isinstance(zero, dict):
@@ -81,7 +81,7 @@ def _take_candidates(data: dict[str, Any], findings: Findings) -> None:
         )
 
 
-def _take_sampling(data: dict[str, Any], findings: Findings) -> None:
+def _take_sampling(data: dict[str, object], findings: Findings) -> None:
     """Move the sequence-length metric of `data_efficiency.data_sampling` to `curriculum_learning`."""
     path = "data_efficiency.data_sampling.curriculum_learning"
     metrics = data.get("data_efficiency")
@@ -106,7 +106,7 @@ def _take_sampling(data: dict[str, Any], findings: Findings) -> None:
             findings.written["curriculum_learning"] = (where, metric)
 
 
-def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> None:
+def _move(data: dict[str, object], alias: str, target: str, findings: Findings) -> None:
     """Move the value at `alias` to `target`. Different values at both are a problem."""
     parent = _section(data, alias)
     key = alias.rpartition(".")[2]
@@ -137,14 +137,14 @@ def _move(data: dict[str, Any], alias: str, target: str, findings: Findings) -> 
     findings.written[target] = (alias, written)
 
 
-def _meant(alias: str, target: str, written: Any) -> Any:
+def _meant(alias: str, target: str, written: object) -> Any:
     """The value for the newer key, or None. An old key may be a switch where the newer key is not, or its opposite."""
     if target.endswith(".device"):
         return "cpu" if values.flag(written) else None
     return not values.flag(written) if alias.endswith(".disable") else written
 
 
-def _section(data: dict[str, Any], path: str, create: bool = False) -> dict[str, Any] | None:
+def _section(data: dict[str, object], path: str, create: bool = False) -> dict[str, Any] | None:
     """The object that holds the last key of `path`; None if it is missing or not an object."""
     node = data
     for part in path.split(".")[:-1]:

@@ -136,12 +136,12 @@ def checked_scheduler(section: Any, findings: Findings) -> dict[str, Any] | None
     return {"type": name, "params": result}
 
 
-def read_optimizer(type: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def read_optimizer(type: str, params: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
     """Canonical type and parameters of an optimizer, as in the section. Raises `ConfigError` with all problems."""
     return _read("optimizer", checked_optimizer, type, params)
 
 
-def read_scheduler(type: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def read_scheduler(type: str, params: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
     """Canonical type and parameters of a schedule, as in the section. Raises `ConfigError` with all problems."""
     return _read("scheduler", checked_scheduler, type, params)
 
@@ -150,7 +150,7 @@ def _read(
     path: str,
     check: Callable[[Any, Findings], dict[str, Any] | None],
     type: str,
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
 ) -> tuple[str, dict[str, Any]]:
     findings = Findings()
     section = check({"type": type, "params": params}, findings)
@@ -172,7 +172,7 @@ def _not_a_parameter(path: str, name: str, known: tuple[str, ...], findings: Fin
 
 
 def _type(
-    section: Any, path: str, served: tuple[str, ...], refused: Mapping[str, str], findings: Findings
+    section: object, path: str, served: tuple[str, ...], refused: Mapping[str, str], findings: Findings
 ) -> str | None:
     """The requested class. For a wrong name, the class that its remedy names, so that parameters are checked too."""
     if not isinstance(section, Mapping):
@@ -197,20 +197,20 @@ def _type(
     return nearest
 
 
-def _params(section: Mapping[str, Any], path: str, findings: Findings) -> Mapping[str, Any]:
+def _params(section: Mapping[str, object], path: str, findings: Findings) -> Mapping[str, Any]:
     params = section.get("params", {})
     if isinstance(params, Mapping):
         return {key: value for key, value in params.items() if value is not None}
     return {}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if values.is_auto(value):
         raise values.nobody_fills()
     return value
 
 
-def _keep(result: dict[str, Any], path: str, coerce: values.Coerce, value: Any, findings: Findings) -> None:
+def _keep(result: dict[str, object], path: str, coerce: values.Coerce, value: object, findings: Findings) -> None:
     try:
         read = coerce(value)
     except values.BadValue as bad:

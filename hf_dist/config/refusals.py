@@ -69,7 +69,7 @@ def _early(config: DistConfig) -> bool:
     return config.hf_dist.optimizer_in_backward
 
 
-def _zero(stage: int, **more: Any) -> dict[str, Any]:
+def _zero(stage: int, **more: object) -> dict[str, Any]:
     return {_ZERO: {"stage": stage, **more}}
 
 

@@ -32,7 +32,7 @@ class Support:
     """Values that request what happens anyway: no error, no note."""
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: object) -> bool:
     """Nothing is requested: null, false, 0, "none", empty, or an object that is not `enabled` and has no other active value."""
     if isinstance(value, Mapping):
         if "enabled" in value and not truthy(value["enabled"]):
@@ -43,12 +43,12 @@ def is_off(value: Any) -> bool:
     return not truthy(value) or str(value).strip().lower() == "none"
 
 
-def truthy(value: Any) -> bool:
+def truthy(value: object) -> bool:
     """Whether a value switches something on; the string "false" counts as false."""
     return bool(value) and str(value).strip().lower() not in ("false", "0")
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     """Whether a value is true, in any spelling."""
     return truthy(value) and str(value).lower() in ("true", "1")
 

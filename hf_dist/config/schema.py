@@ -189,7 +189,7 @@ class DistConfig(Frozen):
             value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
         return value
 
-    def replaced(self, changes: Mapping[str, tuple[Any, str]], notes: tuple[Note, ...] = ()) -> DistConfig:
+    def replaced(self, changes: Mapping[str, tuple[object, str]], notes: tuple[Note, ...] = ()) -> DistConfig:
         """A copy with `changes` (JSON path -> value and its source) and additional notes."""
         result: Any = self
         for path, (value, _) in changes.items():
@@ -202,7 +202,7 @@ class DistConfig(Frozen):
         return copy
 
 
-def _with_value(node: Any, path: list[str], value: Any) -> Any:
+def _with_value(node: Any, path: list[str], value: object) -> Any:
     head, rest = path[0], path[1:]
     if isinstance(node, Mapping):
         return {**node, head: _with_value(node[head], rest, value) if rest else value}

@@ -111,7 +111,7 @@ class AutoSources:
         return None if self.hidden_size is None else int(0.9 * self.hidden_size**2)
 
 
-def hidden_size_of(model_config: Any) -> int | None:
+def hidden_size_of(model_config: object) -> int | None:
     """Width of a model by its Hugging Face config, the largest if there are several; None if it names none."""
     for part in (model_config, getattr(model_config, "text_config", None)):
         width = getattr(part, "hidden_size", None)
@@ -123,7 +123,7 @@ def hidden_size_of(model_config: Any) -> int | None:
     return None
 
 
-def splits_batches(args: Any) -> bool:
+def splits_batches(args: object) -> bool:
     """Whether the batch size of TrainingArguments is that of all data ranks together (`accelerator_config.split_batches`)."""
     config = getattr(args, "accelerator_config", None)
     return bool(config.get("split_batches") if isinstance(config, dict) else getattr(config, "split_batches", False))

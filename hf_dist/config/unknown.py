@@ -114,7 +114,7 @@ class _Key:
         return f"{self.section}.{name}" if self.section else name
 
 
-def judged(name: str, value: Any, section: str, root: Mapping[str, Any]) -> Verdict | None:
+def judged(name: str, value: object, section: str, root: Mapping[str, object]) -> Verdict | None:
     """What an unknown key of `section` was meant to be; None for a key of another program. `root`: the whole file."""
     key = _Key(name, value, section, root)
     wrong_place = f"does not belong {key.here}" + (", where DeepSpeed ignores it" if section in _LAX else "")
@@ -176,7 +176,7 @@ def _pass(name: str, owner: str) -> str:
     return f"Remove it and pass --{name}." if owner.endswith("script") else "Remove it."
 
 
-def at(root: Mapping[str, Any], path: str) -> Any:
+def at(root: Mapping[str, object], path: str) -> Any:
     """The value at a JSON path of plain data; None if missing."""
     node: Any = root
     for part in path.split(".") if path else ():
@@ -184,7 +184,7 @@ def at(root: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def written_out(path: str, value: Any, section: str | None = None) -> str:
+def written_out(path: str, value: object, section: str | None = None) -> str:
     """A section as an object instead of a plain value, with the same meaning: `"fp16": {"enabled": true}`.
 
     `section`: where it will be written. If that is not where it belongs, the result shows its place, too.
@@ -198,7 +198,7 @@ def written_out(path: str, value: Any, section: str | None = None) -> str:
     return f'"{parts[0]}": {json.dumps(inner)}'
 
 
-def _object(path: str, value: Any) -> dict[str, Any]:
+def _object(path: str, value: object) -> dict[str, Any]:
     word = str(value).strip().lower()
     on = truthy(value)
     if f"{path}.enabled" in SUPPORT:

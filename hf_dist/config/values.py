@@ -78,7 +78,7 @@ def or_auto(coerce: Coerce) -> Coerce:
 def whole(minimum: int = 0, *, floor: bool = False) -> Coerce:
     """Whole number from 8, 8.0, "8" or "5e8"; with `floor` a fraction such as 15099494.4 is rounded down."""
 
-    def coerce(value: Any) -> int:
+    def coerce(value: object) -> int:
         number = _number(value, f"is not a whole number of at least {minimum}")
         if (number != int(number) and not floor) or number < minimum:
             raise BadValue(f"is not a whole number of at least {minimum}")
@@ -93,7 +93,7 @@ def real(minimum: float = 0.0, *, below: float = math.inf, most: float = math.in
     bound += "" if most == math.inf else f" and at most {most:g}"
     clause = f"is not a number of at least {minimum:g}{bound}"
 
-    def coerce(value: Any) -> float:
+    def coerce(value: object) -> float:
         number = _number(value, clause)
         if not minimum <= number < below or number > most:
             raise BadValue(clause)
@@ -102,7 +102,7 @@ def real(minimum: float = 0.0, *, below: float = math.inf, most: float = math.in
     return coerce
 
 
-def period(value: Any) -> float:
+def period(value: object) -> float:
     """Number of steps between two events; infinity means never."""
     return math.inf if value == math.inf else real()(value)
 
@@ -113,7 +113,7 @@ def reals(minimum: float = 0.0) -> Coerce:
     return lambda value: [one(item) for item in value] if isinstance(value, (list, tuple)) else one(value)
 
 
-def wholes(value: Any, minimum: int = 0) -> list[int]:
+def wholes(value: object, minimum: int = 0) -> list[int]:
     """List of whole numbers; not empty if they have a minimum."""
     if not isinstance(value, (list, tuple)) or (minimum and not value):
         raise BadValue("is not a list of whole numbers")
@@ -123,7 +123,7 @@ def wholes(value: Any, minimum: int = 0) -> list[int]:
 def pair(coerce_one: Coerce) -> Coerce:
     """List of exactly two values, as a list."""
 
-    def coerce(value: Any) -> list[Any]:
+    def coerce(value: object) -> list[Any]:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             raise BadValue("is not a list of two numbers")
         return [coerce_one(item) for item in value]
@@ -131,7 +131,7 @@ def pair(coerce_one: Coerce) -> Coerce:
     return coerce
 
 
-def flag(value: Any) -> bool:
+def flag(value: object) -> bool:
     """True or false from true, "true", 1, "1" and their opposites."""
     known = {"true": True, "1": True, "false": False, "0": False}
     text = str(value).strip().lower()
@@ -145,7 +145,7 @@ def flag(value: Any) -> bool:
 def choice(*names: str) -> Coerce:
     """One of `names`, in any letter case."""
 
-    def coerce(value: Any) -> str:
+    def coerce(value: object) -> str:
         for name in names:
             if isinstance(value, str) and value.strip().lower() == name.lower():
                 return name
@@ -154,7 +154,7 @@ def choice(*names: str) -> Coerce:
     return coerce
 
 
-def dtype(value: Any) -> str:
+def dtype(value: object) -> str:
     """ "fp16", "bf16" or "fp32" from any usual spelling."""
     text = str(value).strip().lower()
     if text in _DTYPE_SPELLINGS:
@@ -162,7 +162,7 @@ def dtype(value: Any) -> str:
     raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(_DTYPE_SPELLINGS))
 
 
-def autocast_dtype(value: Any) -> str:
+def autocast_dtype(value: object) -> str:
     """ "bf16" from any usual spelling."""
     found = dtype(str(value).strip().removeprefix("torch."))
     if found != "bf16":
@@ -173,7 +173,7 @@ def autocast_dtype(value: Any) -> str:
 def needed(coerce: Coerce) -> Coerce:
     """The same coercion for a key that other keys depend on, so its remedy is never to remove it."""
 
-    def of_needed(value: Any) -> Any:
+    def of_needed(value: object) -> Any:
         try:
             return coerce(value)
         except BadValue as bad:
@@ -188,12 +188,12 @@ def stage(value: Any) -> int:
     return int(choice("0", "1", "2", "3")(str(int(value)) if plain else value))
 
 
-def device(value: Any) -> str:
+def device(value: object) -> str:
     """ "none", "cpu" or "nvme"; false is "none"."""
     return "none" if value is False else str(choice("none", "cpu", "nvme")(value))
 
 
-def partition(value: Any) -> str | tuple[int, ...]:
+def partition(value: object) -> str | tuple[int, ...]:
     """How layers are divided over stages; DeepSpeed's "best" means "cost"."""
     if isinstance(value, (list, tuple)):
         return tuple(whole(1)(item) for item in value)
@@ -209,7 +209,7 @@ def partition(value: Any) -> str | tuple[int, ...]:
     return "cost" if name == "best" else str(name)
 
 
-def sequence_exchange(value: Any) -> str | tuple[int, int]:
+def sequence_exchange(value: object) -> str | tuple[int, int]:
     """How attention reads the other parts of a sequence: a name, or [Ulysses ranks, ring ranks]."""
     if isinstance(value, (list, tuple)):
         if len(value) != 2:
@@ -219,7 +219,7 @@ def sequence_exchange(value: Any) -> str | tuple[int, int]:
     return str(choice("auto", "ulysses", "gather", "ring")(value))
 
 
-def file_size(value: Any) -> str | int:
+def file_size(value: object) -> str | int:
     """A size in bytes from 5000000 or "5GB" (decimal units, as huggingface_hub reads them), in its usual spelling."""
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip().upper())):
         return f"{match[1]}{match[2]}"
@@ -240,7 +240,7 @@ def memory_nbytes(text: str | int) -> int:
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
-def memory_budget(value: Any) -> str | int:
+def memory_budget(value: object) -> str | int:
     """ "auto", or a memory size as written."""
     if is_auto(value):
         return AUTO
@@ -249,7 +249,7 @@ def memory_budget(value: Any) -> str | int:
     return int(whole(1)(value))
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """A string that is not empty."""
     if is_auto(value):
         raise nobody_fills()
@@ -258,14 +258,14 @@ def text(value: Any) -> str:
     return value
 
 
-def label(value: Any) -> str:
+def label(value: object) -> str:
     """Any string, which may be empty."""
     if not isinstance(value, str):
         raise BadValue("is not a text in quotes")
     return value
 
 
-def names(value: Any) -> tuple[str, ...]:
+def names(value: object) -> tuple[str, ...]:
     """List of strings, or one string, as a tuple."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
@@ -273,7 +273,7 @@ def names(value: Any) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _number(value: Any, clause: str) -> float:
+def _number(value: object, clause: str) -> float:
     """`value` as a finite float; bool is not a number here."""
     if is_auto(value):
         raise nobody_fills()

@@ -45,7 +45,7 @@ def compare_rows(model: nn.Module, mesh: ParallelMesh, rests: Callable[[], bool]
         return
     calls, draws = 0, drops(model)
 
-    def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def compare(module: nn.Module, args: object, kwargs: object) -> None:
         nonlocal calls
         if not module.training or rests() or torch.compiler.is_compiling():
             return

@@ -98,7 +98,7 @@ class MeshAxis:
     """Keeps the groups alive."""
 
 
-def _give_back(groups: list[dist.ProcessGroup], under_way: set[Any]) -> None:
+def _give_back(groups: list[dist.ProcessGroup], under_way: set[object]) -> None:
     _settle(under_way)
     while groups and dist.is_initialized():
         with contextlib.suppress(ValueError, RuntimeError):  # already ended by destroy_process_group()

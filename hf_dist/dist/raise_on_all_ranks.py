@@ -20,13 +20,13 @@ _FIRST = b"hf_dist: interrupted while all ranks save or load together: that is f
 _inside = False
 
 
-def first_problem(axis: MeshAxis, problem: Any) -> tuple[int, Any, int] | None:
+def first_problem(axis: MeshAxis, problem: object) -> tuple[int, Any, int] | None:
     """(rank on the axis, its problem, number of other ranks with a problem) of the first rank with one, or None. Collective."""
     found = [(rank, p) for rank, p in enumerate(collectives.all_gather_object(axis, problem)) if p]
     return (*found[0], len(found) - 1) if found else None
 
 
-def agree(axis: MeshAxis, problem: Any, error: Callable[[Any], Exception], *, names_rank: bool = False) -> None:
+def agree(axis: MeshAxis, problem: object, error: Callable[[Any], Exception], *, names_rank: bool = False) -> None:
     """Raise `error(problem)` on all ranks, with the problem of the first rank that has one. Collective over `axis`.
 
     `names_rank`: the problem is a text; prefix it as in `rank 3: ...`.
@@ -94,7 +94,7 @@ class together:
         self._until_the_end = uninterrupted()
         self._until_the_end.__enter__()
 
-    def __exit__(self, kind: Any, raised: BaseException | None, trace: Any) -> Literal[False]:
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> Literal[False]:
         try:
             return self._agree(raised)
         finally:

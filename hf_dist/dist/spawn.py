@@ -38,9 +38,9 @@ _LOOK_SECONDS = 1.0
 
 
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world: int,
-    args: Iterable[Any] = (),
+    args: Iterable[object] = (),
     timeout: float = 300,
     preload: Iterable[str] = ("torch", "transformers", "torch.distributed"),
 ) -> list[Any]:
@@ -114,7 +114,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _child(job: tuple[str, str, int, int, int, tuple[Any, ...], Connection], path: list[str], stack: str) -> None:
+def _child(job: tuple[str, str, int, int, int, tuple[object, ...], Connection], path: list[str], stack: str) -> None:
     module, name, rank, world, port, args, pipe = job
     told = open(stack, "w")  # noqa: SIM115  # as long as the process
     if _ASK:

@@ -69,12 +69,12 @@ LrScheduler = Any
 def initialize(
     model: nn.Module,
     *,
-    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig,
+    config: str | os.PathLike[str] | Mapping[str, object] | DistConfig,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     lr_scheduler: LrScheduler | Callable[[torch.optim.Optimizer], LrScheduler] | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
-    example_batch: Mapping[str, Any] | None = None,
+    example_batch: Mapping[str, object] | None = None,
 ) -> Engine:
     """Make an `Engine` for a custom training loop; counterpart of `deepspeed.initialize`.
 
@@ -127,7 +127,7 @@ def mesh_for(
 def _facts(config: DistConfig) -> dict[str, str]:
     facts: dict[str, str] = {}
 
-    def walk(path: str, node: Any) -> None:
+    def walk(path: str, node: object) -> None:
         if isinstance(node, dict):
             for key, value in node.items():
                 walk(f"{path}.{key}" if path else key, value)
@@ -334,7 +334,7 @@ def _storage_for(
     )
 
 
-def _scheduler(given: LrScheduler | None, config: DistConfig, optimizer: Any) -> LrScheduler:
+def _scheduler(given: LrScheduler | None, config: DistConfig, optimizer: object) -> LrScheduler:
     if given is None:
         if config.scheduler is None or optimizer is None:
             return None

@@ -187,7 +187,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         """Set the model's evaluation mode."""
         return self.train(False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the model's forward."""
         return self.model(*args, **kwargs)
 
@@ -218,7 +218,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         """Take writes through the param groups."""
         self.stepping.take_group_writes()
 
-    def before_training(self, args: Any, kwargs: Any) -> None:
+    def before_training(self, args: object, kwargs: object) -> None:
         """Plan which units stay gathered, at the first training forward."""
         if self.memory_budget is not None:
             self.memory_budget.before_training(self, args, kwargs)
@@ -279,7 +279,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         self.runner.backward(scaled, self.loss_scale, retain_graph=retain_graph)
         return loss
 
-    def run_window(self, microbatches: Sequence[Any], step: Step) -> torch.Tensor:
+    def run_window(self, microbatches: Sequence[object], step: Step) -> torch.Tensor:
         """Run forward and backward of one accumulation window; returns the sum of `step`'s results, 0D, equal along `pp`.
 
         `step(model, microbatch)` runs the model once, calls `backward` with the loss, and returns the value to report. Every
@@ -290,7 +290,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
             return self.runner.run_window(microbatches, step, loss_scale=self.loss_scale, number=self.global_steps)
 
     def train_batch(
-        self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+        self, data_iter: Iterator[object], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """One optimizer step on the next `gradient_accumulation_steps` microbatches; their mean loss over all data ranks.
 
@@ -301,7 +301,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
             self.train()
         window = [_to_device(next(data_iter), self.device) for _ in range(self.batch.accumulation)]
 
-        def step(model: nn.Module, microbatch: Any) -> torch.Tensor:
+        def step(model: nn.Module, microbatch: object) -> torch.Tensor:
             value = (loss or _own_loss)(model, microbatch)
             return self.backward(value)
 
@@ -311,7 +311,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         return self._mean(total, len(window))
 
     def eval_batch(
-        self, data_iter: Iterator[Any], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+        self, data_iter: Iterator[object], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Mean loss of the next `gradient_accumulation_steps` microbatches over all data ranks, no gradient. Collective."""
         was_training = self.model.training
@@ -321,7 +321,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         self.train(was_training)
         return self._mean(total, len(window))
 
-    def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
         """The result of `function(model, batch)`, which runs the model once, without gradient. Every rank calls it."""
         return self.runner.evaluate(batch, function)
 
@@ -350,7 +350,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
             self.lr_scheduler.step()
 
     def stepped_by_hand(
-        self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+        self, closure: Callable[[], object] | None, optimizer: torch.optim.Optimizer, max_norm: float | None = None
     ) -> Any:
         """Called by the torch optimizer's `step`. Gradients stay until `zero_grad`, and the schedule is the caller's.
 
@@ -435,5 +435,5 @@ def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
     return loss
 
 
-def _to_device(batch: Any, device: torch.device) -> Any:
+def _to_device(batch: object, device: torch.device) -> Any:
     return pytree.mapped(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)

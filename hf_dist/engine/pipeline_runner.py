@@ -122,7 +122,7 @@ def cut_model(
     return CutModel(split, staged, PipelineShare(names, holders, elsewhere, whole), visits)
 
 
-def _shared(mesh: ParallelMesh, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def _shared(mesh: ParallelMesh, make: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:
     """Rank 0's batch on every rank. Collective over world. What fails on rank 0 fails on all, so none waits for the batch."""
     made: Mapping[str, Any] | str | None = None
     failure: Exception | None = None
@@ -254,13 +254,13 @@ class Pipeline:
             )
         self._losses.append(loss)
 
-    def run_window(self, microbatches: Sequence[Any], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
+    def run_window(self, microbatches: Sequence[object], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
         """Run the window through the schedule; the sum of `step`'s results, 0D, equal along `pp`. Collective over world."""
         to_differentiate: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         self._losses = to_differentiate
 
-        def function(model: nn.Module, microbatch: Any) -> torch.Tensor:
+        def function(model: nn.Module, microbatch: object) -> torch.Tensor:
             value = step(model, microbatch)
             values.append(value.detach())
             # The schedule differentiates in its turn, so `step`'s call of `backward` has only left the loss here.
@@ -273,7 +273,9 @@ class Pipeline:
             self._losses = None
         return self.share_loss(values)
 
-    def train(self, microbatches: Sequence[Any], function: Callable[[nn.Module, Any], torch.Tensor], step: int) -> None:
+    def train(
+        self, microbatches: Sequence[object], function: Callable[[nn.Module, Any], torch.Tensor], step: int
+    ) -> None:
         """Forward and backward of one window; leaves the reduced gradients in the sharded model. Collective over world.
 
         `function(model, microbatch)` runs the model once and returns the loss to differentiate, already normalised over the
@@ -298,7 +300,7 @@ class Pipeline:
             run.run(microbatches, function)
         self._windows += 1
 
-    def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
         """The last stage's result of `function(model, batch)`, on every rank of the pipeline, without gradient.
 
         Collective over pp. Tensors in it (in lists, tuples and dicts) are broadcast; everything else is pickled.
@@ -325,7 +327,7 @@ class Pipeline:
         collectives.broadcast(self.mesh.pp, message, self.last)
         return message.float()
 
-    def from_last(self, value: Any) -> Any:
+    def from_last(self, value: object) -> Any:
         """The last stage's `value`, on every rank of the pipeline. Collective over pp."""
         is_last = self.mesh.pp.rank == self.last
         shapes = pytree.mapped(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)
@@ -333,7 +335,7 @@ class Pipeline:
         shapes = collectives.broadcast_object(self.mesh.pp, shapes if is_last else None, self.last)
         own = iter(pytree.leaves(value)) if is_last else None
 
-        def arrive(row: Any) -> Any:
+        def arrive(row: object) -> Any:
             leaf = next(own) if own is not None else None
             if not isinstance(row, _Tensor):
                 return row

@@ -25,13 +25,13 @@ class Runner(Protocol):
     def backward(self, loss: torch.Tensor, loss_scale: float, *, retain_graph: bool) -> None:
         """Backward of a loss that includes `loss_scale`. Raises `ModelError` if the runner runs only whole windows."""
 
-    def run_window(self, microbatches: Sequence[Any], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
+    def run_window(self, microbatches: Sequence[object], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
         """Forward and backward of a window; returns the sum of `step`'s results, 0D. `number`: of the optimizer step."""
 
-    def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
         """The result of `function(model, batch)`, without gradient, on every rank. Every rank calls it."""
 
-    def from_last(self, value: Any) -> Any:
+    def from_last(self, value: object) -> Any:
         """The `value` of the rank that computes the loss, on all ranks of its pipeline. Collective over pp."""
 
 
@@ -50,7 +50,7 @@ class Whole:
         with backward_of(loss_scale):
             loss.backward(retain_graph=retain_graph)
 
-    def run_window(self, microbatches: Sequence[Any], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
+    def run_window(self, microbatches: Sequence[object], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
         """Run the microbatches one after another."""
         reported = []
         for i, microbatch in enumerate(microbatches):
@@ -58,11 +58,11 @@ class Whole:
                 reported.append(step(self._model, microbatch).detach().float())  # a sum in bf16 would lose digits
         return torch.stack(reported).sum()
 
-    def evaluate(self, batch: Any, function: Callable[[nn.Module, Any], Any]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
         """Call `function` on the model without gradient."""
         with torch.no_grad():
             return function(self._model, batch)
 
-    def from_last(self, value: Any) -> Any:
+    def from_last(self, value: object) -> Any:
         """Return `value`: every rank has its own loss. Local."""
         return value

@@ -68,7 +68,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     """
 
     def __init__(
-        self, *args: Any, dist_config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
+        self, *args: object, dist_config: str | os.PathLike[str] | Mapping[str, object] | None = None, **kwargs: object
     ) -> None:
         loop_config.tell_rank_of_debug_launcher()
         excepthook.install()
@@ -207,7 +207,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
 
     # ------------------------------------------------------------------- prepare
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: list[bool] | None = None) -> Any:
         """Shard models, bind optimizers to them, wrap loaders and schedulers. Returns them in the given order. Collective."""
         if self._micro_batch is None:
             self._micro_batch = loop_config.micro_batch(args, self.num_processes if self.split_batches else 1)
@@ -308,7 +308,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             return BatchSizes(None, None, steps, self.num_processes)
         return BatchSizes(micro * steps * self.num_processes, micro, steps, self.num_processes)
 
-    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, *args: object, **kwargs: object) -> Any:
         """Like accelerate's, but the result can seek to any batch on resume.
 
         With `use_stateful_dataloader`, `save_state` keeps its position.
@@ -363,7 +363,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         finally:
             self._may_reduce = before
 
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+    def join_uneven_inputs(self, joinables: object, even_batches: bool | None = None) -> Any:
         """Refused: a rank without batches cannot take part in the all-gathers that the other ranks' batches need."""
         if not self.state.distributed_type.name.startswith("MULTI_"):  # as in accelerate, which says so
             return super().join_uneven_inputs(joinables, even_batches)
@@ -372,7 +372,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             "even_batches on (accelerate's default), or set drop_last=True in the DataLoader."
         )
 
-    def free_memory(self, *objects: Any) -> Any:
+    def free_memory(self, *objects: object) -> Any:
         """Like accelerate's: forget all prepared objects. In a custom loop that includes the engines."""
         freed = super().free_memory(*objects)
         if self.around.own_model is None:  # the Trainer calls this and keeps using its model
@@ -380,14 +380,14 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             self.frozen.clear()
         return freed
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: object) -> Any:
         """Like accelerate's, but counts data ranks instead of processes."""
         prepared = super().prepare_scheduler(scheduler)
         if self._shares_rows and self._schedulers[-1] is prepared:
             self._schedulers[-1] = prepared = DataRankScheduler.of(prepared, self.mesh.data.size)
         return prepared
 
-    def _prepare_dummy(self, dummy: DummyScheduler, optimizer: Any) -> Any:
+    def _prepare_dummy(self, dummy: DummyScheduler, optimizer: object) -> Any:
         options = {"step_with_optimizer": self.step_scheduler_with_optimizer, "split_batches": self.split_batches}
         ranks = self.axes.size("data")
         self._schedulers.append(real_scheduler(dummy, self._asked, optimizer, ranks=ranks, options=options))

@@ -72,7 +72,7 @@ def check_options(arguments: Mapping[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def _check_ddp(handler: Any) -> list[Problem]:
+def _check_ddp(handler: object) -> list[Problem]:
     """Communication hooks change numbers; the other options say how DDP works, which is not used."""
     fix = 'Remove it, and set "communication_data_type": "bf16" in dist_config for half the bytes.'
     found = [

@@ -55,7 +55,7 @@ class AgreedControlMixin:
         callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
         return any(map(_is_own, [*map(type, callbacks), *type(self).__mro__[:-1]]))
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: object) -> None:
         """HF's. Ranks that did not ask each other so far cannot begin in the middle of a training: this rank says so."""
         super().add_callback(callback)  # type: ignore[misc]
         kind = callback if isinstance(callback, type) else type(callback)
@@ -67,7 +67,7 @@ class AgreedControlMixin:
                 kind.__name__,
             )
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, *args: object, **kwargs: object) -> None:
         """HF's, on what any rank asks for, before it and after (a callback of an evaluation may stop the training)."""
         acts = self._agree_on_control()
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]

@@ -149,7 +149,7 @@ class DistArgsMixin:
         return processes if config is None or self.counts_processes else axes_of(config, processes).size("data")
 
     @contextmanager
-    def main_process_first(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def main_process_first(self, *args: object, **kwargs: object) -> Iterator[None]:
         """Like HF's, which does not wait when `world_size` is 1. This one waits for the ranks of a pipeline, too."""
         first: Any = super().main_process_first(*args, **kwargs)  # type: ignore[misc]
         before, self.counts_processes = self.counts_processes, True
@@ -198,7 +198,7 @@ def _refuse_other_engines(args: Any) -> None:
         raise ConfigError(problems)
 
 
-def _all_problems(args: Any, config: DistConfig, known: list[Problem]) -> list[Problem]:
+def _all_problems(args: object, config: DistConfig, known: list[Problem]) -> list[Problem]:
     """`known`, and conflicts between the arguments and an already invalid config, so that one error shows all problems."""
     try:
         ranks = axes_of(config, detect_launch().world_size).size("data")

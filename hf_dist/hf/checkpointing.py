@@ -76,13 +76,13 @@ class CheckpointingMixin(DataPositionMixin):
         return self.__dict__.get("deepspeed") if self.dist is None else self.dist_engine
 
     @deepspeed.setter
-    def deepspeed(self, value: Any) -> None:
+    def deepspeed(self, value: object) -> None:
         self.__dict__["deepspeed"] = value
 
     # ---------------------------------------------------------------------- find
 
     @contextmanager
-    def _checkpoints_of_training(self, asked: str | bool | None, trial: Any) -> Iterator[str | bool | None]:
+    def _checkpoints_of_training(self, asked: str | bool | None, trial: object) -> Iterator[str | bool | None]:
         """Inside, a training owns its output folder and saves on signals. Gives what HF resumes from, found for `asked`."""
         writer = self._claim_output(trial)
         if self.dist is None:
@@ -132,7 +132,7 @@ class CheckpointingMixin(DataPositionMixin):
         self._stop.leave()
         raise SystemExit(RESTART_CODE)
 
-    def _claim_output(self, trial: Any) -> Path:
+    def _claim_output(self, trial: object) -> Path:
         """Have no second job write in this run's folder while it trains. Collective. Returns the file that says so."""
         writer = Path(self._get_output_dir(trial=trial)) / lock.OUTPUT  # type: ignore[attr-defined]
         if self.dist is None or self.args.save_strategy == "no":
@@ -190,7 +190,7 @@ class CheckpointingMixin(DataPositionMixin):
         assert engine is not None, "made by train() or evaluate()"
         return engine.writer
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write `checkpoint-N`: a complete HF folder and the training state. It gets this name only when it is complete."""
         engine = self.dist_engine
         if engine is None:
@@ -419,7 +419,7 @@ class CheckpointingMixin(DataPositionMixin):
 
     # ----------------------------------------------------------------------- end
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
         """HF's, after a last check for a stop signal and after all saves: HF deletes the checkpoints beyond a limit of one."""
         if self._evaluation_due is not None:  # due after the last step: no epoch has restored the generators
             self._load_rng_state(str(self._evaluation_due))
@@ -453,7 +453,7 @@ class CheckpointingMixin(DataPositionMixin):
         say(f"the best checkpoint {best} is gone: {what}")
 
 
-def _is_theirs(method: Any) -> bool:
+def _is_theirs(method: object) -> bool:
     """Whether the next class's method is an override, of a library or a user, and not HF's."""
     return bool(method.__module__ != "transformers.trainer")
 

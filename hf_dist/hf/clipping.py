@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_dist.config import DistConfig
@@ -21,7 +19,7 @@ class ClippingMixin:
     dist_config: DistConfig
     around: TrainingLoop
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Global norm of the gradients of `parameters` before clipping; equal on every rank.
 
         `parameters` may span several models, be part of one model, or be tensors of an optimizer's param groups, as in torch.
@@ -43,7 +41,7 @@ class ClippingMixin:
         clipping = self.dist_config.gradient_clipping
         return float(clipping) if self.around.own_model is None and isinstance(clipping, (int, float)) else 0.0
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: object, clip_value: float) -> None:
         """Clamp every element of the gradients of `parameters`."""
         listed = listed_gradients(self.engines, parameters)
         for window, ids in listed.windows:

@@ -13,13 +13,13 @@ _OF_TOKENS = ("input_ids", "attention_mask", "labels")
 """Names, or name endings, of tensors whose second axis is the sequence length."""
 
 
-def cut_batches(batches: Iterator[Any], length: int) -> Iterator[Any]:
+def cut_batches(batches: Iterator[object], length: int) -> Iterator[Any]:
     """The same batches with at most `length` tokens per row. Reads one batch for each one requested."""
     for batch in batches:
         yield _cut(batch, length)
 
 
-def _cut(batch: Any, length: int) -> Any:
+def _cut(batch: object, length: int) -> Any:
     """A batch cut to `length` along every axis that is as long as its rows of tokens."""
     if not isinstance(batch, Mapping):
         return batch

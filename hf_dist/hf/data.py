@@ -155,7 +155,7 @@ class SeekableShard(DataLoaderShard):
     accelerate's own (`use_stateful_dataloader`) forgets the number of the epoch, and with worker processes the order of rows.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._given = 0
         self._position: tuple[int, Mapping[str, torch.Tensor]] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig as ParsedDeepSpeedConfig
 
@@ -21,7 +20,7 @@ class HfDeepSpeedConfig(ParsedDeepSpeedConfig):
     Source: transformers/integrations/deepspeed.py. Raises `ValueError` for a file that does not exist or cannot be read.
     """
 
-    def __init__(self, config_file_or_dict: str | os.PathLike[str] | dict[str, Any]) -> None:
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | dict[str, object]) -> None:
         super().__init__(config_file_or_dict)
         say_once(
             "HfDeepSpeedConfig: weights are streamed while it lives if its ZeRO stage is 3; it chooses no layout (that is what "

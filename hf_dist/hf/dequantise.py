@@ -46,7 +46,7 @@ def dequantised_as_read() -> Iterator[None]:
 
 def _block_scaled(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def dequantize_one(
-        self: Any, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+        self: object, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         values, factors = stored(quantized), stored(scales)
         known = values is not None and factors is not None and quantized.dtype == values.dtype

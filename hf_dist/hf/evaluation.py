@@ -83,7 +83,7 @@ def inputs_of_all_ranks(trainer: Any) -> Iterator[None]:
         yield
         return
 
-    def computed(prediction: Any, *more: Any, **kwargs: Any) -> Any:
+    def computed(prediction: Any, *more: object, **kwargs: object) -> Any:
         if isinstance(prediction.inputs, Mapping):
             tensors = {key: value for key, value in prediction.inputs.items() if isinstance(value, torch.Tensor)}
             padded = accelerator.pad_across_processes(tensors, dim=1, pad_index=_PADDING)
@@ -160,7 +160,7 @@ def _rows_in(value: Any) -> Any:
     return [_rows_in(item) for item in value] if isinstance(value, (list, tuple)) else None
 
 
-def _evened(value: Any, everywhere: list[Any]) -> Any:
+def _evened(value: Any, everywhere: list[object]) -> Any:
     if isinstance(value, torch.Tensor):
         missing = (
             max((rows for rows in everywhere if isinstance(rows, int)), default=0) - value.shape[0]
@@ -243,7 +243,7 @@ def _over_ranks(accelerator: Any, loss: torch.Tensor, rows: int) -> torch.Tensor
     return (both[0] / both[1]).to(loss.dtype)
 
 
-def _last_rows(loader: Any, num_processes: int, inputs: Any) -> int:
+def _last_rows(loader: Any, num_processes: int, inputs: object) -> int:
     """New rows in the last batches of a stream, over all data ranks; -1 where they are unknown."""
     shard = getattr(loader, "dataset", None)
     if num_processes == 1:

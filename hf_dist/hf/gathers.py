@@ -65,13 +65,13 @@ class GathersMixin:
         """Whether accelerate's own gathers would run over the wrong ranks."""
         return self._shares_rows or self._rows != "data"
 
-    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def pad_across_processes(self, tensor: object, *args: object, **kwargs: object) -> Any:
         """Like accelerate's, which needs equally many tensors on all ranks."""
         if self.shorter_batch.is_here(self.gradient_state):
             tensor = even_rows(self._data, tensor)
         return super().pad_across_processes(tensor, *args, **kwargs)  # type: ignore[misc]
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Like accelerate's, but over the data ranks only, because pipeline ranks hold equal tensors."""
         if self.shorter_batch.is_here(self.gradient_state):
             tensor = even_rows(self._data, tensor)
@@ -87,7 +87,7 @@ class GathersMixin:
         collectives.all_gather(axis, full).wait()
         return full.view(tensor.dtype).view(axis.size * rows.shape[0], *rows.shape[1:])
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Like accelerate's, over the data ranks."""
         if not self._own_gathers or not (use_gather_object or _has_objects(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
@@ -95,7 +95,7 @@ class GathersMixin:
         last = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
         return rows[: self.gradient_state.remainder] if last else rows
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Like accelerate's, over the data ranks. As there, `scale` is for XLA and has no effect elsewhere."""
         if not self._own_gathers or reduction == "none":
             return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
@@ -108,7 +108,7 @@ class GathersMixin:
         return recursively_apply(one, tensor, error_on_other_type=True)
 
 
-def _has_objects(data: Any) -> bool:
+def _has_objects(data: object) -> bool:
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)
     except TypeError:

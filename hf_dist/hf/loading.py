@@ -31,7 +31,7 @@ _stock: Any = None  # transformers' static method, while `_load` replaces it
 _users = 0
 
 
-def from_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
+def from_pretrained(model_class: Any, *args: object, **kwargs: object) -> Any:
     """`model_class.from_pretrained(*args, **kwargs)`, with weights that are read only when the model is prepared.
 
     `model_class`: any class with HF's `from_pretrained` (an `AutoModel...`, a model class). Local. At `prepare` each rank reads
@@ -53,7 +53,7 @@ def streaming() -> Iterator[None]:
         _end()
 
 
-def stream_while_alive(owner: Any) -> None:
+def stream_while_alive(owner: object) -> None:
     """Make every `from_pretrained` of this process stream until `owner` (training arguments) is garbage-collected."""
     _begin()
     weakref.finalize(owner, _end).atexit = False
@@ -77,7 +77,11 @@ def _end() -> None:
 
 
 def _load(
-    model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    model: PreTrainedModel,
+    state_dict: object,
+    checkpoint_files: object,
+    load_config: object,
+    expected_keys: object = None,
 ) -> Any:
     """Stands in for `PreTrainedModel._load_pretrained_model`; same arguments and result."""
     stock = _stock.__func__
@@ -104,7 +108,7 @@ def _load(
 
 
 def _reason_not_to_stream(
-    model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any
+    model: PreTrainedModel, state_dict: object, checkpoint_files: Any, load_config: Any, expected_keys: object
 ) -> str | None:
     if load_config.hf_quantizer is not None and not dequantises(load_config.hf_quantizer):
         return "it is quantized"
@@ -121,7 +125,7 @@ def _reason_not_to_stream(
     return None
 
 
-def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: Any) -> Any:
+def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: object) -> Any:
     """The stock loader's result, or None when it reported an error and the model must be loaded again."""
     stored: Any = recorded(t for f in checkpoint_files for t in SafetensorsFile(f).tensors().values())
     with dequantised_as_read():

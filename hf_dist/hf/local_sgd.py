@@ -43,7 +43,7 @@ def let_local_sgd_work() -> None:
         return self
 
     @functools.wraps(leave)
-    def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> Any:
+    def __exit__(self: Any, kind: object, error: object, trace: object) -> Any:
         engine = _engine_of(self)
         if engine is not None and engine.outer is not None:
             engine.outer.every = self._every
@@ -52,7 +52,7 @@ def let_local_sgd_work() -> None:
         return leave(self, kind, error, trace)
 
     @functools.wraps(average)
-    def _sync_and_avg_model_params(self: Any) -> None:
+    def _sync_and_avg_model_params(self: object) -> None:
         engine = _engine_of(self)
         if engine is None:
             average(self)

@@ -53,7 +53,7 @@ class LoopCheckpointsMixin:
         raise NotImplementedError
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: object
     ) -> str:
         """Write the prepared model, optimizer, schedulers, registered objects and random states. Every rank calls it.
 
@@ -107,7 +107,7 @@ class LoopCheckpointsMixin:
         return str(final)
 
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: object = None, **kwargs: object
     ) -> None:
         """Restore what `save_state` wrote, on any number of ranks and at any ZeRO stage. Every rank calls it.
 

@@ -23,7 +23,7 @@ def tell_rank_of_debug_launcher() -> None:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(PartialState(cpu=True).process_index)
 
 
-def named(given: Any, launcher: LauncherSettings | None) -> Any:
+def named(given: object, launcher: LauncherSettings | None) -> Any:
     """The config the script gives, else the one named by HF_DIST_CONFIG or the launcher. Raises `ConfigError` without any."""
     source = given if given is not None else config_from_environment(launcher)
     if source is None:
@@ -38,7 +38,7 @@ def named(given: Any, launcher: LauncherSettings | None) -> Any:
     return source
 
 
-def take_accumulation(configured: Any, arguments: dict[str, Any]) -> None:
+def take_accumulation(configured: object, arguments: dict[str, Any]) -> None:
     """Settle the number of microbatches per step. The JSON or the script may set it; both only if they agree."""
     plugin = arguments.get("gradient_accumulation_plugin")
     given = plugin.num_steps if plugin is not None else arguments.get("gradient_accumulation_steps")
@@ -76,7 +76,7 @@ def without_trainer(config: DistConfig, accumulation: int) -> DistConfig:
     return config.replaced(changes)
 
 
-def micro_batch(objects: Iterable[Any], num_shares: int) -> int | None:
+def micro_batch(objects: Iterable[object], num_shares: int) -> int | None:
     """Rows per rank of the first data loader in `objects`, whose batches are split into `num_shares`."""
     sizes = [obj.batch_size for obj in objects if isinstance(obj, DataLoader)]
     return sizes[0] // num_shares if sizes and sizes[0] is not None else None

@@ -189,7 +189,7 @@ def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Te
     return math.isclose(joined, once, rel_tol=_RELATIVE) and not math.isclose(*values, rel_tol=_RELATIVE)
 
 
-def _overrides(trainer: Any, *methods: str) -> bool:
+def _overrides(trainer: object, *methods: str) -> bool:
     """Whether a class of the user, or of another library, has one of these methods, and so a way of its own to a loss."""
     owners = [cls.__module__ for cls in type(trainer).__mro__ if not vars(cls).keys().isdisjoint(methods)]
     return not all(module.startswith(("hf_dist.", "transformers.")) for module in owners)
@@ -202,7 +202,7 @@ def of_all_labels(loss: torch.Tensor, labels: torch.Tensor, num_items: torch.Ten
     return torch.where(own > 0, loss, torch.zeros_like(loss)) * share  # the mean over no labels is not a number
 
 
-def _is_empty(label: Any) -> bool:
+def _is_empty(label: object) -> bool:
     """Whether no token is labelled; an auxiliary loss that is left then tells nothing."""
     return isinstance(label, torch.Tensor) and not label.is_floating_point() and bool((label == -100).all())
 
@@ -221,7 +221,7 @@ def _value(engine: Engine, prepared: Any, count: torch.Tensor) -> float:
 class _WideLosses(TorchFunctionMode):
     """Inside, torch's losses are computed in fp32: one of 4.6 in bf16 is known to 0.02, which hides what is asked here."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _LOSSES:
             args, kwargs = _wide(args), {name: _wide(value) for name, value in kwargs.items()}
@@ -239,7 +239,7 @@ def _in_rows(batch: Any) -> bool:
     return len({_num_rows(value) for value in batch.values()} - {None}) == 1
 
 
-def _num_rows(value: Any) -> int | None:
+def _num_rows(value: object) -> int | None:
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else None
     if isinstance(value, (list, tuple)):
@@ -247,7 +247,7 @@ def _num_rows(value: Any) -> int | None:
     return -1 if pytree.leaves(value) and any(isinstance(leaf, torch.Tensor) for leaf in pytree.leaves(value)) else None
 
 
-def _twice(value: Any) -> Any:
+def _twice(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.cat([value, value]) if value.ndim else value
     return type(value)([*value, *value]) if isinstance(value, (list, tuple)) else value

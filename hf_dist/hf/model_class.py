@@ -31,7 +31,7 @@ def model_config(model: str) -> Any:
         raise ConfigError(Problem("--model", model, f"has no config that can be read: {error}", fix)) from None
 
 
-def architecture_of(config: Any) -> str:
+def architecture_of(config: object) -> str:
     """The name of the class that `config` was saved with; empty if unknown."""
     return next(iter(getattr(config, "architectures", None) or ()), "")
 
@@ -46,13 +46,13 @@ def model_class(name: str) -> Any:
         raise ConfigError(Problem("--class", name, f"cannot be imported: {error}", fix)) from None
 
 
-def new_model(name: str, config: Any, **kwargs: Any) -> Any:
+def new_model(name: str, config: object, **kwargs: object) -> Any:
     """A model of class `name` (see `model_class`) with new weights; inside `torch.device("meta")` without data."""
     cls = model_class(name)
     return cls.from_config(config, **kwargs) if name.startswith("Auto") else cls._from_config(config, **kwargs)
 
 
-def keep_layers(config: Any, count: int) -> bool:
+def keep_layers(config: object, count: int) -> bool:
     """Keep `count` layers in every part of the model that has more, and cut per-layer lists. Whether any were dropped."""
     changed = False
     for part in _parts(config):
@@ -67,7 +67,7 @@ def keep_layers(config: Any, count: int) -> bool:
     return changed
 
 
-def without_dropout(config: Any) -> None:
+def without_dropout(config: object) -> None:
     """Turn dropout off: ranks, one process and engines draw different random numbers, so results could not be compared."""
     for part in _parts(config):
         for name, value in list(vars(part).items()):
@@ -75,6 +75,6 @@ def without_dropout(config: Any) -> None:
                 setattr(part, name, 0.0)
 
 
-def _parts(config: Any) -> list[Any]:
+def _parts(config: object) -> list[Any]:
     inner = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
     return [config, *(part for value in inner for part in _parts(value))]

@@ -21,7 +21,7 @@ _SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _CP, _SHARD = "sequence_parallel_size", "zero_optimization.mics_shard_size"
 
 
-def given_parallelism(given: Any) -> Any:
+def given_parallelism(given: object) -> Any:
     """The `ParallelismConfig` passed by the script or exported by the launcher, else None. It is hidden from accelerate."""
     if os.environ.get(_SWITCH, "false").lower() == "true":
         from accelerate.parallelism_config import ParallelismConfig
@@ -31,7 +31,7 @@ def given_parallelism(given: Any) -> Any:
     return given
 
 
-def with_parallelism(config: DistConfig, given: Any) -> DistConfig:
+def with_parallelism(config: DistConfig, given: object) -> DistConfig:
     """`config` with the sizes of `given`. Raises `ConfigError` if the file says another size, or the engine lacks the axis."""
     if given is None:
         return config

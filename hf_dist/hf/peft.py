@@ -127,11 +127,11 @@ def converting(model: Any, first: str | None) -> Iterator[None]:
     folder = os.path.abspath(first)
     weights: dict[str, torch.Tensor] = {}
 
-    def load(*_: Any, adapter_name: str, **__: Any) -> None:
+    def load(*_: Any, adapter_name: str, **__: object) -> None:
         model.peft_config[adapter_name] = PeftConfig.from_pretrained(folder)
         weights.update(load_peft_weights(folder, device="cpu"))
 
-    def subtract(trained: Mapping[str, torch.Tensor], *_: Any) -> dict[str, torch.Tensor]:
+    def subtract(trained: Mapping[str, torch.Tensor], *_: object) -> dict[str, torch.Tensor]:
         # A B - A0 B0 = [A | A0] [B | -B0]^T, as LoraModel.subtract_mutated_init
         signs = {"lora_A": (1, 0), "lora_B": (-1, 1)}
         rows = [(name, value, signs[kind]) for name, value in trained.items() for kind in signs if kind in name]
@@ -155,7 +155,7 @@ def converting(model: Any, first: str | None) -> Iterator[None]:
             vars(owner).pop(name) if own is None else vars(owner).update({name: own})
 
 
-def _on_full_weights(method: str, layer: Any, *args: Any, **kwargs: Any) -> None:
+def _on_full_weights(method: str, layer: Any, *args: object, **kwargs: object) -> None:
     """PEFT's own merge of one layer on its full weights, adapters in fp32. Every rank keeps its part of the sum. Collective."""
     _refuse_elsewhere(method, [layer])
     refuse_packed(layer)
@@ -184,7 +184,7 @@ def refuse_packed(layer: Any) -> None:
         )
 
 
-def _with_embeddings(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_embeddings(tuner: Any, *args: object, **kwargs: object) -> Any:
     """PEFT's own method, which at its end compares addresses to see whether the embeddings are still tied. Collective."""
     _refuse_elsewhere("merge_and_unload", (m for m in tuner.model.modules() if hasattr(m, "base_layer")))
     tables = [find() for find in (tuner.model.get_input_embeddings, tuner.model.get_output_embeddings)]
@@ -214,7 +214,7 @@ def _masters_in_place(layer: nn.Module) -> Iterator[None]:
             param.data = value
 
 
-def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: object, **kwargs: object) -> Any:
     """PEFT's own method, into an adapter that the prepared model already has. Collective."""
     owner = engine()
     name = args[1] if len(args) > 1 else kwargs.get("adapter_name", "default")
@@ -224,7 +224,7 @@ def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: Any, **kwargs:
         return type(model).load_adapter(model, *args, **kwargs)
 
 
-def _refuse(method: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse(method: str, model: object, *args: object, **kwargs: object) -> Any:
     names = list(getattr(model, "peft_config", {}))
     raise ModelError(
         f"{type(model).__name__}.{method}: the model is sharded by hf_dist, and its adapters {names} are spread over the ranks "

@@ -39,7 +39,7 @@ class PipelineMixin:
             engine.window.abandon()
 
     def _over_stages(
-        self, step: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, num_items_in_batch: Any
+        self, step: Callable[..., torch.Tensor], model: nn.Module, inputs: object, num_items_in_batch: object
     ) -> torch.Tensor:
         """HF's `step`. Under a pipeline, collects the window's microbatches; the call for the last one runs and reports them
         all."""
@@ -56,12 +56,12 @@ class PipelineMixin:
 
     def _evaluated_over_stages(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., object],
         model: nn.Module,
-        inputs: Any,
+        inputs: object,
         prediction_loss_only: bool,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         """HF's `step`. Under a pipeline, every rank gets the outputs of the last stage."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ class PipelineMixin:
         )
 
 
-def example_from(loader: DataLoader[Any] | None) -> Mapping[str, Any]:
+def example_from(loader: DataLoader[object] | None) -> Mapping[str, Any]:
     """A small batch for planning: two rows of the dataset of `loader` through its collator. `loader` does not advance. Local.
 
     Restores the random states. Raises `ModelError` if there is no loader or it has no rows.

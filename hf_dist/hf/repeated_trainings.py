@@ -25,7 +25,7 @@ class RepeatedTrainingsMixin:
     dist: Any
     _train_batch_size: int
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def _inner_training_loop(self, *args: object, **kwargs: object) -> Any:
         """HF's, which `auto_find_batch_size` calls again with smaller batches. Raises `OneRankError` if only some ranks do."""
         try:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
@@ -46,14 +46,14 @@ class RepeatedTrainingsMixin:
                 f"below {size} (`hf-dist plan` says what fits), without auto_find_batch_size."
             ) from error
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(self, *args: object, **kwargs: object) -> Any:
         """HF's. It hands a trial from process 0 to others if `world_size` says that there are any: here all processes count."""
         if self.dist is None:
             return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
         with counted(self.args, processes=True):
             return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, *args: object, **kwargs: object) -> Any:
         """HF's, also inside of a search."""
         with counted(self.args, processes=False):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]

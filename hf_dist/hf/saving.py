@@ -42,7 +42,7 @@ _WEIGHTS = {"model", "model_wrapped", "deepspeed", "accelerator"}
 """Attributes of a Trainer through which code can reach the weights."""
 
 
-def own_way(sharded: ShardedModel, trainer: Any = None) -> str:
+def own_way(sharded: ShardedModel, trainer: object = None) -> str:
     """The code that decides what this model's files hold, such as `Trainer._save`; "" for HF's and PEFT's. Local.
 
     `trainer`: the Trainer that saves the model. Without one only the model's `save_pretrained` counts.
@@ -233,7 +233,7 @@ def let_save_pretrained(engine: Engine) -> None:
 
 
 def _save_pretrained(
-    shards: weakref.ref[ShardedModel], trainer: weakref.ref[Engine], model: Any, *args: Any, **kwargs: Any
+    shards: weakref.ref[ShardedModel], trainer: weakref.ref[Engine], model: Any, *args: object, **kwargs: Any
 ) -> Any:
     sharded, engine = shards(), trainer()
 

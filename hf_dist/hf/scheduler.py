@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from accelerate.scheduler import AcceleratedScheduler
 
 __all__ = ["DataRankScheduler"]
@@ -23,7 +21,7 @@ class DataRankScheduler(AcceleratedScheduler):
         own.num_data_ranks = num_data_ranks
         return own
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """As accelerate's: no step inside a window or when the optimizer skipped."""
         for _ in range(self.num_data_ranks if self.gradient_state.sync_gradients else 1):
             # OneCycleLR refuses steps beyond its last one, which incomplete last batches would cause.

@@ -91,7 +91,7 @@ def loading(sharded: ShardedModel, module: nn.Module | None = None) -> Iterator[
         return
     own = {id(p): (group, i) for group in sharded.groups for i, p in enumerate(group.params)}
 
-    def keep(module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+    def keep(module: nn.Module, state: Mapping[str, Any], *_: object) -> None:
         # Runs before the model copies the values into weights of the compute dtype.
         for name, param in module.named_parameters(remove_duplicate=False):
             if name in state and id(param) in own:
@@ -129,7 +129,7 @@ def let_load_state_dict(engine: Engine) -> None:
 def _load_state_dict(
     shards: weakref.ref[ShardedModel],
     model: nn.Module,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     strict: bool = True,
     assign: bool = False,
 ) -> Any:
@@ -151,11 +151,11 @@ def _load_state_dict(
         return load(sharded, model, state_dict, strict)
 
 
-def _load_whole(_: ShardedModel, model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+def _load_whole(_: ShardedModel, model: nn.Module, state: Mapping[str, object], strict: bool) -> Any:
     return type(model).load_state_dict(model, state, strict)
 
 
-def _load_stages(sharded: ShardedModel, model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+def _load_stages(sharded: ShardedModel, model: nn.Module, state: Mapping[str, object], strict: bool) -> Any:
     """Load what this rank's stages hold of the state of a whole model. Missing and unexpected names are the whole model's."""
     path = next(path for path, module in sharded.model.named_modules() if module is model)
     twin = sharded.whole.get_submodule(path)

@@ -181,7 +181,7 @@ class DistTrainerMixin(
             sampler.rank = self.accelerator.process_index
         return sampler
 
-    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: object) -> Any:
         """HF's, on batches that `curriculum_learning` has cut to the length of this step."""
         if self.dist is not None and self.dist.curriculum_learning.enabled:
             length = length_at(self.dist.curriculum_learning, self.state.global_step)
@@ -230,7 +230,7 @@ class DistTrainerMixin(
         )
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: object
     ) -> Any:
         """HF's, after the same check, because HF multiplies the loss by the number of ranks in evaluation, too."""
         tell_router_loss(self, 1)
@@ -280,7 +280,7 @@ class DistTrainerMixin(
             return of_all_labels(result[0], labels, num_items), *result[1:]
         return of_all_labels(result, labels, num_items)
 
-    def _mixed_loss(self, *args: Any, num_items_in_batch: Any, **kwargs: Any) -> Any:
+    def _mixed_loss(self, *args: Any, num_items_in_batch: Any, **kwargs: object) -> Any:
         """A `LossKind.MIXED`. With a sum S over n items and a mean b, S / n + b / k is a k-th of the loss for n / k items."""
         parts = parts_of_window(self, getattr(self, "current_gradient_accumulation_steps", 1))
         result = super().compute_loss(*args, num_items_in_batch=num_items_in_batch / parts, **kwargs)  # type: ignore[misc]
@@ -343,7 +343,7 @@ def _like_stock(cls: Any) -> Any:
     stock = next(init for init in inits if init is not None and init is not DistTrainerMixin.__init__)
 
     @functools.wraps(stock)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: object) -> None:
         super(cls, self).__init__(*args, **kwargs)
 
     return __init__

@@ -24,7 +24,7 @@ _NUMBERS = ("_metrics", "_total_train_tokens")
 """Attributes in which TRL's trainers count and average until they log."""
 
 
-def _names(trainer: Any) -> list[str]:
+def _names(trainer: object) -> list[str]:
     """Names of the TRL classes among a Trainer's bases."""
     return [c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")]
 
@@ -53,7 +53,7 @@ class TrlMixin:
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
-    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+    def compute_ref_log_probs(self, model: nn.Module, inputs: object) -> Any:
         """TRL's. With `precompute_ref_log_probs` it runs before training, on a model that is not prepared yet."""
         if isinstance(self.accelerator, DistAccelerator) and self.accelerator.engine_of(model) is None:
             self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -64,18 +64,18 @@ class TrlMixin:
         if isinstance(self.accelerator, DistAccelerator):
             let_callbacks_work(self.callback_handler.callbacks, self.accelerator)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, *args: object, **kwargs: object) -> None:
         """HF's, after sharing TRL's numbers with all ranks."""
         if self.control.should_log:
             self._tell_numbers()
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
         """HF's, after sharing the numbers that go into the last record only."""
         self._tell_numbers()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: object, **kwargs: object) -> Any:
         """HF's; its numbers are logged afterwards."""
         found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         self._tell_numbers()

@@ -18,7 +18,7 @@ from hf_dist.sharding.prepared import OWNER
 __all__ = ["let_callbacks_work"]
 
 
-def let_callbacks_work(callbacks: Iterable[Any], accelerator: Any) -> None:
+def let_callbacks_work(callbacks: Iterable[object], accelerator: object) -> None:
     """Make TRL's known callbacks work on shards. Every rank calls it, before the model is prepared."""
     for callback in callbacks:
         for kind in type(callback).__mro__:
@@ -28,7 +28,7 @@ def let_callbacks_work(callbacks: Iterable[Any], accelerator: Any) -> None:
                 break
 
 
-def _follow(callback: Any, accelerator: Any) -> None:
+def _follow(callback: Any, accelerator: object) -> None:
     callback.sync_target_model = move_towards
 
 
@@ -52,11 +52,11 @@ def _move(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], alpha: float) -> N
 def _average(callback: Any, accelerator: Any) -> None:
     """BEMA copies all weights and reads the model's weights, so the weights are gathered where it reads them."""
 
-    def on_train_begin(args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> Any:
+    def on_train_begin(args: Any, state: object, control: object, *, model: object, **kwargs: Any) -> Any:
         with _whole(accelerator, model):
             return type(callback).on_train_begin(callback, args, state, control, model=model, **kwargs)
 
-    def on_step_end(args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> Any:
+    def on_step_end(args: Any, state: Any, control: object, *, model: object, **kwargs: Any) -> Any:
         looks, writes = _due(callback, state.global_step)
         reference = kwargs.get("ref_model") if writes else None
         writer = 0 if writes and reference is None else None  # TRL then writes into the model itself
@@ -69,7 +69,7 @@ def _average(callback: Any, accelerator: Any) -> None:
     callback.on_train_begin, callback.on_step_end = on_train_begin, on_step_end
 
 
-def _due(callback: Any, step: int) -> tuple[bool, bool]:
+def _due(callback: object, step: int) -> tuple[bool, bool]:
     """(whether it reads the model after this step, whether it writes the reference model)."""
 
     def at(after: str, every: str) -> bool:
@@ -95,7 +95,7 @@ def _adapter(callback: Any, accelerator: Any) -> None:
     params = dict(model.named_parameters())
     pairs = [(params[name.replace(student, teacher)], source) for name, source in params.items() if student in name]
 
-    def on_step_end(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(args: Any, state: Any, control: object, **kwargs: object) -> None:
         if state.global_step % callback.sync_steps == 0:
             _move(pairs, callback.update_rate)
 

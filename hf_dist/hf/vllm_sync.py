@@ -81,7 +81,7 @@ def _streamed(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _saved(stock: Callable[..., None]) -> Callable[..., None]:
-    def save_lora_adapter(model: Any, accelerator: Any, adapter_name: str, dest_dir: str) -> None:
+    def save_lora_adapter(model: Any, accelerator: object, adapter_name: str, dest_dir: str) -> None:
         """As TRL's, which every rank calls."""
         own = [p for name, p in model.named_parameters() if f".{adapter_name}." in name and hasattr(p, OWNER)]
         with unsharded(own, after=lambda group, changed: None):

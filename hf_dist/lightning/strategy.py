@@ -60,7 +60,7 @@ class DistStrategy:
     _package: str
     _timeout: Any
 
-    def __new__(cls, *args: Any, package: str | None = None, **kwargs: Any) -> DistStrategy:
+    def __new__(cls, *args: object, package: str | None = None, **kwargs: object) -> DistStrategy:
         """An instance of a class that also derives from Lightning's."""
         own: Any = cls
         made: DistStrategy = object.__new__(joined(own, package or imported_package()))
@@ -68,10 +68,10 @@ class DistStrategy:
 
     def __init__(
         self,
-        config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig,
+        config: str | os.PathLike[str] | Mapping[str, object] | DistConfig,
         *,
         package: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """`config`: as for `hf_dist.initialize`. `package`: "lightning" or "pytorch_lightning"; by default the one imported.
 
@@ -95,7 +95,7 @@ class DistStrategy:
         return self._precision
 
     @precision_plugin.setter
-    def precision_plugin(self, given: Any) -> None:
+    def precision_plugin(self, given: object) -> None:
         if given is None:
             return
         asked = str(getattr(given, "precision", type(given).__name__))
@@ -158,7 +158,7 @@ class DistStrategy:
             self._take_over_json_objects(self.engine)
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
-    def _optimizer(self, trainer: Any) -> torch.optim.Optimizer | None:
+    def _optimizer(self, trainer: object) -> torch.optim.Optimizer | None:
         """The optimizer from `configure_optimizers`; None if it leaves that to the configuration. Raises `ConfigError`."""
         self.setup_optimizers(trainer)  # type: ignore[attr-defined]
         if len(self.optimizers) != 1:
@@ -184,7 +184,7 @@ class DistStrategy:
             made = module_of(type(self), "utilities.types").LRSchedulerConfig
             self.lr_scheduler_configs = [made(engine.lr_scheduler, interval="step")]
 
-    def _build(self, trainer: Any, optimizer: torch.optim.Optimizer | None) -> Engine:
+    def _build(self, trainer: object, optimizer: torch.optim.Optimizer | None) -> Engine:
         if self._layer_sync is not None:
             reason = "has no effect on a sharded model: BatchNorm takes the statistics of the first data rank"
             raise ConfigError(Problem("sync_batchnorm", "True", reason, "Remove it."))
@@ -212,23 +212,23 @@ class DistStrategy:
 
     # ---------------------------------------------------------------------- a step
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> Any:
         """Run the module's method. If the module itself is sharded, run it inside the module's forward, as in DDP."""
         return self._run("training_step", *args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> Any:
         """Like `training_step`."""
         return self._run("validation_step", *args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> Any:
         """Like `training_step`."""
         return self._run("test_step", *args, **kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: object, **kwargs: object) -> Any:
         """Like `training_step`."""
         return self._run("predict_step", *args, **kwargs)
 
-    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, *args: object, **kwargs: object) -> Any:
         module = self.lightning_module
         if self._engine().model is not module:
             return getattr(super(), name)(*args, **kwargs)
@@ -238,7 +238,7 @@ class DistStrategy:
         """Context for a microbatch that is not the last one before a step."""
         return self._engine().no_sync()
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
         """Mean or sum over ranks that read different rows."""
         base: Any = super()
         mesh = self.engine.mesh if self.engine is not None else None
@@ -278,13 +278,13 @@ class DistStrategy:
         """Empty: the engine writes the optimizer state."""
         return {}
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         """Nothing to do: `load_checkpoint` loaded the weights."""
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """Nothing to do: `load_checkpoint` loaded the state."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: object, storage_options: object = None) -> None:
         """Write a folder that `from_pretrained` loads, with training state and Lightning's own state. Every rank calls it.
 
         `save_weights_only=True` omits the training state. Raises `CheckpointError` on every rank.
@@ -305,7 +305,7 @@ class DistStrategy:
             ),
         )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: object, weights_only: bool | None = None) -> dict[str, Any]:
         """Load everything for `fit`, only weights otherwise. Returns Lightning's own state. Every rank calls it."""
         engine = self._engine()
         directory = Path(collectives.broadcast_object(engine.mesh.control, str(checkpoint_path)))
@@ -354,14 +354,14 @@ class _EnginePrecision:
         self._strategy = strategy
         super().__init__()
 
-    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: torch.Tensor, model: object, optimizer: object, *args: object, **kwargs: object) -> None:
         retain = bool(kwargs.pop("retain_graph", False))
         if args or kwargs:
             raise NotImplementedError(f"backward arguments {[*args, *kwargs]}: only retain_graph is available")
         # Lightning has already divided it by the number of microbatches.
         self._strategy._engine().backward(tensor, scale_wrt_gas=False, retain_graph=retain)
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: object, model: object, closure: object, **kwargs: object) -> Any:
         window = self._strategy._engine().window
         with window.announce(True):
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
@@ -369,8 +369,8 @@ class _EnginePrecision:
         window.abandon()
         return result
 
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_value(self, optimizer: object, clip_val: float) -> None:
         self._strategy._engine().clip_grad_value(float(clip_val))
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_norm(self, optimizer: object, clip_val: float) -> None:
         self._strategy._engine().clip_grad_norm(float(clip_val))

@@ -21,7 +21,7 @@ class Adafactor(PerTensor):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Iterable[torch.Tensor] | Iterable[dict[str, object]],
         lr: float | None = None,
         eps: tuple[float, float] = (1e-30, 1e-3),
         clip_threshold: float = 1.0,
@@ -59,7 +59,7 @@ class Adafactor(PerTensor):
             p.add_(p, alpha=float(-group["weight_decay"] * rate))
         p.sub_(update)
 
-    def _begin(self, state: dict[str, Any], grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, state: dict[str, object], grad: torch.Tensor, group: dict[str, object]) -> None:
         state["step"] = 0
         if group["beta1"] is not None:
             state["exp_avg"] = torch.zeros_like(grad)

@@ -5,8 +5,6 @@ Source of the rule: DeepSpeed ops/adam (the corrections are 1 when it is off).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 __all__ = ["leave_out_bias_correction"]
@@ -23,7 +21,7 @@ def leave_out_bias_correction(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(_start_late)
 
 
-def _start_late(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _start_late(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is None or optimizer.state[p]:

@@ -38,7 +38,7 @@ _OWN: Mapping[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "
 """Names for which torch has no class, or a different one."""
 
 
-def optimizer_for(model: nn.Module, type: str, params: Mapping[str, Any]) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module, type: str, params: Mapping[str, object]) -> torch.optim.Optimizer:
     """`build_optimizer` over the trainable parameters of `model`. Muon groups them by name and shape. Local."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if read_optimizer(type, params)[0] == "Muon":
@@ -49,7 +49,7 @@ def optimizer_for(model: nn.Module, type: str, params: Mapping[str, Any]) -> tor
 
 def build_optimizer(
     type: str,
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
 ) -> torch.optim.Optimizer:
     """The torch optimizer that `optimizer.type` and `optimizer.params` stand for in DeepSpeed.
@@ -110,7 +110,7 @@ def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) ->
     return [{"params": plain}, *groups] if plain else groups
 
 
-def _wants_fused(cls: type, arguments: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> bool:
+def _wants_fused(cls: type, arguments: Mapping[str, object], groups: Sequence[dict[str, Any]]) -> bool:
     """Whether to use the fused kernel: the class has one, the user has not chosen, and the device supports it."""
     if "fused" not in inspect.signature(cls).parameters or arguments.get("differentiable"):
         return False
@@ -119,7 +119,7 @@ def _wants_fused(cls: type, arguments: Mapping[str, Any], groups: Sequence[dict[
     return {p.device.type for group in groups for p in group["params"]} <= _FUSED_DEVICES
 
 
-def construct(section: str, cls: Callable[..., T], first: Any, arguments: Mapping[str, Any]) -> T:
+def construct(section: str, cls: Callable[..., T], first: object, arguments: Mapping[str, object]) -> T:
     """`cls(first, **arguments)`, lists as tuples where it has tuples; what it refuses is a `ConfigError` naming the section."""
     defaults = inspect.signature(cls).parameters
     given = {

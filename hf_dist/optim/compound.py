@@ -16,7 +16,7 @@ __all__ = ["is_part", "leaves", "put"]
 _SEPARATOR = "/"
 
 
-def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def leaves(state: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     """(path, value) of every leaf. A value of the state that is not compound is a leaf of any type under its own key."""
     for key, value in state.items():
         parts = _parts(value)
@@ -28,7 +28,7 @@ def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{key}{_SEPARATOR}{path}", part
 
 
-def put(state: Any, path: str, value: Any) -> None:
+def put(state: object, path: str, value: object) -> None:
     """Set the leaf at `path`, whose containers must exist."""
     first, _, rest = path.partition(_SEPARATOR)
     if rest:
@@ -48,11 +48,11 @@ def is_part(path: str) -> bool:
     return _SEPARATOR in path
 
 
-def _child(holder: Any, name: str) -> Any:
+def _child(holder: object, name: str) -> Any:
     return holder[int(name)] if isinstance(holder, (list, tuple)) else getattr(holder, name)
 
 
-def _parts(value: Any) -> dict[str, Any] | None:
+def _parts(value: object) -> dict[str, Any] | None:
     if isinstance(value, torch.Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         return None if flatten is None else {name: getattr(value, name) for name in flatten()[0]}

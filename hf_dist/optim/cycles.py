@@ -104,7 +104,9 @@ class OneCycle(IndexedSchedule):
         + [inspect.Parameter(key, _KEYWORD, default=value) for key, value in _ONE_CYCLE_DEFAULTS.items()]
     )
 
-    def __init__(self, optimizer: torch.optim.Optimizer, cycle_min_lr: Any, cycle_max_lr: Any, **params: Any) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, cycle_min_lr: Any, cycle_max_lr: Any, **params: object
+    ) -> None:
         num_groups = len(optimizer.param_groups)
         self._min_lrs = per_group("cycle_min_lr", cycle_min_lr, num_groups)
         self._max_lrs = per_group("cycle_max_lr", cycle_max_lr, num_groups)

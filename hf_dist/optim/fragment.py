@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -66,7 +66,7 @@ class Fragment:
         """Interval of the flattened parameter whose states this rank writes to a checkpoint, if `group.axes.owns`."""
         return self.group.layout.fragment(self.slot, self.group.axes.shard.rank)
 
-    def is_like(self, value: Any) -> bool:
+    def is_like(self, value: object) -> bool:
         """Whether a state has one value per element of the fragment; a step counter is 0-dimensional and does not."""
         return isinstance(value, torch.Tensor) and value.shape == self.shape and value.dim() > 0
 

@@ -83,7 +83,7 @@ class _InPieces(TorchDispatchMode):
         self.called = False
         self._runs = {run.first.tensor.data_ptr(): run for run in runs}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _KERNELS:
             return func(*args, **(kwargs or {}))
         self.called = True

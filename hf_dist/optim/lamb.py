@@ -24,7 +24,7 @@ class Lamb(PerTensor):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Iterable[torch.Tensor] | Iterable[dict[str, object]],
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -26,7 +26,7 @@ class Lion(PerTensor):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Iterable[torch.Tensor] | Iterable[dict[str, object]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,

@@ -37,14 +37,14 @@ _NOT_MATRICES = ("embed", "lm_head")
 class Muon(torch.optim.AdamW):
     """Steps groups with `use_muon` by Muon, the others by AdamW. An engine steps matrices itself and lends them no gradient."""
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+    def __init__(self, groups: Iterable[dict[str, object]], **options: Any) -> None:
         """`groups`: from `muon_groups`; `options`: those of AdamW."""
         super().__init__(groups, **options)
         self.register_step_pre_hook(_step_matrices)
 
 
 @torch.no_grad()
-def _step_matrices(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _step_matrices(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Step matrices before Adam, and hide their gradients from it. Used without an engine."""
     for options in (group for group in optimizer.param_groups if group.get("use_muon")):
         for p in (p for p in options["params"] if p.grad is not None):
@@ -69,7 +69,7 @@ def apply(weights: torch.Tensor, update: torch.Tensor, options: Mapping[str, Any
     weights.add_(update, alpha=-adjusted_lr(options, rows, columns))
 
 
-def iterates_in(options: Mapping[str, Any]) -> torch.dtype:
+def iterates_in(options: Mapping[str, object]) -> torch.dtype:
     """The dtype, by a param group's options, in which Newton-Schulz runs and matrices are sent."""
     return torch.float32 if options.get("ns_dtype") == "fp32" else torch.bfloat16
 

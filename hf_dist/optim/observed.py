@@ -144,7 +144,7 @@ class _Copier:
             made.__dict__[key] = OrderedDict() if hooks else self.copied(value)
         return made
 
-    def copied(self, value: Any) -> Any:
+    def copied(self, value: object) -> Any:
         """A copy in which stand-ins have the places of parameters."""
         if id(value) in self._made:
             return self._made[id(value)]
@@ -176,7 +176,7 @@ class _Unreadable:
         raise CannotObserve(f"it uses {name} of a module")
 
 
-def _like_stand_in(value: Any, p: torch.Tensor, stand: torch.Tensor) -> Any:
+def _like_stand_in(value: object, p: torch.Tensor, stand: torch.Tensor) -> Any:
     """A state that the optimizer made at construction, in the stand-in's shape: such states are constant."""
     if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim() > 0:
         return value.detach().reshape(-1)[:1].to("cpu", copy=True).expand(stand.shape).contiguous()

@@ -29,5 +29,5 @@ class PerTensor(torch.optim.Optimizer):
             if p.grad is not None:
                 self._step_tensor(p, p.grad, group)
 
-    def _step_tensor(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _step_tensor(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, object]) -> None:
         raise NotImplementedError

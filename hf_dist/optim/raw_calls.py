@@ -22,7 +22,7 @@ class RawCalls(ABC):
     """Handles redirected calls of a torch optimizer; the engine is one."""
 
     @abstractmethod
-    def stepped_by_hand(self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+    def stepped_by_hand(self, closure: Callable[[], object] | None, optimizer: torch.optim.Optimizer) -> Any:
         """Handle `optimizer.step(closure)`; returns the closure's result."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class StepHook:
         hooks = optimizer._optimizer_step_post_hooks
         self._calls.running = True
 
-        def end(*_: Any) -> None:
+        def end(*_: object) -> None:
             self._calls.running, self._end_of_call = False, None
             optimizer._optimizer_step_post_hooks = hooks
 
@@ -98,7 +98,7 @@ def route(optimizer: torch.optim.Optimizer, engine: RawCalls, calls: OwnCalls) -
         with calls.marked():  # the gradients are gone: what is left is what else the class does
             kind.zero_grad(own, set_to_none)
 
-    def add_param_group(param_group: dict[str, Any]) -> None:
+    def add_param_group(param_group: dict[str, object]) -> None:
         found, own = reference(), held()
         kind.add_param_group(own, param_group)
         if found is not None and own is not None:

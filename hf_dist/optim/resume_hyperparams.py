@@ -14,7 +14,7 @@ from hf_dist.optim.optimizers import Joint
 __all__ = ["kind_of", "load_schedule", "saved_options", "take_options"]
 
 
-def kind_of(optimizer: Any) -> str:
+def kind_of(optimizer: object) -> str:
     """The class of an optimizer, or the classes of several that are one object (`optimizers.Joint`)."""
     return optimizer.kind if isinstance(optimizer, Joint) else type(optimizer).__name__
 
@@ -26,7 +26,7 @@ def saved_options(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str
 
 
 def take_options(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any] | None, where: Any
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any] | None, where: object
 ) -> bool:
     """Give each param group the options of the saved group with its parameters; False, changing nothing, for another class.
 
@@ -55,7 +55,7 @@ def take_options(
     return True
 
 
-def _sources(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None, where: Any) -> list[int | None]:
+def _sources(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None, where: object) -> list[int | None]:
     """For each group, the number of the saved group with its parameters; None if all of them are new."""
     if saved is None:  # an old checkpoint without names
         return [*range(len(names))]
@@ -73,7 +73,7 @@ def _sources(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | No
     return [numbers[0] if numbers else None for numbers in found]
 
 
-def load_schedule(scheduler: Any, state: Mapping[str, Any], *, own_options: bool) -> None:
+def load_schedule(scheduler: Any, state: Mapping[str, object], *, own_options: bool) -> None:
     """Call `scheduler.load_state_dict(state)`, then continue from that point with the optimizer's own base rates. Local.
 
     `own_options`: the optimizer kept its own options (`take_options` returned False), so its rates must be set for that point.

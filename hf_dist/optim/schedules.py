@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -149,7 +148,7 @@ _OWN: dict[str, type[IndexedSchedule]] = {
 }
 
 
-def build_scheduler(type: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+def build_scheduler(type: str, params: Mapping[str, object], optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The schedule that `scheduler.type` and `scheduler.params` stand for in DeepSpeed.
 
     It sets the learning rate of `optimizer` at once. Call its `step()` after each applied optimizer step, but not after

@@ -204,7 +204,7 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, **_usable(group)} for group in groups]
 
 
-def _usable(options: Mapping[str, Any]) -> dict[str, Any]:
+def _usable(options: Mapping[str, object]) -> dict[str, Any]:
     """Replacements for options that would hide updates from the probe or stop it on CPU."""
     usable: dict[str, Any] = {}
     if isinstance(options.get("lr"), (int, float, torch.Tensor)):  # None: the class derives it
@@ -214,7 +214,7 @@ def _usable(options: Mapping[str, Any]) -> dict[str, Any]:
     return usable
 
 
-def _is_elementwise(cls: type, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _is_elementwise(cls: type, defaults: Mapping[str, object], options: Mapping[str, object]) -> bool:
     """Whether stepping a matrix gives the same result as stepping its flattened halves separately."""
     start, gradients = _toy()
     arguments = _constructor_arguments(cls, defaults)
@@ -232,7 +232,7 @@ def _is_elementwise(cls: type, defaults: Mapping[str, Any], options: Mapping[str
     return _alike(whole.flatten(), halves, start.flatten())
 
 
-def _is_by_itself(cls: type, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _is_by_itself(cls: type, defaults: Mapping[str, object], options: Mapping[str, object]) -> bool:
     """Whether one optimizer steps two matrices as two separate optimizers would."""
     start, gradients = _toy()
     arguments = _constructor_arguments(cls, defaults)
@@ -247,7 +247,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-3 * float((one - start).abs().max()))
 
 
-def _constructor_arguments(cls: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _constructor_arguments(cls: type, defaults: Mapping[str, object]) -> dict[str, Any]:
     """The defaults that the constructor accepts: torch's AdamW, for example, records more than it accepts."""
     try:
         names = set(inspect.signature(cls).parameters)
@@ -258,8 +258,8 @@ def _constructor_arguments(cls: type, defaults: Mapping[str, Any]) -> dict[str, 
 
 def _run(
     cls: type,
-    arguments: Mapping[str, Any],
-    options: Mapping[str, Any],
+    arguments: Mapping[str, object],
+    options: Mapping[str, object],
     starts: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],  # of each one per step along dim 0
 ) -> list[torch.Tensor]:
@@ -276,7 +276,7 @@ def _run(
 
 
 def _made(
-    cls: type, arguments: Mapping[str, Any], options: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]
+    cls: type, arguments: Mapping[str, object], options: Mapping[str, object], parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = cls([{"params": parameters, **options}], **arguments)
     if callable(getattr(optimizer, "train", None)):
@@ -285,7 +285,7 @@ def _made(
 
 
 def like(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], options: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], options: Mapping[str, object]
 ) -> torch.optim.Optimizer:
     """A second optimizer of the same class over `parameters`, with one param group of `options`, ready to step. Local.
 

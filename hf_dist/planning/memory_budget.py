@@ -36,7 +36,7 @@ class MemoryBudget:
         """The budget of `config`; None without one, or if weights do not rest sharded."""
         return cls() if has_budget(config) and sharded.placements.params is Placement.SHARD else None
 
-    def before_training(self, engine: Running, args: Any, kwargs: Any) -> None:
+    def before_training(self, engine: Running, args: object, kwargs: object) -> None:
         """Plan at the first call, from its arguments: collective over dp. Later calls tell of larger microbatches. Local."""
         if self.is_pending:
             self.is_pending = False
@@ -55,7 +55,7 @@ def _tell_larger(planned: tuple[int, ...], shape: tuple[int, ...]) -> None:
         )
 
 
-def _shape(args: Any, kwargs: Any) -> tuple[int, ...]:
+def _shape(args: object, kwargs: object) -> tuple[int, ...]:
     """Of the tensor with most elements."""
     return max(
         (tuple(v.shape) for v in pytree.leaves((args, kwargs)) if isinstance(v, torch.Tensor)),
@@ -64,7 +64,7 @@ def _shape(args: Any, kwargs: Any) -> tuple[int, ...]:
     )
 
 
-def _decide(engine: Running, args: Any, kwargs: Any) -> bool:
+def _decide(engine: Running, args: object, kwargs: object) -> bool:
     """Set how long every unit stays gathered; returns whether any unit does. Collective over dp. The arguments are this rank's
     first microbatch."""
     sharded = engine.sharded

@@ -138,7 +138,7 @@ class OptimizerStates:
         return cls._read(param, optimizer.state.get(param, {}))
 
     @classmethod
-    def _read(cls, param: torch.Tensor, state: Mapping[str, Any]) -> OptimizerStates:
+    def _read(cls, param: torch.Tensor, state: Mapping[str, object]) -> OptimizerStates:
         found = [v for v in state.values() if isinstance(v, torch.Tensor)]
         shaped = tuple(v.element_size() for v in found if v.shape == param.shape)
         return cls(shaped, sum(v.numel() * v.element_size() for v in found if v.shape != param.shape))
@@ -147,7 +147,7 @@ class OptimizerStates:
 class _NumbersAreOne(TorchDispatchMode):
     """Returns 1 when a step reads a value of a tensor without elements, as torch's Adafactor does for a norm."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
@@ -156,7 +156,7 @@ class _NumbersAreOne(TorchDispatchMode):
 class WholeStates:
     """Bytes that an optimizer keeps for a whole tensor, found by stepping a similar one on a tensor without elements."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Mapping[str, object]]) -> None:
         """`options`: the options of each parameter's param group, by parameter name."""
         self._optimizer = optimizer
         self._options = options
@@ -172,7 +172,7 @@ class WholeStates:
             self._found[key] = self._stepped(shape, options)
         return self._found[key]
 
-    def _stepped(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> int:
+    def _stepped(self, shape: tuple[int, ...], options: Mapping[str, object]) -> int:
         # Not compiled (torchao compiles its step): the compiler would remember the failure.
         stance = torch.compiler.set_stance("force_eager")
         with stance, FakeTensorMode(), _NumbersAreOne(), torch.random.fork_rng(devices=[]):

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ def _is_native(error: BaseException) -> bool:
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"
 
 
-def shape_of(batch: Any) -> Sequence[int] | None:
+def shape_of(batch: object) -> Sequence[int] | None:
     """The shape of a batch's `input_ids`, if it has any."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return tuple(ids.shape) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None

@@ -43,8 +43,8 @@ _ALL = -2
 def measure_activations(
     model: nn.Module,
     config: DistConfig,
-    batch: Mapping[str, Any],
-    args: Sequence[Any] = (),
+    batch: Mapping[str, object],
+    args: Sequence[object] = (),
     slices: Sliced | None = None,
     ep: int = 1,
 ) -> Activations:
@@ -102,7 +102,7 @@ def _group_experts(model: nn.Module) -> None:
 class _Unpadded(MetaTrace):
     """Answers "yes" when HF asks whether all mask elements are true, so that HF makes no mask for a batch without padding."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: object = None) -> Any:
         """Run one operation on meta."""
         packet = func.overloadpacket
         if packet is torch.ops.aten._local_scalar_dense and _ALL in self.sources(args[0]):
@@ -156,7 +156,7 @@ class _Recorder(TorchDispatchMode):
                 module.register_forward_pre_hook(self._enter(path), with_kwargs=True)
                 module.register_forward_hook(self._leave)
 
-    def ignore(self, tree: Any) -> None:
+    def ignore(self, tree: object) -> None:
         """Mark tensors that are not activations."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
 
         return hook
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         assert self._block is not None
         self._block.work.fused += self._kernels.product(_tensors(output))  # blocks are compiled one by one
         self._block.work.flops += self._trace.flops - self._before
@@ -214,10 +214,10 @@ class _Recorder(TorchDispatchMode):
     def _enter_mlp(self, module: nn.Module, args: Any) -> None:
         self._mlp = self._number(args[0]) if args and isinstance(args[0], torch.Tensor) else None
 
-    def _leave_mlp(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_mlp(self, module: nn.Module, args: object, output: object) -> None:
         self._mlp = None
 
-    def _after_head(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_head(self, module: nn.Module, args: object, output: object) -> None:
         if isinstance(output, torch.Tensor):
             self.found.rows += output.numel() // output.shape[-1]
             self.found.logit = output.element_size()
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):
         if self._block is not None:
             self._block.costly += sum(t.numel() * t.element_size() for t in outputs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record it."""
         out = func(*args, **(kwargs or {}))
         if self._block is not None and keep_costly(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
@@ -275,7 +275,7 @@ class _Recorder(TorchDispatchMode):
         self._kernels.waits(given, made)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     """Without parameters."""
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
 
@@ -296,7 +296,7 @@ class _FusedAttention(torch.autograd.Function):
         return out, rows
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: object, *grads: torch.Tensor) -> Any:
         """Not implemented: nothing is computed."""
         raise NotImplementedError
 

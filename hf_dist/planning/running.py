@@ -54,7 +54,7 @@ def planned_config(engine: Running, micro: int) -> DistConfig:
     )
 
 
-def planner_for(engine: Running, micro: int, seq: int, *arguments: Any) -> Planner:
+def planner_for(engine: Running, micro: int, seq: int, *arguments: object) -> Planner:
     """A planner for the engine's model: `micro` samples of `seq` tokens, or the given (args, kwargs)."""
     with copied_as_prepared():
         whole = meta_twin(engine.sharded.whole)

@@ -147,11 +147,11 @@ def _cut(model: nn.Module, plan: SplitPlan, size: int) -> tuple[SplitModel, Meta
     return split, peers
 
 
-def _count_early(module: nn.Module, args: Any, output: Any, *, peers: MetaPeers, is_region: bool) -> None:
+def _count_early(module: nn.Module, args: Any, output: object, *, peers: MetaPeers, is_region: bool) -> None:
     peers.reads(module, args[0], is_region=is_region)
 
 
-def crossed_backward(outputs: Any) -> Crossed:
+def crossed_backward(outputs: object) -> Crossed:
     """Collectives of a backward from `outputs`, which is not run: every crossing in autograd's graph, reversed."""
     found: Crossed = {}
     for node in _nodes(outputs):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -104,7 +103,7 @@ class States:
         rank: int = 0,
         ep: int = 1,
         names: frozenset[str] | None = None,
-        holders: Mapping[str, Any] | None = None,
+        holders: Mapping[str, object] | None = None,
         copies: Mapping[str, tuple[str, int]] | None = None,
     ) -> States:
         """The states on `rank` of `num_shards` for a model that may be on meta, with a resolved config. Allocates nothing.

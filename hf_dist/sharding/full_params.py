@@ -140,7 +140,7 @@ def _groups_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[
     return list(groups.values())
 
 
-def _check_tensor(found: Any) -> None:
+def _check_tensor(found: object) -> None:
     if not isinstance(found, torch.Tensor):
         raise ModelError(f"expected a module, a parameter or parameters, found {type(found).__name__}: {found!r:.80}")
 

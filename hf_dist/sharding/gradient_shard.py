@@ -58,7 +58,11 @@ class GradientShard(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -100,7 +104,7 @@ class GradientShard(torch.Tensor):
             "gradient."
         )
 
-    def _shape_answer(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _shape_answer(self, func: Callable[..., object], args: tuple[Any, ...]) -> Any:
         if func == _BASE.shape.__get__:
             return self._whole
         if func is torch.Tensor.size:
@@ -113,7 +117,7 @@ class GradientShard(torch.Tensor):
             return f"<shard of the gradient of {self._name}, {super().numel()} of {self._whole.numel()} elements>"
         return None
 
-    def _norm(self, p: Any = 2, ord: Any = None, **kwargs: Any) -> torch.Tensor:
+    def _norm(self, p: Any = 2, ord: Any = None, **kwargs: object) -> torch.Tensor:
         asked = p if ord is None else ord
         degree = 2.0 if asked == "fro" else float(asked)
         if any(value is not None for key, value in kwargs.items() if key not in ("dtype", "keepdim")):
@@ -142,5 +146,5 @@ def _unscale(grads: list[GradientShard], found_inf: torch.Tensor, inverse_scale:
         collectives.all_reduce(axis, found_inf, op="max").wait()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return not isinstance(value, torch.Tensor) or value.ndim == 0

@@ -74,7 +74,11 @@ class _Guard:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
@@ -103,11 +107,11 @@ class _Guard:
             return func(*args, **kwargs)
 
     # Reading may have restored the object's own class, whose method then applies.
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         make_readable(self)  # type: ignore[arg-type]
         return self.__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         if hasattr(self, LAZY) and isinstance(self, nn.Parameter):
             memo[id(self)] = getattr(self, LAZY).parameter(requires_grad=self.requires_grad)  # as lazy as the original
             return memo[id(self)]
@@ -180,12 +184,12 @@ def refuse_moves(model: nn.Module) -> None:
             refuse_method(module, _RESIZE, _refuse_resize)
 
 
-def replace_method(module: nn.Module, method: str, instead: Callable[..., Any]) -> None:
+def replace_method(module: nn.Module, method: str, instead: Callable[..., object]) -> None:
     """Make `module.method(...)` call `instead(module, ...)`. Copies of the module keep the ordinary method."""
     module.__dict__[method] = _StandIn(module, method, instead, sharded=True)
 
 
-def refuse_method(module: nn.Module, method: str, instead: Callable[..., Any]) -> None:
+def refuse_method(module: nn.Module, method: str, instead: Callable[..., object]) -> None:
     """Like `replace_method`, for an `instead` that raises `ModelError` because shards and optimizer know the parameters.
 
     Of a model that nobody trains (any more) the ordinary method runs, see `let_idle_models_change`.
@@ -211,7 +215,7 @@ class _StandIn:
     After `module.__dict__[name] = _StandIn(module, name, instead, sharded=True)`, calls reach `instead(module, ...)`.
     """
 
-    def __init__(self, module: nn.Module, method: str, instead: Callable[..., Any], *, sharded: bool) -> None:
+    def __init__(self, module: nn.Module, method: str, instead: Callable[..., object], *, sharded: bool) -> None:
         self._module = weakref.ref(module)
         self._method = method
         self._instead = instead
@@ -223,7 +227,7 @@ class _StandIn:
         # A copy has plain parameters of its own. `deepcopy` enters it in `memo` before it copies the attributes.
         return _StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         module = self._module()
         assert module is not None
         if not self._sharded:
@@ -236,7 +240,7 @@ class _StandIn:
         return getattr(module, self._method)(*args, **kwargs)
 
 
-def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: object, **kwargs: object) -> nn.Module:
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     if new_num_tokens in (None, embedding.weight.shape[0]) and not (args or kwargs.get("pad_to_multiple_of")):
         return embedding
@@ -248,7 +252,7 @@ def _refuse_resize(model: Any, new_num_tokens: int | None = None, *args: Any, **
     )
 
 
-def _refuse_change(model: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
+def _refuse_change(model: nn.Module, fn: Callable[..., Any], *args: object, **kwargs: object) -> nn.Module:
     for dtype, device in {(t.dtype, t.device): None for t in (*model.parameters(), *model.buffers())}:
         probe = fn(torch.empty(0, dtype=dtype, device=device))
         if (probe.dtype, probe.device) != (dtype, device):
@@ -275,13 +279,13 @@ def check_still_frozen(groups: Iterable[Any]) -> None:
                     )
 
 
-def _name(tensor: Any) -> str:
+def _name(tensor: object) -> str:
     if hasattr(tensor, LAZY):
         return cast(str, getattr(tensor, LAZY).name)
     return cast(str, getattr(tensor, OWNER, (None, "?"))[1])
 
 
-def _is_replicated(tensor: Any) -> bool:
+def _is_replicated(tensor: object) -> bool:
     """Whether all elements are in memory or in flight, so that an alias of them needs no guard."""
     owner = None if hasattr(tensor, LAZY) else getattr(tensor, OWNER, (lambda: None, ""))[0]()
     return owner is not None and owner.is_replicated
@@ -305,7 +309,7 @@ def _make_readable(tensor: Any) -> None:
     owner.make_readable(name)
 
 
-def _guarded_alias(tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
+def _guarded_alias(tensor: torch.Tensor, func: Callable[..., object]) -> torch.Tensor:
     """`.data` and `.detach()` share the empty storage, so they are guarded too (and readable once gathered)."""
     with torch._C.DisableTorchFunctionSubclass():
         alias = cast(torch.Tensor, func(tensor))

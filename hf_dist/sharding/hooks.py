@@ -89,8 +89,8 @@ class Passes:
         # would close a cycle, and the buffers would wait for the cyclic collector.
         me = weakref.ref(self)
 
-        def bind(method: Callable[..., Any], index: int | None = None) -> Callable[..., Any]:
-            def hook(*args: Any, **kwargs: Any) -> Any:
+        def bind(method: Callable[..., object], index: int | None = None) -> Callable[..., Any]:
+            def hook(*args: object, **kwargs: object) -> Any:
                 passes = me()
                 if passes is None or passes.paused:
                     return None
@@ -120,7 +120,7 @@ class Passes:
 
     # ------------------------------------------------------------------ forward
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> Any:
         """Runs before the forward of a module that contains every unit; the outermost such module begins the pass."""
         # A forward that raised has left units gathered and calls open: they must not count in this one.
         if self._forward.was_cut_off:
@@ -147,11 +147,11 @@ class Passes:
             self._mixed.__enter__()
         return inputs
 
-    def begin_training(self, args: Any, kwargs: Any) -> None:
+    def begin_training(self, args: object, kwargs: object) -> None:
         """Called at a training forward, with its arguments. The first call is collective over dp; later ones are local."""
         self.listener.now.before_training(args, kwargs)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: object, output: object) -> Any:
         """Runs after that forward. The root stays gathered for backward; in evaluation, all units are resharded."""
         if not self._forward.leave() or recomputing():
             return None
@@ -183,7 +183,7 @@ class Passes:
             self._mixed.__exit__(None, None, None)
             self._mixed = None
 
-    def _touch_root(self, module: nn.Module, args: Any) -> None:
+    def _touch_root(self, module: nn.Module, args: object) -> None:
         """Gather the root for a module that has its parameters: at its turn in a forward, or at once outside of one."""
         if not self._reach_root() and not recomputing():
             self.root.unshard()
@@ -202,7 +202,7 @@ class Passes:
         self.prefetch.ahead(self.orders.forward, 0)
         return True
 
-    def _pre_forward(self, unit: ShardUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _pre_forward(self, unit: ShardUnit, module: nn.Module, args: object, kwargs: object) -> Any:
         if recomputing():
             self._regather(unit)
         elif self._forward.depth > 0:
@@ -224,7 +224,7 @@ class Passes:
         unit.wait_unshard()
         self.prefetch.ahead(self.orders.backward, unit.index)
 
-    def _watch_inputs(self, unit: ShardUnit, args: Any, kwargs: Any) -> Any:
+    def _watch_inputs(self, unit: ShardUnit, args: object, kwargs: object) -> Any:
         """Route differentiable inputs through an identity that reports when the call's backward reaches them."""
         unit_call = Call(has_inputs=False)
         # A stack: the forward of a unit may call the unit again.
@@ -246,7 +246,7 @@ class Passes:
         passed = dict(zip(map(id, inputs), post_backward(notify, *inputs), strict=True))
         return map_plain(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
 
-    def _post_forward(self, unit: ShardUnit, module: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, unit: ShardUnit, module: nn.Module, args: object, output: object) -> None:
         tensors = differentiable(output) or inside_object(output)
         unit_call = self._calls[unit.index].pop()
         if tensors and torch.is_grad_enabled():

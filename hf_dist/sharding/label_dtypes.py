@@ -50,7 +50,7 @@ def is_target(name: str) -> bool:
 
 
 def cast_but_targets(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, object], dtype: torch.dtype
 ) -> tuple[Any, bool]:
     """((args, kwargs) of `module` with all fp32 tensors except targets cast to `dtype`, whether there was an fp32 target)."""
     kept = False
@@ -88,7 +88,7 @@ class MixedDtypes(TorchFunctionMode):
         self.half = half
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """Torch's protocol."""
         given = (args, dict(kwargs or {}))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def differentiable(value: Any) -> list[torch.Tensor]:
+def differentiable(value: object) -> list[torch.Tensor]:
     """Tensors that require grad in plain containers and HF's `ModelOutput` (a mapping), without duplicates."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
@@ -21,7 +21,7 @@ def differentiable(value: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def inside_object(value: Any) -> list[torch.Tensor]:
+def inside_object(value: object) -> list[torch.Tensor]:
     """Tensors that require grad among the attributes of a non-container object, such as a dataclass."""
     return [] if isinstance(value, (torch.Tensor, nn.Module)) else differentiable(getattr(value, "__dict__", None))
 
@@ -39,7 +39,7 @@ def in_fp32(value: Any) -> Any:
     return value
 
 
-def map_plain(fn: Callable[[Any], Any], value: Any) -> Any:
+def map_plain(fn: Callable[[Any], object], value: Any) -> Any:
     """Apply `fn` to the leaves of tuples, lists and dicts. Any other object is a leaf."""
     if type(value) in (tuple, list):
         return type(value)(map_plain(fn, item) for item in value)
@@ -48,7 +48,7 @@ def map_plain(fn: Callable[[Any], Any], value: Any) -> Any:
     return fn(value)
 
 
-def differentiable_leaves(value: Any) -> tuple[list[torch.Tensor], bool]:
+def differentiable_leaves(value: object) -> tuple[list[torch.Tensor], bool]:
     """(tensors that require grad among the leaves that `map_plain` reaches, whether other leaves hold some, too)."""
     leaves: list[Any] = []
     map_plain(leaves.append, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from hf_dist.sharding.group import FlatGroup
 
@@ -19,7 +18,7 @@ class Moments:
     def before_forward(self) -> None:
         """Before each forward of the whole model. Collective where user code has written weights meanwhile."""
 
-    def before_training(self, args: Any, kwargs: Any) -> None:
+    def before_training(self, args: object, kwargs: object) -> None:
         """Before each forward that has a backward, with its arguments; may set `stay` of the units. First call collective."""
 
     def begin_backward(self) -> bool:

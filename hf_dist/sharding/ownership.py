@@ -29,7 +29,7 @@ class _Keeper:
         self.sharded = sharded
         self.traces: Traces | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Keeper:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Keeper:
         return _Keeper(None)
 
 

@@ -95,7 +95,7 @@ class _Parameter:
         self._trained = trained
         """Whether it was trained before an evaluation froze it; None where nothing changed that."""
 
-    def __call__(self, protocol: Any) -> Any:
+    def __call__(self, protocol: object) -> Any:
         param = self._param()
         assert param is not None
         make_readable(param)

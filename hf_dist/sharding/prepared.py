@@ -88,12 +88,12 @@ def set_raw_data(param: torch.Tensor, value: torch.Tensor) -> None:
     _DATA.__set__(param, value)
 
 
-def _owner(param: Any) -> GradientOwner | None:
+def _owner(param: object) -> GradientOwner | None:
     reference = getattr(param, OWNER, None)
     return None if reference is None else reference[0]()
 
 
-def _access(param: Any) -> GradientAccess | None:
+def _access(param: object) -> GradientAccess | None:
     if TracingContext.try_get() is not None or torch._C._len_torch_dispatch_stack():
         return None  # a compiler is tracing the parameter; no user code is reading its gradient
     owner = _owner(param)
@@ -138,7 +138,7 @@ class _Prepared:
             owner.writes.note_assignment(cast(Any, self), value)
         _DATA.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.__class__ = own_class(type(self))
         return copied

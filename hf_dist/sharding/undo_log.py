@@ -80,7 +80,7 @@ class Traces:
         """Whether parameters were trained before preparing changed that, by the number (`id`) of a parameter. Local."""
         return {id(param): trained for reference, trained, _ in self._frozen if (param := reference()) is not None}
 
-    def _put_back(self, module: nn.Module, own: dict[str, Any]) -> None:
+    def _put_back(self, module: nn.Module, own: dict[str, object]) -> None:
         """In `own`, the attributes of `module` or of its twin."""
         for key, (value, ours) in self._attributes.get(module, {}).items():
             if own.get(key, _ABSENT) is ours and value is not ours:
@@ -90,7 +90,7 @@ class Traces:
                     own[key] = value
 
 
-def _remove_ours(own: dict[str, Any]) -> None:
+def _remove_ours(own: dict[str, object]) -> None:
     if _is_ours(type(own.get("generate"))):
         own.pop("_is_fsdp_managed_module", None)  # set together with it, after the comparison
     for key in [key for key, value in own.items() if _is_ours(value) or _is_ours(type(value))]:
@@ -122,7 +122,7 @@ def remove_hooks(owner: nn.Module | torch.Tensor) -> None:
             del hooks[number]
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: object) -> bool:
     while isinstance(value, functools.partial):
         value = value.func
     # torch wraps load_state_dict hooks.

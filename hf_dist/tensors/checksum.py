@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_dist.tensors import pytree
@@ -48,7 +46,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def batch_digest(batch: Any) -> torch.Tensor:
+def batch_digest(batch: object) -> torch.Tensor:
     """A 0-D float64 integer, on the tensors' device, that differs when any element of the tensors in `batch` differs."""
     total = torch.zeros((), dtype=torch.int64)
     for tensor in (t for t in pytree.leaves(batch) if isinstance(t, torch.Tensor)):

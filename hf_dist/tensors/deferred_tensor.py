@@ -66,18 +66,22 @@ _METADATA = _metadata()
 class UnreadTensor(torch.Tensor):
     """Answers what needs no element by itself, and everything else with the tensor that it stands for."""
 
-    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
+    def read_by(self, function: Callable[..., object]) -> torch.Tensor:
         """The plain tensor, for a function that needs its elements."""
         raise NotImplementedError
 
     @classmethod
-    def unread_result(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """What a function gives without a look at the elements; NotImplemented where it has to look."""
         return NotImplemented
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
@@ -87,7 +91,7 @@ class UnreadTensor(torch.Tensor):
         if result is not NotImplemented:
             return result
 
-        def read(value: Any) -> Any:
+        def read(value: object) -> Any:
             return value.read_by(func) if isinstance(value, UnreadTensor) else value
 
         args, kwargs = tree_map(read, (args, kwargs))

@@ -32,7 +32,11 @@ class LinearInput(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.linear:
@@ -47,10 +51,10 @@ class LinearInput(torch.Tensor):
             return func(*args, **kwargs)
 
 
-def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+def _arguments(input: object, weight: object, bias: object = None) -> tuple[Any, Any, Any]:
     """Of `functional.linear`, however a caller names them."""
     return input, weight, bias
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, LinearInput) else value

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = ["copied", "leaves", "mapped"]
 
 
-def leaves(value: Any) -> list[Any]:
+def leaves(value: object) -> list[Any]:
     """The leaves of `value`, in the order in which `mapped` visits them."""
     found = tree_leaves(value)
     if not any(isinstance(leaf, Mapping) for leaf in found):
@@ -25,21 +25,21 @@ def leaves(value: Any) -> list[Any]:
     return [leaf for part in inside for leaf in part]
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def mapped(function: Callable[[Any], object], value: Any) -> Any:
     """A copy of `value` with `function` of each leaf; classes and their attributes stay, for the user's model reads them."""
     return tree_map(lambda leaf: _mapped(function, leaf) if isinstance(leaf, Mapping) else function(leaf), value)
 
 
-def copied(batch: Any, **more: Any) -> Any:
+def copied(batch: object, **more: Any) -> Any:
     """A mapping of the same class, from which keys can be removed, with `more`; anything else is returned as it is."""
     return _rebuilt(batch, {**batch, **more}) if isinstance(batch, Mapping) else batch
 
 
-def _mapped(function: Callable[[Any], Any], mapping: Mapping[Any, Any]) -> Any:
+def _mapped(function: Callable[[Any], object], mapping: Mapping[Any, Any]) -> Any:
     return _rebuilt(mapping, {key: mapped(function, item) for key, item in mapping.items()})
 
 
-def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuilt(mapping: Mapping[object, object], items: dict[Any, Any]) -> Any:
     # A copy of another class may share its items, so its class is called, as the Trainer does.
     if not isinstance(mapping, dict | UserDict):
         return type(mapping)(items)  # type: ignore[call-arg]

@@ -22,13 +22,13 @@ class AdaptersCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Move ahead of every callback that may save."""
         trainer = self._trainer()
         if trainer is not None:
             go_first(trainer.callback_handler.callbacks, self)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Runs on every rank, after the folder of the checkpoint was begun."""
         trainer = self._trainer()
         if trainer is None or trainer.dist_engine is None:

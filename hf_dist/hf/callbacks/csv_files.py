@@ -20,7 +20,7 @@ class CsvCallback(TrainerCallback):
     def __init__(self, config: CsvMonitorConfig) -> None:
         self._config = config
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: object, **kwargs: Any) -> None:
         """Write the values of one record."""
         if not state.is_world_process_zero:
             return

@@ -27,7 +27,7 @@ class DiskSpaceCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Rank 0, which owns the output folder, checks; every rank gets its answer. Collective."""
         trainer = self._trainer()
         engine = None if trainer is None else trainer.dist_engine

@@ -39,16 +39,16 @@ class ExpertLoadCallback(LogCallback):
         expert, rank = most_over_mean(counts, engine.mesh.axes.size("ep"))
         return {"expert_load": expert, "expert_rank_load": rank}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
         """A training counts from its own first step, also one that goes on from a checkpoint."""
         super().on_train_begin(args, state, control, **kwargs)
         self._counts, self._first_step = None, state.global_step + 1
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Collective over pp, whose ranks have the layers."""
         self._write(args, state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """As at a checkpoint."""
         self._write(args, state)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -56,14 +55,14 @@ def _per_token(model: nn.Module, expert_share: float) -> float:
     return total
 
 
-def _expert_share(config: Any) -> float:
+def _expert_share(config: object) -> float:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     total = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     visited = getattr(config, "num_experts_per_tok", None)
     return visited / total if total and visited else 1.0
 
 
-def _per_pair(config: Any) -> float:
+def _per_pair(config: object) -> float:
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     heads, head_size = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     width = heads * head_size if isinstance(heads, int) and isinstance(head_size, int) else hidden

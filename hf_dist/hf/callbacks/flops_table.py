@@ -27,13 +27,13 @@ class FlopsTableCallback(TrainerCallback):
         self._section = section
         self._counted: _Forward | None = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
         """Count the next forward."""
         trainer = self._trainer()
         if trainer is not None and state.global_step == self._section.profile_step and is_speaking_rank():
             self._counted = _Forward(trainer.model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Write the table."""
         counted, self._counted = self._counted, None
         if counted is None:

@@ -40,7 +40,7 @@ class LayerDropCallback(TrainerCallback):
         self._section = section
         self._blocks: list[_Block] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Replace the blocks' forwards. Raises `ModelError` for a model without repeated blocks."""
         trainer = self._trainer()
         if trainer is not None:
@@ -48,13 +48,13 @@ class LayerDropCallback(TrainerCallback):
             if not self._blocks:
                 raise ModelError("progressive_layer_drop: the model has no repeated blocks that could be left out")
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
         """Draw the blocks to skip."""
         out = left_out(self._section, state.global_step, len(self._blocks), args.seed)
         for position, block in enumerate(self._blocks):
             block.is_out = position in out
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Restore the forwards."""
         for block in self._blocks:
             block.restore()
@@ -79,7 +79,7 @@ class _Block:
         else:
             del self.module.forward
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: object) -> Any:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not (self.is_out and self.module.training) or self._num_outputs is None or hidden is None:
             output = self._forward(*args, **kwargs)

@@ -25,7 +25,7 @@ class MemoryCallback(LogCallback):
 
     _keeps_peak = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Start the first window."""
         super().on_train_begin(args, state, control, **kwargs)
         # HF's own tracker reads the same counter at the end and expects the peak of the whole run.

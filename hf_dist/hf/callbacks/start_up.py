@@ -25,7 +25,7 @@ class StartUpCallback(TrainerCallback):
         self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
         self._shown: weakref.ref[Engine] | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Runs just after the engine was created."""
         trainer = self._trainer()
         engine = None if trainer is None else trainer.dist_engine

@@ -27,14 +27,14 @@ class ThroughputCallback(LogCallback):
     the others (CPUs only, see `GpuClock`).
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: object) -> None:
         super().__init__(trainer)
         self._clock: PhaseClock | None = None
         self._counter = TokenCounter(None)
         self._flops: TrainingFlops | None = None
         self._hook: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Watch the model's forwards until `on_train_end`."""
         super().on_train_begin(args, state, control, **kwargs)
         self._stop()  # an earlier training may have ended in an exception
@@ -46,7 +46,7 @@ class ThroughputCallback(LogCallback):
         self._hook = engine.model.register_forward_pre_hook(self._see, with_kwargs=True)
         self._clock = start_clock(engine.device)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Remove the hooks from the model."""
         self._stop()
 
@@ -55,7 +55,7 @@ class ThroughputCallback(LogCallback):
             self._hook.remove()
         self._hook = self._clock = None
 
-    def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _see(self, module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
         # Hooks on the model, not the trainer: they see the batch as a collator or a TRL trainer changed it.
         if module.training and torch.is_grad_enabled():
             self._counter.add(kwargs)
@@ -66,31 +66,31 @@ class ThroughputCallback(LogCallback):
         if self._clock is not None:
             self._clock.mark(phase)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Ends the pause between two epochs."""
         self._mark("other")
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """The batches of the window have arrived."""
         self._mark("data")
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """All microbatches have run and their gradient is clipped."""
         self._mark("forward_backward")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Optimizer and schedule have stepped."""
         self._mark("optimizer")
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Ends the work after the last step."""
         self._mark("other")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Ends an evaluation."""
         self._mark(PAUSE)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Ends the write of a checkpoint."""
         self._mark(PAUSE)
 

@@ -13,7 +13,7 @@ IGNORED_LABEL = -100
 class TokenCounter:
     """Counts the model's training inputs. Counts stay on the inputs' device until `read`, so no microbatch waits."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         text = text_config(config)
         pad, end = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
         ends = end if isinstance(end, (list, tuple)) else [end]
@@ -23,7 +23,7 @@ class TokenCounter:
         self._samples = 0
         self._counts: torch.Tensor | None = None
 
-    def add(self, inputs: Mapping[str, Any]) -> None:
+    def add(self, inputs: Mapping[str, object]) -> None:
         """Count the keyword arguments of one forward; each row is a sample."""
         self._samples += _num_rows(inputs)
         ids = inputs.get("input_ids")
@@ -32,7 +32,7 @@ class TokenCounter:
         counts = self._count(ids, inputs).detach()
         self._counts = counts if self._counts is None else self._counts + counts
 
-    def _count(self, ids: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def _count(self, ids: torch.Tensor, inputs: Mapping[str, object]) -> torch.Tensor:
         mask, positions, labels = (inputs.get(name) for name in ("attention_mask", "position_ids", "labels"))
         masked = isinstance(mask, torch.Tensor) and mask.shape == ids.shape
         real: Any
@@ -57,12 +57,12 @@ class TokenCounter:
         return samples, tokens, pairs
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: object) -> Any:
     """The text part of an HF model's config, or `config` itself if there is no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _num_rows(inputs: Mapping[str, Any]) -> int:
+def _num_rows(inputs: Mapping[str, object]) -> int:
     # Named ones first: some vision models flatten the patches of all images into the first dimension of pixel_values.
     named = [inputs.get(name) for name in ("input_ids", "inputs_embeds", "labels")]
     for value in [*named, *inputs.values()]:

@@ -46,7 +46,7 @@ class BlockCheckpoint:
         """Give a copied model its own buffers."""
         return _rebuild, (self.keywords, self.host_copies is not None, self.selective)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` and recompute it in backward."""
         if not torch.compiler.is_compiling():  # the tape would break the graph: nothing of the block is compiled
             function = functools.partial(Tape().call, function)
@@ -70,7 +70,7 @@ def _rebuild(keywords: Mapping[str, Any], on_host: bool, selective: bool) -> Blo
     return BlockCheckpoint(keywords, on_host=on_host, selective=selective)
 
 
-def keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_costly(context: Any, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Policy of selective checkpointing: keep outputs of matrix products and attention kernels, recompute all others."""
     index = _is_costly(op)
     if index is None:

@@ -24,7 +24,7 @@ class Tape:
         self._made: list[Any] = []
         self._position = 0
 
-    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def call(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Run `function(*args, **kwargs)`: the first run records decisions, later runs replay them."""
         global _running
         before, _running = _running, self

@@ -53,7 +53,7 @@ def _routes(module: nn.Module) -> bool:
 @functools.cache
 def _tiled_class(cls: Any) -> type[nn.Module]:
     # Keep the name: models look up classes by it.
-    def forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: object) -> Any:
         run = functools.partial(cls.forward, self)
         tiles = min(self.__dict__[_TILES], hidden.shape[1]) if hidden.dim() == 3 else 1
         if tiles == 1 or args or kwargs or not torch.is_grad_enabled():

@@ -56,7 +56,7 @@ def _register(buffer: torch.Tensor) -> None:
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
-def _forget_error(runtime: Any) -> None:
+def _forget_error(runtime: object) -> None:
     """Clear the CUDA runtime's last error: otherwise the next kernel launch would report the refusal as its own failure."""
     take = getattr(runtime, "cudaGetLastError", None)  # only in some versions of torch
     if take is None and (library := _loaded_runtime()) is not None:
@@ -143,7 +143,7 @@ class HostLink:
         self._hold(arrival, values)
         return arrival
 
-    def _hold(self, arrival: list[Any], values: torch.Tensor) -> None:
+    def _hold(self, arrival: list[object], values: torch.Tensor) -> None:
         """Keep `values` alive until the stream has finished with their memory."""
         for event in arrival:
             self._in_use.append((event, values))

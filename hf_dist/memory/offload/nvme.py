@@ -159,7 +159,7 @@ class BufferPool:
         self._made += 1
         return host_empty(nbytes, pin=self.pin)
 
-    def give(self, buffer: torch.Tensor, after: Sequence[Any] = ()) -> None:
+    def give(self, buffer: torch.Tensor, after: Sequence[object] = ()) -> None:
         """Return `buffer` to the pool; it can be taken again after the events `after`."""
         self._free.append((buffer, after))
 
@@ -227,7 +227,7 @@ class DiskTensor:
             self._reading = None
         return self._buffer[: self._numel * self.dtype.itemsize].view(self.dtype)
 
-    def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
+    def release(self, *, changed: bool = False, after: Sequence[object] = ()) -> None:
         """Start to write changed elements, or return the buffer to the pool at once."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:

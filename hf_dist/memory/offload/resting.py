@@ -76,7 +76,7 @@ class Resting(Protocol):
     def get(self, *, blank: bool = False) -> torch.Tensor:
         """The elements, valid until `release`. `blank`: do not read them, as all will be written."""
 
-    def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
+    def release(self, *, changed: bool = False, after: Sequence[object] = ()) -> None:
         """Free the memory. `changed`: store the current elements. `after`: CUDA events to wait for before reuse."""
 
     def wait(self) -> None:
@@ -112,7 +112,7 @@ class Resident:
         """The tensor."""
         return self.tensor
 
-    def release(self, *, changed: bool = False, after: Sequence[Any] = ()) -> None:
+    def release(self, *, changed: bool = False, after: Sequence[object] = ()) -> None:
         """Do nothing: the tensor stays in memory."""
 
     def wait(self) -> None:

@@ -83,7 +83,7 @@ class LowRankStack:
         return rows @ self.base + (rows @ self.left) @ self.right
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
         low = [isinstance(arg, LowRankStack) for arg in args]
         if low[:2] == [False, True]:
@@ -112,7 +112,7 @@ def _thin(product: Callable[..., torch.Tensor], rows: torch.Tensor, weight: LowR
     return product(product(rows, left.contiguous(), **kwargs), right.contiguous(), **kwargs)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value))
     return value.merged() if isinstance(value, LowRankStack) else value
@@ -149,11 +149,11 @@ class _Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         return _Forward(memo[id(self._wrapper())])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return _forward(self._wrapper(), *args, **kwargs)
 
 
-def _forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(wrapper: Any, *args: object, **kwargs: object) -> Any:
     chain = [wrapper]
     while isinstance(chain[-1].base_layer, type(wrapper)):
         chain.append(chain[-1].base_layer)

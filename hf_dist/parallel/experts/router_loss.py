@@ -91,7 +91,7 @@ class RouterLoss:
         self._divided = 1
         self._before: RouterLoss | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
+    def __deepcopy__(self, memo: dict[int, object]) -> RouterLoss:
         # A copied model is not part of a job: no other rank runs it.
         return RouterLoss(self.mesh, self.accumulation, joined=False)
 
@@ -110,7 +110,7 @@ class RouterLoss:
 
         @functools.wraps(stock)
         def loss(
-            gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
+            gate_logits: object, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
         ) -> torch.Tensor | int:
             own = functools.partial(stock, gate_logits, num_experts, top_k, attention_mask)
             if _running is None or not isinstance(gate_logits, tuple) or num_experts is None:
@@ -134,7 +134,7 @@ class RouterLoss:
         divisor = self._divided * (1 if parts is None else parts.size)
         return value if divisor == 1 else value / divisor
 
-    def _enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter(self, model: nn.Module, args: object, kwargs: dict[str, object]) -> None:
         global _running
         self._before, _running = _running, self
         self._divided = 1
@@ -142,7 +142,7 @@ class RouterLoss:
             default = self.mesh.data.size * (self.accumulation if model.training else 1)
             self._divided = default if self.parts is None else self.parts
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, model: nn.Module, args: object, output: Any) -> None:
         global _running
         _running, self._before = self._before, None
         value = output.get("aux_loss") if self._divided != 1 and isinstance(output, dict) else None
@@ -173,7 +173,7 @@ def router_loss_for(
     return router
 
 
-def _is_usual(function: Callable[..., Any]) -> bool:
+def _is_usual(function: Callable[..., object]) -> bool:
     """Whether `function` computes the same as `balance`, tested with random rows and masks."""
     generator = torch.Generator().manual_seed(0)
     gates = tuple(torch.randn(6, 5, generator=generator) for _ in range(2))

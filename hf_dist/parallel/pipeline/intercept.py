@@ -30,18 +30,18 @@ def intercept(module: nn.Module, handler: Handler) -> None:
 
 @functools.cache
 def _callable_class(cls: Any) -> type[nn.Module]:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: object) -> Any:
         return self.__dict__[_HANDLER](functools.partial(cls.__call__, self), args, kwargs)
 
     return _subclass(cls, {"__call__": call})
 
 
-def fix_property(module: nn.Module, name: str, answer: Callable[[], Any]) -> None:
+def fix_property(module: nn.Module, name: str, answer: Callable[[], object]) -> None:
     """Make the property `name` of this one module return `answer()`. Local."""
     module.__class__ = _subclass(type(module), {name: property(lambda self: answer())})
 
 
-def _subclass(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+def _subclass(cls: type[nn.Module], members: dict[str, object]) -> type[nn.Module]:
     # Keep the name: models look up classes by it (`_no_split_modules`, registries keyed on str(class)).
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**names, **members})

@@ -60,10 +60,10 @@ def meta_twin(
     return copy.deepcopy(module, memo)
 
 
-def to_meta(value: Any, *, real: bool = False) -> Any:
+def to_meta(value: object, *, real: bool = False) -> Any:
     """The same tree with its tensors on meta (`real`: copies); keeps `requires_grad` but not the autograd history."""
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         data = leaf.detach()
@@ -126,7 +126,7 @@ class MetaTrace(TorchDispatchMode):
         self._sources[storage._cdata] = self._sources.get(storage._cdata, frozenset()) | sources
         return tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; returns its result on meta, with sources."""
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

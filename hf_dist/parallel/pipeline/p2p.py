@@ -121,18 +121,18 @@ class P2PTransport:
                 )
         self._leave(ends, [as_bytes(t) for t in tensors])
 
-    def can_post(self, channel: Channel, key: Any) -> bool:
+    def can_post(self, channel: Channel, key: object) -> bool:
         """See `runtime.Transport`."""
         return (channel, key) in self._known
 
-    def post(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> None:
+    def post(self, channel: Channel, key: object, specs: Sequence[TensorSpec] | None) -> None:
         """See `runtime.Transport`."""
         ends = self.channels[channel]
         wanted = self._known[channel, key] if specs is None else list(specs)
         buffers = [self._buffer(ends, math.prod(s.shape) * s.dtype.itemsize) for s in wanted]
         self._arriving[channel].append(_Arriving(wanted, buffers, self._start(ends, buffers, receive=True)))
 
-    def receive(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
+    def receive(self, channel: Channel, key: object, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
         """See `runtime.Transport`."""
         if not self._arriving[channel]:
             if specs is None and (channel, key) not in self._known:

@@ -54,11 +54,11 @@ class PlannedSplit:
 
 def plan_stages(
     model: nn.Module,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, object],
     num_stages: int,
     *,
     method: str | Sequence[int] = "cost",
-    run: Callable[[nn.Module, Any], Any] | None = None,
+    run: Callable[[nn.Module, Any], object] | None = None,
     recompute: bool = False,
 ) -> PlannedSplit:
     """Probe, partition, cut and verify. Local, with the same result on every rank; leaves `model` (real or meta) unchanged.

@@ -126,15 +126,15 @@ class Probe:
         )
 
 
-def is_leaf(value: Any) -> bool:
+def is_leaf(value: object) -> bool:
     """Whether `value` is a leaf: caches and other objects are; plain containers and HF's outputs (dicts) are not."""
     return not isinstance(value, tuple | list | dict)
 
 
 def probe(
     model: nn.Module,
-    batch: Mapping[str, Any],
-    run: Callable[[nn.Module, Any], Any] | None = None,
+    batch: Mapping[str, object],
+    run: Callable[[nn.Module, Any], object] | None = None,
     *,
     real: bool = False,
 ) -> Probe:
@@ -206,7 +206,7 @@ class _Recorder:
     def _watch(self, path: str, module: nn.Module, is_block: bool) -> Callable[..., Any]:
         holds = frozenset(id(p) for p in module.parameters())
 
-        def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handler(call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
             if self._stack:  # inside another block or module: not a place to cut
                 return call(*args, **kwargs)
             before = collected.flatten()
@@ -226,14 +226,14 @@ class _Recorder:
 
         return handler
 
-    def _mark(self, inputs: Any, result: Any, source: int) -> None:
+    def _mark(self, inputs: object, result: object, source: int) -> None:
         """Mark a module's new tensors with its source, even if no parameter went into them (T5's empty position bias)."""
         storages = {t.untyped_storage()._cdata for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in storages:
                 self.trace.mark(leaf, frozenset({source}))
 
-    def _record(self, path: str, inputs: Any, result: Any, before: Any) -> None:
+    def _record(self, path: str, inputs: object, result: object, before: Any) -> None:
         leaves = tree_flatten_with_path(inputs, is_leaf=is_leaf)[0]
         arguments = [
             Argument(i, keystr(where), self._number(leaf), TensorSpec.of(leaf), self.trace.sources(leaf))
@@ -242,7 +242,7 @@ class _Recorder:
         ]
         self._alive.append(inputs)
 
-        def template(leaf: Any) -> Any:
+        def template(leaf: object) -> Any:
             if isinstance(leaf, torch.Tensor):
                 like = [a.index for a in arguments if (a.spec.shape, a.spec.dtype) == (tuple(leaf.shape), leaf.dtype)]
                 return SameAs(like[0] if like else None)

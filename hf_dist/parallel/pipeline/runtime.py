@@ -33,16 +33,16 @@ class Transport(Protocol):
     waits_on_device: bool
     """Whether a posted receive occupies a part of the device until its data arrives (NCCL kernels do)."""
 
-    def send(self, channel: Channel, key: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, channel: Channel, key: object, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending. Equal keys mean equal shapes, on both ends."""
 
-    def can_post(self, channel: Channel, key: Any) -> bool:
+    def can_post(self, channel: Channel, key: object) -> bool:
         """Whether the shapes of `key` are known, so that a receive can be posted before it is needed."""
 
-    def post(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> None:
+    def post(self, channel: Channel, key: object, specs: Sequence[TensorSpec] | None) -> None:
         """Start the next receive of the channel; `specs` None means those known for `key`."""
 
-    def receive(self, channel: Channel, key: Any, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
+    def receive(self, channel: Channel, key: object, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
         """Wait for the next transfer, posted or not; returns leaf tensors with the sender's `requires_grad`."""
 
     def finish(self) -> None:
@@ -74,14 +74,14 @@ class Hooks:
         """Called before every action, including sends and receives; for tracing."""
 
 
-def signature(microbatch: Any) -> tuple[Any, ...]:
+def signature(microbatch: object) -> tuple[Any, ...]:
     """Shapes and dtypes of a microbatch, which determine the shapes between stages."""
     return tuple(
         (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in pytree.leaves(microbatch)
     )
 
 
-def shapes_in_words(of: tuple[Any, ...]) -> str:
+def shapes_in_words(of: tuple[object, ...]) -> str:
     """A `signature` for an error: `2x7 int64, 2x7 int64`, the tensors alone."""
     return ", ".join(in_words(*entry) for entry in of if isinstance(entry, tuple))
 
@@ -128,7 +128,7 @@ class ScheduleRun:
             sends[action.microbatch] += action.kind in _SENDS
         self._posted: dict[Channel, deque[Action]] = defaultdict(deque)
 
-    def run(self, microbatches: Sequence[Any], function: Run) -> list[Any]:
+    def run(self, microbatches: Sequence[object], function: Run) -> list[Any]:
         """Execute all actions and return `results`. `function(model, microbatch)` runs the model once; in training it returns
         the scaled loss to differentiate. Collective over pp."""
         self.begin(microbatches, function)
@@ -137,7 +137,7 @@ class ScheduleRun:
         self.transport.finish()
         return self.results
 
-    def begin(self, microbatches: Sequence[Any], function: Run) -> None:
+    def begin(self, microbatches: Sequence[object], function: Run) -> None:
         """Set the step's data, before the first `perform`."""
         assert len(microbatches) == self.schedule.num_microbatches
         self._microbatches = microbatches

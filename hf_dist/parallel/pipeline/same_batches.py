@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ Form = dict[str, str]
 """Name of an entry of a batch -> its shape and dtype, in words."""
 
 
-def compare_batches(axis: MeshAxis, microbatches: Sequence[Any]) -> None:
+def compare_batches(axis: MeshAxis, microbatches: Sequence[object]) -> None:
     """Raise `ModelError` on every rank of the pipeline unless all have the same microbatches: names, shapes, dtypes, elements.
 
     With other sizes a stage would wait for other tensors than the one before it sends: gloo ends the process for that, and NCCL
@@ -49,13 +48,13 @@ def compare_batches(axis: MeshAxis, microbatches: Sequence[Any]) -> None:
     )
 
 
-def _form_of(microbatch: Any) -> Form:
+def _form_of(microbatch: object) -> Form:
     if isinstance(microbatch, Mapping):
         return {str(name): _words(value) for name, value in microbatch.items()}
     return {f"entry {number}": _words(value) for number, value in enumerate(pytree.leaves(microbatch))}
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     found = [in_words(tuple(x.shape), x.dtype) for x in pytree.leaves(value) if isinstance(x, torch.Tensor)]
     return ", ".join(found) or type(value).__name__
 

@@ -29,8 +29,8 @@ _WATCHED = ("loss", "logits")
 def verify(
     model: nn.Module,
     plan: StagePlan,
-    batch: Mapping[str, Any],
-    run: Callable[[nn.Module, Any], Any] | None = None,
+    batch: Mapping[str, object],
+    run: Callable[[nn.Module, Any], object] | None = None,
     *,
     real: bool = False,
 ) -> StagePlan:
@@ -51,7 +51,7 @@ def verify(
 
 
 def _verify_stage(
-    staged: _CheckedModel, batch: Mapping[str, Any], run: Callable[[nn.Module, Any], Any]
+    staged: _CheckedModel, batch: Mapping[str, object], run: Callable[[nn.Module, Any], object]
 ) -> tuple[frozenset[str], frozenset[str]]:
     try:
         with on_meta(staged.trace):
@@ -102,7 +102,7 @@ class _CheckedModel(StagedModel):
             f"{list(self.plan.bounds[1:-1])}: in stage {self.stage} ({first} to {last}) {what}"
         )
 
-    def is_tainted(self, value: Any) -> bool:
+    def is_tainted(self, value: object) -> bool:
         """Whether a value depends on a stand-in."""
         return isinstance(value, AbsentOutput) or (isinstance(value, torch.Tensor) and bool(self.trace.sources(value)))
 
@@ -124,7 +124,7 @@ class _CheckedModel(StagedModel):
                 raise self.refuse(f"the model's {key} depends on values of an earlier stage that do not pass a block")
         return absent, frozenset(found.keys() - absent)
 
-    def _is_absent(self, output: Any) -> bool:
+    def _is_absent(self, output: object) -> bool:
         """None stands in a list for what an earlier stage's block returns."""
         is_list = isinstance(output, (tuple, list))
         return any(self.is_tainted(x) or (is_list and x is None) for x in tree_leaves(output))
@@ -146,9 +146,9 @@ class _CheckedPass(StagePass):
         self._staged = staged
         self._ends = set(range(len(self.plan.calls)))
 
-    def stand_in(self, value: Any) -> Any:
+    def stand_in(self, value: object) -> Any:
         # Mark a new tensor: the passed-through value may be a user's input, which must stay unmarked.
-        def mark(leaf: Any) -> Any:
+        def mark(leaf: object) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             return self._staged.trace.mark(torch.zeros_like(leaf.detach(), device=self._staged.device), _STAND_IN)

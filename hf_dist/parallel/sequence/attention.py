@@ -116,7 +116,7 @@ def _mask(
     return SequenceMask(forward, seen, made, is_causal=is_causal, is_cross=is_cross)
 
 
-def _without_added(make: Callable[..., Any], real_length: int, *, q_length: int, **kwargs: Any) -> Any:
+def _without_added(make: Callable[..., object], real_length: int, *, q_length: int, **kwargs: object) -> Any:
     """A mask in which no query sees the keys added to make the length divide.
 
     A mask that is added to the scores hides with a large number: a query without keys (the last padding before a row that is
@@ -150,8 +150,8 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
+    attention_mask: object,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """HF's attention function. (B, H, s, D) each -> ((B, s, H, D'), None)."""
     function = _kernel_function(kernel, module)
@@ -196,7 +196,7 @@ def _attend(
 
 
 def _up_to_mine(
-    module: Any, query: torch.Tensor, seen: tuple[Any, Any, Any], forward: SplitForward, kwargs: Mapping[str, Any]
+    module: object, query: torch.Tensor, seen: tuple[Any, Any, Any], forward: SplitForward, kwargs: Mapping[str, object]
 ) -> tuple[Any, Any, Any]:
     """Keys, values and padding mask up to what this rank's queries see, because flash attention assumes that the last query and
     the last key have the same position."""
@@ -300,7 +300,7 @@ class _AsSeen:
 class _Named:
     """A config that names another attention implementation."""
 
-    def __init__(self, config: Any, kernel: str) -> None:
+    def __init__(self, config: object, kernel: str) -> None:
         self.__dict__.update(_config=config, _attn_implementation=kernel)
 
     def __getattr__(self, name: str) -> Any:

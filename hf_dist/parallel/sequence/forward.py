@@ -116,7 +116,7 @@ class SequenceMask:
         self,
         forward: SplitForward,
         rule: Rule,
-        make: Callable[..., Any],
+        make: Callable[..., object],
         *,
         is_causal: bool = False,
         is_cross: bool = False,
@@ -137,7 +137,7 @@ class SequenceMask:
         """The mask of `length` queries from `start` on, and all keys."""
         return self.kept((start, length), lambda: self._make(q_length=length, q_offset=start))
 
-    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+    def kept(self, key: object, make: Callable[[], object]) -> Any:
         """The result of `make()` for `key`, shared by all layers with this mask."""
         if key not in self._made:
             self._made[key] = make()
@@ -154,10 +154,10 @@ class SequenceMask:
             raise AttributeError(name)
         return self._refuse(f".{name}")
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self._refuse("elements")
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: object) -> Any:
         return self._refuse("the values")
 
     __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __invert__ = __add__

@@ -98,13 +98,13 @@ class Cut:
     """Whether labels were shifted here instead of inside the model."""
 
 
-def bound(arguments: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound(arguments: Arguments, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
     """All arguments, by name."""
     return {**dict(zip(arguments.names, args, strict=False)), **kwargs}
 
 
 def cut_inputs(
-    arguments: Arguments, given: Mapping[str, Any], axes: SequenceAxes, documents_of: Callable[..., Any] | None
+    arguments: Arguments, given: Mapping[str, Any], axes: SequenceAxes, documents_of: Callable[..., object] | None
 ) -> Cut:
     """`given`: arguments of a forward on whole rows. Raises `ModelError` for arguments that cannot be cut.
 
@@ -202,7 +202,7 @@ def _positions(
 
 
 def _cut_labels(
-    arguments: Arguments, kwargs: dict[str, Any], own: torch.Tensor, shape: tuple[int, int], padded: int
+    arguments: Arguments, kwargs: dict[str, object], own: torch.Tensor, shape: tuple[int, int], padded: int
 ) -> torch.Tensor | None:
     labels: Any = kwargs.get("labels")
     shifted: Any = kwargs.get("shift_labels")

@@ -219,7 +219,7 @@ _KINDS = (
 # ---- indices
 
 
-def _part(module: Any, name: str, rank: int, ranks: int) -> Index:
+def _part(module: object, name: str, rank: int, ranks: int) -> Index:
     """The equal part of heads or channels for `rank`."""
     count = int(getattr(module, name))
     if count % ranks:

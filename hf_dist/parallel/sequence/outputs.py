@@ -32,7 +32,7 @@ class WholeTensor(UnreadTensor):
         lazy._gather, lazy._full = gather, None
         return lazy
 
-    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
+    def read_by(self, function: Callable[..., object]) -> torch.Tensor:
         """The plain tensor. The first call is collective over the ranks that share the sequence."""
         if self._full is None:
             with torch.set_grad_enabled(self.requires_grad):
@@ -55,7 +55,7 @@ class PartTensor(UnreadTensor):
         )
         return made
 
-    def read_by(self, function: Callable[..., Any]) -> torch.Tensor:
+    def read_by(self, function: Callable[..., object]) -> torch.Tensor:
         """Raises `ModelError`."""
         raise ModelError(self._problem)
 
@@ -70,7 +70,7 @@ _REFUSAL = (
 )
 
 
-def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool, parts: Mapping[str, str]) -> Any:
+def whole_outputs(output: object, cut: Cut, *, is_mean: bool, at_once: bool, parts: Mapping[str, str]) -> Any:
     """`output` of a split forward, as one process would return it. A ModelOutput is changed in place.
 
     `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are certainly read; `parts`:
@@ -103,11 +103,11 @@ def whole_outputs(output: Any, cut: Cut, *, is_mean: bool, at_once: bool, parts:
     return _whole_value(output, cut, False, is_mean, at_once, logits=False)
 
 
-def _refused(name: str, problem: str, value: Any) -> Any:
+def _refused(name: str, problem: str, value: object) -> Any:
     return PartTensor.of(value, name, problem) if isinstance(value, torch.Tensor) else value
 
 
-def _whole_value(value: Any, cut: Cut, is_loss: bool, is_mean: bool, at_once: bool, *, logits: bool) -> Any:
+def _whole_value(value: object, cut: Cut, is_loss: bool, is_mean: bool, at_once: bool, *, logits: bool) -> Any:
     if isinstance(value, tuple):
         return tuple(_whole_value(v, cut, False, is_mean, at_once, logits=False) for v in value)
     if not isinstance(value, torch.Tensor):

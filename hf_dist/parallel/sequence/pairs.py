@@ -61,7 +61,7 @@ def hold_pair(model: Any, axes: SequenceAxes) -> None:
             module.compute_bias = types.MethodType(_bias_of(type(module), weakref.ref(axes)), module)
 
 
-def cut_pair(model: Any, given: Mapping[str, Any], axes: SequenceAxes) -> Cut:
+def cut_pair(model: Any, given: Mapping[str, object], axes: SequenceAxes) -> Cut:
     """`given`: arguments of a forward on whole rows. Raises `ModelError` for arguments that cannot be cut. Local."""
     given = dict(given)
     labels = given.get("labels")
@@ -82,7 +82,7 @@ def cut_pair(model: Any, given: Mapping[str, Any], axes: SequenceAxes) -> Cut:
     return replace(second, kwargs=kwargs)
 
 
-def _half(given: Mapping[str, Any], names: Mapping[str, str], axes: SequenceAxes) -> Cut:
+def _half(given: Mapping[str, object], names: Mapping[str, str], axes: SequenceAxes) -> Cut:
     return cut_inputs(
         _PART, {own: given[name] for name, own in names.items() if given.get(name) is not None}, axes, None
     )
@@ -92,14 +92,14 @@ def _named(cut: Cut, names: Mapping[str, str]) -> dict[str, Any]:
     return {name: cut.kwargs[own] for name, own in names.items() if cut.kwargs.get(own) is not None}
 
 
-def _enter_source(module: nn.Module, args: Any) -> None:
+def _enter_source(module: nn.Module, args: object) -> None:
     forward = current()
     if forward is not None and forward.source is not None:
         forward.source.target = weakref.ref(forward)
         enter(forward.source)
 
 
-def _leave_source(module: nn.Module, args: Any, output: Any) -> None:
+def _leave_source(module: nn.Module, args: object, output: object) -> None:
     forward = current()
     if forward is not None and forward.target is not None:
         enter(forward.target())
@@ -108,7 +108,9 @@ def _leave_source(module: nn.Module, args: Any, output: Any) -> None:
 def _bias_of(cls: Any, axes_of: weakref.ref[SequenceAxes]) -> Any:
     own = cls.compute_bias
 
-    def compute_bias(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute_bias(
+        self: nn.Module, query_length: int, key_length: int, *args: object, **kwargs: object
+    ) -> torch.Tensor:
         axes = axes_of()
         if axes is None or (current() is None and not in_backward()):
             whole: torch.Tensor = own(self, query_length, key_length, *args, **kwargs)

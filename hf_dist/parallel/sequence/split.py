@@ -95,7 +95,7 @@ class SplitSequence:
         finally:
             self.enabled = before
 
-    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, object]) -> Any:
         given = bound(self.arguments, args, kwargs)
         if not self.enabled or current() is not None or _has_cache(given):
             return None
@@ -116,7 +116,7 @@ class SplitSequence:
             self._streams.own()  # the tokens differ from other ranks'
         return (), cut.kwargs
 
-    def _refuse_unverified(self, given: Mapping[str, Any]) -> None:
+    def _refuse_unverified(self, given: Mapping[str, object]) -> None:
         name = type(self.model).__name__
         for key, value in given.items():
             is_given = value is not None and value is not False
@@ -132,7 +132,7 @@ class SplitSequence:
                     f"Leave {key} out, or remove the key."
                 )
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         """Runs also if the forward has raised."""
         if self._cut is not None:
             self._cut = None
@@ -140,7 +140,7 @@ class SplitSequence:
             if self._streams is not None:
                 self._streams.alike()
 
-    def _make_whole(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _make_whole(self, module: nn.Module, args: object, output: object) -> Any:
         cut = self._cut
         if cut is None:
             return None
@@ -148,7 +148,7 @@ class SplitSequence:
         self.num_calls += cut.forward.num_calls
         return whole_outputs(output, cut, is_mean=self.is_mean, at_once=self.at_once, parts=self.parts)
 
-    def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, object]) -> Any:
         """Compute frequencies that depend on the batch's longest position from the whole rows."""
         forward = current()
         if forward is None:
@@ -166,23 +166,23 @@ class SplitSequence:
         own = forward.own.clamp(max=forward.real_length - 1)  # learned positions may end with the row
         return args[:2], {**kwargs, "position_ids": own}
 
-    def _own_frequencies(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _own_frequencies(self, module: nn.Module, args: object, output: Any) -> Any:
         forward = current()
         return None if forward is None else tuple(t[:, forward.own] for t in output)
 
 
-def _has_cache(given: dict[str, Any]) -> bool:
+def _has_cache(given: dict[str, object]) -> bool:
     """Whether a call belongs to a generation: it has states of earlier tokens, or asks for them (parts of a row have none)."""
     return given.get("use_cache") is True or any(
         given.get(name) is not None for name in ("past_key_values", "cache_params", "encoder_outputs")
     )
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def _weakly(method: Callable[..., object]) -> Callable[..., Any]:
     """A hook that ends with its object. A copy of the model shares it instead of copying process groups."""
     reference = weakref.WeakMethod(method)
 
-    def hook(*args: Any, **kwargs: Any) -> Any:
+    def hook(*args: object, **kwargs: object) -> Any:
         found = reference()
         return None if found is None else found(*args, **kwargs)
 
@@ -219,7 +219,7 @@ def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int
     return SplitSequence(model, sequence_axes(mesh, model, wanted))
 
 
-def as_split(model: nn.Module, batch: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+def as_split(model: nn.Module, batch: Callable[[], Mapping[str, object]]) -> Callable[[], Mapping[str, Any]]:
     """Makes `batch()` plus the arguments that a forward on parts adds, on whole rows, to plan a pipeline with.
 
     Local. Raises `ModelError` on every rank for a model whose parts cannot be stages; only one rank calls the result.
@@ -232,7 +232,7 @@ def as_split(model: nn.Module, batch: Callable[[], Mapping[str, Any]]) -> Callab
     return functools.partial(_with_arguments_of_parts, model, batch)
 
 
-def _with_arguments_of_parts(model: nn.Module, batch: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def _with_arguments_of_parts(model: nn.Module, batch: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:
     given = batch()
     arguments = Arguments.of(model, _inner(model))
     ids = given.get("input_ids")

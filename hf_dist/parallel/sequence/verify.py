@@ -149,7 +149,7 @@ def _counts_mask(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torc
 
 
 def _whole(
-    split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor], read: Callable[..., Any] | None = None
+    split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor], read: Callable[..., object] | None = None
 ) -> dict[str, torch.Tensor]:
     """A forward that is not split. Each row appears twice, because pipeline stages tell batches apart by shape."""
     rows = next(x.shape[0] for x in batch.values() if isinstance(x, torch.Tensor))
@@ -314,7 +314,7 @@ def _kept(model: nn.Module, length: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _keeping(outputs: dict[str, torch.Tensor], name: str, length: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: object, output: object) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor) and first.dim() == 3 and first.shape[1] == length:
             outputs.pop(name, None)  # the last of several calls, at its place

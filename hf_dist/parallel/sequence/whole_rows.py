@@ -65,7 +65,7 @@ class _Plan:
             self._moved[device] = _Plan(self.axes, _share_on(self.share, device), sends)
         return self._moved[device]
 
-    def __deepcopy__(self, memo: Any) -> _Plan:
+    def __deepcopy__(self, memo: object) -> _Plan:
         return self  # process groups are shared
 
 
@@ -82,7 +82,7 @@ def _forward_of(cls: Any, plan: _Plan, counted: Any) -> Any:
     own = cls.forward
     names = tuple(inspect.signature(own).parameters)[1:]
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: Any) -> Any:
         # A block recomputed in backward is in no forward. Only forwards on parts are recomputed; others have no gradient.
         if split_forward.current() is None and not split_forward.in_backward():
             result = own(self, *args, **kwargs)
@@ -96,7 +96,7 @@ def _forward_of(cls: Any, plan: _Plan, counted: Any) -> Any:
     return forward
 
 
-def _zeros(value: Any) -> Any:
+def _zeros(value: object) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -118,7 +118,7 @@ class _Rows:
         factors = self.hidden.new_ones((self.hidden.shape[0], self.length, 1))
         return forward(_View(self, self.module, self.plan.share, ""), factors, **inner)
 
-    def _of_all(self, name: str, value: Any) -> Any:
+    def _of_all(self, name: str, value: object) -> Any:
         if name not in _OF_POSITIONS or not isinstance(value, torch.Tensor) or value.shape[-1] != len(self.own):
             return value
         whole = all_parts(self.plan.axes.cp, value.contiguous()).movedim(0, 1).flatten(1, 2)
@@ -173,10 +173,10 @@ class _View:
     def __init__(self, rows: _Rows, module: nn.Module, share: Share, prefix: str) -> None:
         self.__dict__.update(_rows=rows, _module=module, _share=share, _prefix=prefix, **share.sizes)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return type(self._module).forward(self, *args, **kwargs)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if value is None:  # generation states: dropped in training; they do not belong to some heads only
             setattr(self._module, name, None)
 

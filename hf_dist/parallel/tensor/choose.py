@@ -26,7 +26,7 @@ def choose_plan(
     model: nn.Module,
     size: int,
     blocks: Callable[[nn.Module], Mapping[str, nn.Module]],
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
     sequence: bool | None = None,
     apart: Experts | None = None,
 ) -> SplitPlan:
@@ -63,7 +63,7 @@ def _chosen(
     reference: Unsplit,
     size: int,
     blocks: Callable[[nn.Module], Mapping[str, nn.Module]],
-    given: Mapping[str, Any] | None,
+    given: Mapping[str, object] | None,
     apart: Experts | None,
 ) -> SplitPlan:
     experts = list(apart(reference.model)) if apart is not None else []

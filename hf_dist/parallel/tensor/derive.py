@@ -78,7 +78,7 @@ def _kinds(plan: SplitPlan, reference: Unsplit, blocks: Blocks) -> Iterator[Kind
             if isinstance(product, nn.Linear) or type(product).__name__ == "Conv1D":
 
                 def hook(
-                    _: nn.Module, args: Any, output: Any, full: str = f"{block}.{name}", block: str = block
+                    _: nn.Module, args: Any, output: object, full: str = f"{block}.{name}", block: str = block
                 ) -> None:
                     if args and isinstance(args[0], torch.Tensor):
                         hold.append(args[0])

@@ -58,18 +58,18 @@ class WholeHead:
             self._gathered[key] = tp_collectives.whole_rows(param, self.peers, self.width)
         return self._gathered[key]
 
-    def _enter(self, model: nn.Module, args: Any) -> None:
+    def _enter(self, model: nn.Module, args: object) -> None:
         self._depth += 1
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, model: nn.Module, args: object, output: object) -> None:
         self._depth = max(self._depth - 1, 0)
         if not self._depth:
             self._gathered.clear()
 
-    def _begin(self, head: nn.Module, args: Any) -> None:
+    def _begin(self, head: nn.Module, args: object) -> None:
         self._calls += 1
 
-    def _end(self, head: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, head: nn.Module, args: object, output: object) -> None:
         self._calls = max(self._calls - 1, 0)
 
 

@@ -35,7 +35,7 @@ _KEYS = {"use_default_specs", "layer_specs", "strict_mode"}
 _SPEC_KEYS = {"patterns", "partition_type", "shape", "partition_dim", "model_types"}
 
 
-def plan_of_config(model: nn.Module, given: Mapping[str, Any]) -> SplitPlan:
+def plan_of_config(model: nn.Module, given: Mapping[str, object]) -> SplitPlan:
     """The plan that `given` describes for `model`, added to the model's own if `use_default_specs` is true.
 
     Raises `ConfigError` for invalid keys and values, and `ModelError` for a pattern that matches no parameter.
@@ -64,7 +64,7 @@ def plan_of_config(model: nn.Module, given: Mapping[str, Any]) -> SplitPlan:
 
 
 def _apply(
-    spec: Mapping[str, Any], name: str, module: nn.Module, params: dict[str, Cut], modules: dict[str, str]
+    spec: Mapping[str, object], name: str, module: nn.Module, params: dict[str, Cut], modules: dict[str, str]
 ) -> None:
     for short in ("weight", "bias"):
         params.pop(f"{name}.{short}", None)
@@ -86,7 +86,7 @@ def _segments(shape: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in first) if isinstance(first, list | tuple) else (1,) * int(first)
 
 
-def _specs(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _specs(given: Mapping[str, object]) -> list[Mapping[str, Any]]:
     """The entries, each checked."""
     problems = [
         Problem(f"{PATH}.{key}", "", "is not a key here", f"The keys are {', '.join(sorted(_KEYS))}.")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -194,7 +193,7 @@ def _with_tied_embedding(model: nn.Module, plan: SplitPlan) -> SplitPlan:
     return replace(plan, params=params, modules={**plan.modules, inside: "embedding_rowwise"})
 
 
-def output_and_input(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
+def output_and_input(model: object) -> tuple[nn.Module | None, nn.Module | None]:
     """The model's embedding and its head over the vocabulary; None for a missing one."""
     found: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):

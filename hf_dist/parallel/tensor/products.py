@@ -33,7 +33,7 @@ def before(module: nn.Module, off: Off, change: Change) -> None:
 def after(module: nn.Module, off: Off, change: Change) -> None:
     """Apply `change` to the output of `module`, before all other hooks, which expect the value the model continues with."""
 
-    def hook(_: nn.Module, args: Any, output: Any) -> Any:
+    def hook(_: nn.Module, args: object, output: Any) -> Any:
         return None if off() else change(output)
 
     module.register_forward_hook(hook, prepend=True)
@@ -46,7 +46,7 @@ def sum_then_bias(module: nn.Module, peers: Peers, off: Off, *, add: bool = True
     """
     biases: list[Any] = []
 
-    def hide(row: nn.Module, args: Any) -> None:
+    def hide(row: nn.Module, args: object) -> None:
         base: Any = getattr(row, "base_layer", row)
         bias = None if off() else base._parameters.get("bias")
         biases.append(bias)
@@ -56,7 +56,7 @@ def sum_then_bias(module: nn.Module, peers: Peers, off: Off, *, add: bool = True
             # GPT-2's Conv1D always adds its bias.
             base._parameters["bias"] = torch.zeros_like(bias) if type(base).__name__ == "Conv1D" else None
 
-    def show(row: nn.Module, args: Any, output: Any) -> Any:
+    def show(row: nn.Module, args: object, output: object) -> Any:
         base: Any = getattr(row, "base_layer", row)
         bias = biases.pop() if biases else None
         if bias is not None:
@@ -84,7 +84,7 @@ def look_up(module: nn.Module, peers: Peers, off: Off, kept: Kept) -> None:
         of_another = outside & (args[0] >= 0) & (args[0] < rows)
         return torch.where(of_another, 0, args[0] - first), *args[1:]
 
-    def gather(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+    def gather(_: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor | None:
         if off() or not elsewhere:
             return None
         own = output.masked_fill(elsewhere.pop().unsqueeze(-1), 0.0)
@@ -107,7 +107,7 @@ def rotary_part(module: nn.Module, peers: Peers, off: Off, width: int) -> None:
 def experts(module: nn.Module, peers: Peers, off: Off, replicated: Change) -> None:
     """Experts that are cut by columns: inputs cross by `replicated`, outputs are summed."""
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         if off():
             return None
         changed = list(args)

@@ -198,7 +198,7 @@ class Stack:
     def equal_gradient(self, router: nn.Module, index: int) -> None:
         """R -> I for output `index` of a module in a region: the recorded value leaves the region without being summed."""
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: object, output: object) -> Any:
             if self.is_whole():
                 return None
             if not isinstance(output, tuple):
@@ -219,7 +219,7 @@ class Stack:
                 *_joined_shape(logits, rows, self.length)
             )
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: object, output: Any) -> Any:
             if self.off:
                 return None
             if not isinstance(output, tuple):
@@ -278,7 +278,7 @@ class Stack:
 
     # ------------------------------------------------------------------ lengths
 
-    def continues(self, args: Any, kwargs: Any) -> None:
+    def continues(self, args: object, kwargs: object) -> None:
         """The next block takes a part of the hidden states of this call, which are whole. Local; called by a pipeline."""
         _first(args, kwargs, self._measure)
 
@@ -286,17 +286,17 @@ class Stack:
         self._length = x.shape[1]
         return x
 
-    def _enter(self, caller: nn.Module, args: Any) -> None:
+    def _enter(self, caller: nn.Module, args: object) -> None:
         self._depth += 1
         if self._depth == 1:
             self._plain = not torch.is_grad_enabled()
 
-    def _leave(self, caller: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, caller: nn.Module, args: object, output: object) -> None:
         self._depth -= 1
         if self._depth <= 0:
             self._depth, self._plain = 0, False
 
-    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _begin(self, block: nn.Module, args: object, kwargs: object) -> Any:
         if self.off:
             return None
 
@@ -307,7 +307,7 @@ class Stack:
         self._remember(*changed)
         return changed
 
-    def _next(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _next(self, block: nn.Module, args: object, kwargs: object) -> None:
         if self.off:
             return
         if self._depth:
@@ -322,13 +322,13 @@ class Stack:
             )
         self._length = found[1]
 
-    def _remember(self, args: Any, kwargs: Any) -> None:
+    def _remember(self, args: object, kwargs: object) -> None:
         if len(self._known) > _MOST:
             self._known = {key: row for key, row in self._known.items() if row[0]() is not None}
         for tensor in _tensors(args, kwargs):
             self._known[id(tensor)] = (weakref.ref(tensor), self._length)
 
-    def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
+    def _end(self, block: nn.Module, args: object, output: object) -> Any:
         if self.off:
             return None
         return _changed(output, lambda x: tp_collectives.whole_sequence(x, self.peers, self.length))

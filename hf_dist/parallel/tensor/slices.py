@@ -170,7 +170,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, min(number, _MOST) + 1) if number % n == 0)
 
 
-def heads_of(module: Any) -> tuple[int, str] | None:
+def heads_of(module: object) -> tuple[int, str] | None:
     """(elements of one head, where that is stored) of an attention module, if it tells."""
     for attribute in ("head_dim", "attention_head_size", "head_size"):
         value = getattr(module, attribute, None)

@@ -136,7 +136,7 @@ class SplitModel:
     def _off(self) -> bool:
         return self.is_whole
 
-    def _refuse_attentions(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _refuse_attentions(self, model: object, args: object, kwargs: dict[str, object]) -> None:
         """Refuse attention weights, which a loss would take for those of all heads."""
         asked = kwargs.get("output_attentions")
         config: Any = getattr(model, "config", None)
@@ -146,7 +146,7 @@ class SplitModel:
                 "and a rank has the weights of its heads only. Remove it, or the key."
             )
 
-    def continues(self, block: str, args: Any, kwargs: Any) -> None:
+    def continues(self, block: str, args: object, kwargs: object) -> None:
         """A pipeline stage begins at `block`, called with whole hidden states that parts of a sequence replace. Local."""
         if stack := self._stacks.get(block.removeprefix(self.prefix)):
             stack.continues(args, kwargs)
@@ -168,7 +168,7 @@ class SplitModel:
 
     # --------------------------------------------------------------- crossings
 
-    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _forget(self, module: nn.Module, args: object, output: object) -> None:
         self._crossed.clear()
         if self._streams is not None:
             self._streams.alike()
@@ -351,7 +351,7 @@ class SplitModel:
         return f"{self.peers.size} ranks; {share:.1%} of the parameters are split ({self.plan.source}){regions}"
 
 
-def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_hidden_states(model: object, args: object, kwargs: dict[str, object]) -> None:
     """Refuse hidden states in training: between regions only a rank's part of the sequence would be recorded."""
     asked = kwargs.get("output_hidden_states")
     config: Any = getattr(model, "config", None)

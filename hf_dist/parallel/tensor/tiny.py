@@ -93,7 +93,7 @@ SCALED = r"conv_dim|hidden_sizes|embed_dims?|embedding_dims|out_channels|dims|hi
 MAX_NUMEL = 30_000_000
 
 
-def tiny_fields(config: Any) -> dict[str, Any]:
+def tiny_fields(config: object) -> dict[str, Any]:
     """Config overrides that make it tiny; nested configs as dicts."""
     fields: dict[str, Any] = {}
     for name, value in vars(config).items():
@@ -118,7 +118,7 @@ def tiny_fields(config: Any) -> dict[str, Any]:
     return fields
 
 
-def varied(fields: Mapping[str, Any], variant: Mapping[str, Any], top: bool = True) -> dict[str, Any]:
+def varied(fields: Mapping[str, object], variant: Mapping[str, object], top: bool = True) -> dict[str, Any]:
     """`fields` with the changes of one of `VARIANTS`."""
     result = {k: varied(v, variant, False) if isinstance(v, dict) else v for k, v in fields.items()}
     known = {k: v for k, v in variant.items() if k in fields or (top and k.startswith("+"))}
@@ -126,7 +126,7 @@ def varied(fields: Mapping[str, Any], variant: Mapping[str, Any], top: bool = Tr
     return {k: v for k, v in result.items() if v is not ...}
 
 
-def tiny_model(model_class: Any, config: Any) -> nn.Module:
+def tiny_model(model_class: Any, config: object) -> nn.Module:
     """A random fp32 model in training mode, equal on every call. Raises `ValueError` if it is not tiny."""
     with torch.device("meta"):
         numel = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
@@ -159,7 +159,7 @@ def tiny_copies(model: nn.Module, size: int) -> Iterator[Callable[[], nn.Module]
     yield functools.partial(_built, model, config, {})  # it may already be tiny
 
 
-def _built(model: nn.Module, config: Any, fields: dict[str, Any]) -> nn.Module:
+def _built(model: nn.Module, config: Any, fields: dict[str, object]) -> nn.Module:
     given = _merged(config.to_dict(), fields)
     for key in ("dtype", "torch_dtype", "quantization_config", "architectures"):
         given.pop(key, None)
@@ -183,7 +183,7 @@ _KV_HEADS = re.compile(FIXED[5][0])
 _DIM_OF_HEAD = 8
 
 
-def _like(config: Any, fields: dict[str, Any], size: int) -> dict[str, Any]:
+def _like(config: object, fields: dict[str, object], size: int) -> dict[str, Any]:
     """`fields` with head counts that divide like those of `config`, and layer lists cut to the tiny number of layers."""
     result: dict[str, Any] = {}
     heads = math.lcm(4, size)
@@ -208,7 +208,7 @@ def _like(config: Any, fields: dict[str, Any], size: int) -> dict[str, Any]:
     return {**result, **_layers(config, fields)}
 
 
-def _layers(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(config: object, fields: Mapping[str, object]) -> dict[str, Any]:
     """Lists with one entry per layer, cut to a few layers that cover every combination of entries."""
     count = vars(config).get("num_hidden_layers")
     lists = {

@@ -60,11 +60,11 @@ class _Cross(torch.autograd.Function):
 
 class _Zeros(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(grad)
 
 

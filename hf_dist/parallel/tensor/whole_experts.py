@@ -39,7 +39,7 @@ def compute_own_rows(module: nn.Module, peers: Peers, applies: Callable[[], bool
         change = _own if in_region else _scattered
         return (change(rows, peers), _own(chosen, peers), change(weights, peers)), {}
 
-    def leave(_: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
+    def leave(_: nn.Module, args: object, output: torch.Tensor | None) -> torch.Tensor | None:
         shape = shapes.pop() if shapes else None
         if shape is None or output is None:  # an error is being raised
             return None

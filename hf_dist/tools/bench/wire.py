@@ -103,13 +103,13 @@ def _nbytes(value: Any) -> int:
     return sum(_nbytes(each) for each in value)
 
 
-def _group_of(args: Sequence[Any]) -> Any:
+def _group_of(args: Sequence[object]) -> Any:
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     return None
 
 
-def _named_group(name: Any) -> Any:
+def _named_group(name: object) -> Any:
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name) if isinstance(name, str) else None

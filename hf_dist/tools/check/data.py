@@ -150,5 +150,5 @@ def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool, ragged:
     return {key: torch.tensor(values) for key, values in batch.items()}
 
 
-def _is_flat(value: Any) -> bool:
+def _is_flat(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], int)

@@ -169,7 +169,7 @@ def _model(asked: Asked) -> tuple[nn.Module, str]:
     return model.float(), name if not name.startswith("Auto") else type(model).__name__
 
 
-def _plain(read: DistConfig, data: Mapping[str, Any], micro: int, accumulation: int) -> dict[str, Any]:
+def _plain(read: DistConfig, data: Mapping[str, object], micro: int, accumulation: int) -> dict[str, Any]:
     """The user's file for `initialize`: numbers for the batch, the Trainer's defaults for "auto", no optimizer section."""
     plain: dict[str, Any] = json.loads(json.dumps(data))
     for key in ("train_batch_size", "optimizer", "scheduler", "$schema", "tensorboard", "wandb", "csv_monitor"):

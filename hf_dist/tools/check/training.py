@@ -124,7 +124,7 @@ class _Sequential:
 
     train_dataset: Any
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_train_sampler(self, *args: object, **kwargs: object) -> Any:
         return SequentialSampler(self.train_dataset)
 
 
@@ -160,7 +160,7 @@ class _Looks(TrainerCallback):
     def __init__(self, training: Training) -> None:
         self._training = training
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_step_end(self, args: object, state: Any, control: Any, **kwargs: object) -> Any:
         """After HF's own callback, which asks for a checkpoint at the end, too."""
         control.should_save = state.global_step == self._training.save_at
         self._training.look(state.global_step, self.trainer.model, getattr(self.trainer, "dist_engine", None))

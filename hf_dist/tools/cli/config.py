@@ -141,7 +141,7 @@ def _resolved(file: Path, script: list[str] | None, world_size: int | None, mode
     return resolve(config, sources) if compared else config
 
 
-def _explained(config: DistConfig, data: Mapping[str, Any]) -> list[tuple[str, Any, str, str]]:
+def _explained(config: DistConfig, data: Mapping[str, object]) -> list[tuple[str, Any, str, str]]:
     """Key, value, source and meaning of every key in the file, then of every key with its default."""
     notes = {note.path: note for note in config.notes}
     rows = []

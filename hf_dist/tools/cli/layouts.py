@@ -105,6 +105,6 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
         print(f"wrote {output}")
 
 
-def _write(data: dict[str, Any], asked: AskedLayouts, folder: Path, found: list[Found]) -> list[Path]:
+def _write(data: dict[str, object], asked: AskedLayouts, folder: Path, found: list[Found]) -> list[Path]:
     name = asked.config.stem if asked.config is not None else "layout"
     return write_suggestions(name, data, folder, [each.layout.values for each in found])

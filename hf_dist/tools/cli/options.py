@@ -10,7 +10,9 @@ from typing import Annotated, Any, get_type_hints
 __all__ = ["signature_of"]
 
 
-def signature_of(asked: type, options: Mapping[str, Any], kinds: Mapping[str, Any] | None = None) -> inspect.Signature:
+def signature_of(
+    asked: type, options: Mapping[str, object], kinds: Mapping[str, object] | None = None
+) -> inspect.Signature:
     """The fields of a dataclass as parameters that typer reads, each with its `typer.Option` from `options`.
 
     `kinds`: other types for some fields, as typer should read them; None if they are not given.

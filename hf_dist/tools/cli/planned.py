@@ -66,7 +66,7 @@ def resolved_config(read: DistConfig, world_size: int, micro: int | None, model:
 
 
 def write_suggestions(
-    name: str, data: Mapping[str, Any], folder: Path, found: Iterable[Mapping[str, Any]]
+    name: str, data: Mapping[str, object], folder: Path, found: Iterable[Mapping[str, object]]
 ) -> list[Path]:
     """Write a file `name`_1.json, ... for each entry of `found`: `data` with those values, by JSON path. Each is read back."""
     folder.mkdir(parents=True, exist_ok=True)

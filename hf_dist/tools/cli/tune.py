@@ -263,7 +263,7 @@ def _table(
     return "\n".join(["per second of all ranks, and peak memory of a rank:", *lines])
 
 
-def _write(best: dict[str, Any], size: int, data: Mapping[str, Any], output: Path) -> None:
+def _write(best: dict[str, object], size: int, data: Mapping[str, object], output: Path) -> None:
     """Write the user's file with the best stage and microbatch; sizes of the whole batch stay unchanged."""
     kept = {key: data[key] for key in _BATCH if key in data and not isinstance(data[key], list)}
     own = kept.get(_MICRO)

@@ -165,7 +165,7 @@ def _metrics(line: str) -> Any:
     return _for_json(found) if isinstance(found, dict) else None
 
 
-def _for_json(value: Any) -> Any:
+def _for_json(value: object) -> Any:
     """Numbers that JSON does not have as texts, such as "nan", which `float` reads."""
     if isinstance(value, dict):
         return {key: _for_json(inner) for key, inner in value.items()}

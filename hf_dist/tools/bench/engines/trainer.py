@@ -51,21 +51,21 @@ class TrainerRun:
         base: Any = self._class
 
         class Measured(base):
-            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            def compute_loss(self, *args: object, **kwargs: object) -> Any:
                 meter.mark("data")
                 loss = super().compute_loss(*args, **kwargs)
                 losses.append(loss.detach())
                 meter.mark("forward")
                 return loss
 
-            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            def training_step(self, *args: object, **kwargs: object) -> Any:
                 result = super().training_step(*args, **kwargs)
                 meter.mark("backward")
                 return result
 
         class Steps(TrainerCallback):
             def on_step_end(
-                self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+                self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
             ) -> None:
                 meter.mark("optimizer")
                 meter.end_step(torch.stack(losses).float().mean())
