@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["RayReportCallback"]
 
@@ -25,12 +25,14 @@ class RayReportCallback(TrainerCallback):
         self.upload = upload
         self._unreported: list[Path] = []
 
-    def on_save(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Report complete checkpoints. One still being written in the background follows with the next report."""
-        self._unreported.append(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+        self._unreported.append(Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
         self._report(args, state)
 
-    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Report the last log and checkpoint; the Trainer has waited for the save."""
         self._report(args, state)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.sharding.full_params import gathered
 from hf_dist.sharding.prepared import OWNER
@@ -52,11 +53,15 @@ def _move(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], alpha: float) -> N
 def _average(callback: Any, accelerator: Any) -> None:
     """BEMA copies all weights and reads the model's weights, so the weights are gathered where it reads them."""
 
-    def on_train_begin(args: Any, state: object, control: object, *, model: object, **kwargs: Any) -> Any:
+    def on_train_begin(
+        args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: Any
+    ) -> Any:
         with _whole(accelerator, model):
             return type(callback).on_train_begin(callback, args, state, control, model=model, **kwargs)
 
-    def on_step_end(args: Any, state: Any, control: object, *, model: object, **kwargs: Any) -> Any:
+    def on_step_end(
+        args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: Any
+    ) -> Any:
         looks, writes = _due(callback, state.global_step)
         reference = kwargs.get("ref_model") if writes else None
         writer = 0 if writes and reference is None else None  # TRL then writes into the model itself
@@ -95,7 +100,7 @@ def _adapter(callback: Any, accelerator: Any) -> None:
     params = dict(model.named_parameters())
     pairs = [(params[name.replace(student, teacher)], source) for name, source in params.items() if student in name]
 
-    def on_step_end(args: Any, state: Any, control: object, **kwargs: object) -> None:
+    def on_step_end(args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if state.global_step % callback.sync_steps == 0:
             _move(pairs, callback.update_rate)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.hf.callbacks.log_record import go_first
 from hf_dist.hf.saving import keep_adapters
@@ -22,13 +22,15 @@ class AdaptersCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
 
-    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Move ahead of every callback that may save."""
         trainer = self._trainer()
         if trainer is not None:
             go_first(trainer.callback_handler.callbacks, self)
 
-    def on_save(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Runs on every rank, after the folder of the checkpoint was begun."""
         trainer = self._trainer()
         if trainer is None or trainer.dist_engine is None:

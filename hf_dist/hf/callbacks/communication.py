@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.dist import comm_counter
 from hf_dist.log import say
@@ -23,19 +23,25 @@ class CommunicationCallback(TrainerCallback):
         self._totals: dict[tuple[str, str], list[int]] = {}
         self._steps = 0
 
-    def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Start counting."""
         self._stack.close()
         self._log = self._stack.enter_context(comm_counter.record())
         self._totals, self._steps = defaultdict(lambda: [0, 0]), 0
 
-    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Sum up, so that the record does not grow with the run."""
         if self._log is not None:
             self._steps += 1
             self._add_up(self._log)
 
-    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Print the table and stop counting."""
         if self._log is not None:
             self._add_up(self._log)

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.config.sections import CsvMonitorConfig
 
@@ -20,11 +20,11 @@ class CsvCallback(TrainerCallback):
     def __init__(self, config: CsvMonitorConfig) -> None:
         self._config = config
 
-    def on_log(self, args: Any, state: Any, control: object, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the values of one record."""
         if not state.is_world_process_zero:
             return
-        folder = Path(self._config.output_path or args.output_dir) / self._config.job_name
+        folder = Path(self._config.output_path or args.output_dir or ".") / self._config.job_name
         folder.mkdir(parents=True, exist_ok=True)
         for name, value in (kwargs.get("logs") or {}).items():
             if isinstance(value, (int, float)):

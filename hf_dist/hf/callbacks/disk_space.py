@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.checkpoint import folder
 from hf_dist.checkpoint.model_files import weights_nbytes
@@ -27,7 +27,9 @@ class DiskSpaceCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
 
-    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Rank 0, which owns the output folder, checks; every rank gets its answer. Collective."""
         trainer = self._trainer()
         engine = None if trainer is None else trainer.dist_engine
@@ -37,7 +39,7 @@ class DiskSpaceCallback(TrainerCallback):
         limit = args.save_total_limit
         problem = None
         if engine.mesh.world.rank == 0:
-            problem = _shortage(Path(args.output_dir), nbytes, limit if limit and limit > 0 else None)
+            problem = _shortage(Path(args.output_dir or "."), nbytes, limit if limit and limit > 0 else None)
         problem = collectives.all_gather_object(engine.mesh.world, problem)[0]
         if problem is not None:
             raise CheckpointError(problem)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.dist import collectives
 from hf_dist.hf.callbacks.log_record import LogCallback
@@ -39,16 +40,20 @@ class ExpertLoadCallback(LogCallback):
         expert, rank = most_over_mean(counts, engine.mesh.axes.size("ep"))
         return {"expert_load": expert, "expert_rank_load": rank}
 
-    def on_train_begin(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """A training counts from its own first step, also one that goes on from a checkpoint."""
         super().on_train_begin(args, state, control, **kwargs)
         self._counts, self._first_step = None, state.global_step + 1
 
-    def on_save(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Collective over pp, whose ranks have the layers."""
         self._write(args, state)
 
-    def on_train_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """As at a checkpoint."""
         self._write(args, state)
 

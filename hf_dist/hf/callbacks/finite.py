@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.checkpoint.finite import trained_not_finite
 from hf_dist.dist import collectives
@@ -25,20 +25,26 @@ class FiniteCallback(TrainerCallback):
         self._stops = stops
         self._is_told = False
 
-    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Another `train()` tells it again, of steps of its own."""
         self._is_told = False
         trainer = self._trainer()
         if trainer is not None and trainer.dist_engine is not None:
             trainer.dist_engine.not_finite.forget()
 
-    def on_step_end(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Due by the step alone: what `control` asks for may be one rank's wish until all have agreed."""
         periods = [int(steps) for steps in (state.logging_steps, state.save_steps) if steps and steps >= 1]
         if state.global_step >= state.max_steps or any(state.global_step % steps == 0 for steps in periods):
             self._look()
 
-    def on_epoch_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Before the log record and the checkpoint of an epoch."""
         self._look()
 

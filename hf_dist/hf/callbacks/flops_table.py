@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.config.training_sections import FlopsProfilerConfig
 from hf_dist.format_bytes import scaled
@@ -27,13 +27,17 @@ class FlopsTableCallback(TrainerCallback):
         self._section = section
         self._counted: _Forward | None = None
 
-    def on_step_begin(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Count the next forward."""
         trainer = self._trainer()
         if trainer is not None and state.global_step == self._section.profile_step and is_speaking_rank():
             self._counted = _Forward(trainer.model)
 
-    def on_step_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Write the table."""
         counted, self._counted = self._counted, None
         if counted is None:

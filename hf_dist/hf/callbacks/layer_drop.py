@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.config.training_sections import LayerDropConfig
 from hf_dist.errors import ModelError
@@ -40,7 +40,9 @@ class LayerDropCallback(TrainerCallback):
         self._section = section
         self._blocks: list[_Block] = []
 
-    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Replace the blocks' forwards. Raises `ModelError` for a model without repeated blocks."""
         trainer = self._trainer()
         if trainer is not None:
@@ -48,13 +50,17 @@ class LayerDropCallback(TrainerCallback):
             if not self._blocks:
                 raise ModelError("progressive_layer_drop: the model has no repeated blocks that could be left out")
 
-    def on_step_begin(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Draw the blocks to skip."""
         out = left_out(self._section, state.global_step, len(self._blocks), args.seed)
         for position, block in enumerate(self._blocks):
             block.is_out = position in out
 
-    def on_train_end(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Restore the forwards."""
         for block in self._blocks:
             block.restore()

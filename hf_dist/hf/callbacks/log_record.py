@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.engine.engine import Engine
 
@@ -30,13 +30,15 @@ class LogCallback(TrainerCallback):
         """Values to add to the record of the window that ends now. Every rank calls it."""
         raise NotImplementedError
 
-    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Move ahead of the reporters: HF calls callbacks in list order."""
         trainer = self._trainer()
         if trainer is not None:
             go_first(trainer.callback_handler.callbacks, self)
 
-    def on_log(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Add `values()` to the dict that the reporters get, and to the history, which HF has already written."""
         logs: Any = kwargs.get("logs")
         if self.engine is None or not _is_training_log(logs):

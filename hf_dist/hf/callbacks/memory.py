@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.dist import collectives
 from hf_dist.hf.callbacks.log_record import LogCallback
@@ -25,7 +25,9 @@ class MemoryCallback(LogCallback):
 
     _keeps_peak = False
 
-    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Start the first window."""
         super().on_train_begin(args, state, control, **kwargs)
         # HF's own tracker reads the same counter at the end and expects the peak of the whole run.

@@ -6,7 +6,7 @@ import logging
 import weakref
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 from hf_dist import log
@@ -25,7 +25,9 @@ class StartUpCallback(TrainerCallback):
         self._trainer = weakref.ref(trainer)  # the trainer holds its callbacks
         self._shown: weakref.ref[Engine] | None = None
 
-    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Runs just after the engine was created."""
         trainer = self._trainer()
         engine = None if trainer is None else trainer.dist_engine

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.hf.callbacks.flops import TrainingFlops
 from hf_dist.hf.callbacks.log_record import LogCallback
@@ -34,7 +35,9 @@ class ThroughputCallback(LogCallback):
         self._flops: TrainingFlops | None = None
         self._hook: Any = None
 
-    def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Watch the model's forwards until `on_train_end`."""
         super().on_train_begin(args, state, control, **kwargs)
         self._stop()  # an earlier training may have ended in an exception
@@ -46,7 +49,9 @@ class ThroughputCallback(LogCallback):
         self._hook = engine.model.register_forward_pre_hook(self._see, with_kwargs=True)
         self._clock = start_clock(engine.device)
 
-    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Remove the hooks from the model."""
         self._stop()
 
@@ -66,31 +71,43 @@ class ThroughputCallback(LogCallback):
         if self._clock is not None:
             self._clock.mark(phase)
 
-    def on_epoch_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Ends the pause between two epochs."""
         self._mark("other")
 
-    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """The batches of the window have arrived."""
         self._mark("data")
 
-    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """All microbatches have run and their gradient is clipped."""
         self._mark("forward_backward")
 
-    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Optimizer and schedule have stepped."""
         self._mark("optimizer")
 
-    def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Ends the work after the last step."""
         self._mark("other")
 
-    def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Ends an evaluation."""
         self._mark(PAUSE)
 
-    def on_save(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Ends the write of a checkpoint."""
         self._mark(PAUSE)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
@@ -160,7 +160,9 @@ class _Looks(TrainerCallback):
     def __init__(self, training: Training) -> None:
         self._training = training
 
-    def on_step_end(self, args: object, state: Any, control: Any, **kwargs: object) -> Any:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> Any:
         """After HF's own callback, which asks for a checkpoint at the end, too."""
         control.should_save = state.global_step == self._training.save_at
         self._training.look(state.global_step, self.trainer.model, getattr(self.trainer, "dist_engine", None))
