@@ -197,7 +197,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         It takes the place of those attached before, except for the ones in `beside`, which step other parameters.
         Raises `ConfigError` or `ModelError`, with the engine unchanged.
         """
-        route(optimizer, self, self.stepping.attach(optimizer, beside).calls)
+        route(optimizer, self, self.stepping.attach(optimizer, self.config, beside).calls)
 
     def add_param_group(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by `optimizer.add_param_group`: train the new group's parameters. Local; every rank adds the same group."""

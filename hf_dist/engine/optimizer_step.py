@@ -45,7 +45,6 @@ class OptimizerStep:
     ) -> None:
         """`scaler`: of fp16; `outer`: of replicas that train alone; `tied_views`: parameters that are the same elements."""
         self.sharded = sharded
-        self.config = config
         self.window = window
         self.optimizers = optimizers
         self.scaler = scaler
@@ -55,29 +54,32 @@ class OptimizerStep:
         """Steps so far, skipped ones included."""
         self.skips = SkippedSteps()
         self.not_finite = NotFinite()
+        self._checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
         self._unused = UnusedParameters(sharded, allowed=config.zero_optimization.ignore_unused_parameters)
 
     def attach(
-        self, optimizer: torch.optim.Optimizer, beside: Sequence[torch.optim.Optimizer] = ()
+        self, optimizer: torch.optim.Optimizer, config: DistConfig, beside: Sequence[torch.optim.Optimizer] = ()
     ) -> FragmentedOptimizer:
         """Let `optimizer` step this rank's fragments of its parameters, in place of all others but `beside`. Collective.
+
+        `config`: the engine's, which alone keeps it.
 
         Raises `ConfigError` or `ModelError`, with nothing changed.
         """
         sight = sight_of(optimizer)
-        check_whole(sight.stepping, optimizer, self.config)
-        early = self.config.hf_dist.optimizer_in_backward
+        check_whole(sight.stepping, optimizer, config)
+        early = config.hf_dist.optimizer_in_backward
         if beside and (early or self.outer is not None):
             key = IN_BACKWARD if early else "local_sgd.enabled"
             raise ConfigError(
                 Problem(key, "true", "takes one optimizer", "Give all parameters to one, in several param groups.")
             )
-        if (section := self.config.optimizer) is not None and not is_from_config(optimizer):
+        if (section := config.optimizer) is not None and not is_from_config(optimizer):
             say_once(
                 f'the "optimizer" of the JSON ({section.type}) is not used: the program has given {type(optimizer).__name__}, '
                 "which trains with its own options"
             )
-        rounding = rounding_of(self.config, self.sharded.mesh.world.rank)
+        rounding = rounding_of(config, self.sharded.mesh.world.rank)
         if self.outer is not None:
             refuse_other_weights(optimizer)
         kept = [self.optimizers.of(other) for other in beside]
@@ -149,7 +151,7 @@ class OptimizerStep:
 
         `begins`: not for a further optimizer of the same step, which is skipped as the first one is.
         """
-        checks = self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self.window.early is None
+        checks = self._checks_bf16 and self.window.early is None
         if checks and self._skips_on_device(norm):
             flag = (~torch.isfinite(norm)).float()
             if begins:

@@ -136,12 +136,12 @@ def in_double(task: str, build: Callable[[], Any], layout: Callable[[Callable[[]
 def without_rounding(words: Words, again: Callable[[], Words]) -> Words:
     """What is wrong in fp32 and right in fp64 is the rounding of fp32: verified, with what was off."""
     doubles = again()
-    return {
-        name: ("verified", f"rounding: {why}")
-        if word == "WRONG" and doubles.get(name, ("",))[0] == "verified"
-        else (word, why)
-        for name, (word, why) in words.items()
-    }
+    found: Words = {}
+    for name, (word, why) in words.items():
+        twice, reason = doubles.get(name, ("WRONG", ""))
+        is_rounding = word == "WRONG" and twice not in ("WRONG", "raw")
+        found[name] = (twice, reason or f"rounding: {why}") if is_rounding else (word, why)
+    return found
 
 
 def _first_trial(model: Any, batch: Batch) -> tuple[Call, Batch]:

@@ -125,7 +125,8 @@ class SplitSequence:
                     f"{_KEY}: {name} is another model on parts of a sequence when it is called with {key} "
                     f"({self.refused[key]}). Leave {key} out, or remove the key."
                 )
-            is_rows = isinstance(value, torch.Tensor) and value.dim() > 0
+            # In a list or an output, too: features of images that were computed before.
+            is_rows = any(isinstance(x, torch.Tensor) and x.dim() > 0 for x in pytree.leaves(value))
             if self.verified is not None and is_rows and key not in self.verified and key not in OTHER_KINDS:
                 raise ModelError(
                     f"{_KEY}: {name} was called with {key}, and whether parts of it belong to parts of the rows is not known. "
@@ -284,6 +285,10 @@ def refuse_by_config(model: nn.Module) -> None:
     if config is None or not hasattr(config, "_attn_implementation"):
         raise ModelError(
             f"{_KEY}: {name} is not a transformers model, and its attention cannot be reached. Remove the key."
+        )
+    if getattr(config.get_text_config(), "vocab_size", None) is None:
+        raise ModelError(
+            f"{_KEY}: {name} reads no tokens of a vocabulary, and only rows of tokens are split. Remove the key."
         )
 
 

@@ -95,6 +95,9 @@ def _ids(trial: _Trial) -> torch.Tensor:
     vocabulary = min(VOCAB, getattr(trial.config.get_text_config(), "vocab_size", VOCAB) or VOCAB)
     ids = trial.integers(4, vocabulary - 8, trial.length)
     pad = getattr(trial.config, "pad_token_id", None) or 0
+    eos = getattr(trial.config, "eos_token_id", None)
+    if getattr(trial.config, "is_encoder_decoder", False) and isinstance(eos, int) and eos < vocabulary:
+        ids[torch.arange(trial.rows), _mask(trial).sum(1) - 1] = eos  # these classify at the end of the sentence
     return torch.where(_mask(trial) == 0, pad, ids)
 
 

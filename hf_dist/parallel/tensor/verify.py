@@ -49,7 +49,8 @@ class Unsplit:
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     """The model's own next-token loss, or else a number to which every output contributes."""
     if _is_language_model(model) and "input_ids" in batch:
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        labels, mask = batch["input_ids"], batch.get("attention_mask")
+        labels = labels if mask is None else labels.masked_fill(mask == 0, -100)
         loss: Any = model(**batch, labels=labels).loss
         if loss is not None:
             return loss

@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
     "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
     "neighbours, seen by the first token alone": (_mobile_bert, {}, "(mobilebert.embeddings.embedding_transformation)"),
+    "images alone": (lambda t: next(builders(t.ViTForImageClassification))(), {}, "reads no tokens of a vocabulary"),
     "heads of a recurrence": (
         lambda t: make_model("qwen3next"),
         {"ranks": 3},
@@ -80,6 +81,11 @@ CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a mask of one's own": ("llama", {"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask is (2, 1, 12, 12)"),
     "attention weights": ("llama", {"output_attentions": True}, "output_attentions"),
     "images": ("llama", {"pixel_values": torch.ones(2, 3, 8, 8)}, "pixel_values was given"),
+    "images that were encoded before": (
+        "llama",
+        {"mm_encoder_outputs": {"image": [torch.ones(2, 3, 32)]}},
+        "was called with mm_encoder_outputs",
+    ),
     "positions in planes": (
         "llama",
         {"position_ids": torch.ones(3, 2, 12, dtype=torch.long)},

@@ -15,6 +15,7 @@ from hf_dist.parallel.tensor.trial import trial_batches
 from hf_dist.parallel.tensor.verify import Unsplit, compute, unsplit
 from hf_dist.sharding.units import find_unit_modules
 from tests.covering import FULL_GRID
+from tests.sweep.tiny import builders
 
 SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 TEXT: dict[str, Any] = dict(vocab_size=99, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -114,3 +115,9 @@ def test_a_trial_of_tokens_comes_first_and_holds_padding() -> None:
     assert compute(
         tf.BertForMaskedLM(tf.BertConfig(**SMALL, **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     )
+
+
+@pytest.mark.parametrize("name", ["FNetForMaskedLM", "BartForSequenceClassification"])
+def test_a_class_without_a_mask_and_one_that_looks_for_the_end_of_a_sentence_are_tried(name: str) -> None:
+    """Both were refused, because our trial failed by itself."""
+    assert choose_plan(next(builders(getattr(tf, name)))(), 2, find_unit_modules).params
