@@ -80,7 +80,7 @@ class LauncherSettings:
 def put(config: dict[str, Any], path: str, value: object) -> None:
     """Write `value` at a JSON path, creating missing sections. Does nothing if a section is not an object."""
     *sections, key = path.split(".")
-    node: Any = config
+    node: object = config
     for section in sections:
         node = node.setdefault(section, {}) if isinstance(node, dict) else node
     if isinstance(node, dict):

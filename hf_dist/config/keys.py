@@ -81,7 +81,7 @@ class _Walk:
     def read_as(self, target: str, where: str, value: object) -> None:
         """Put the value at the key that was meant, so that one run also reports what is wrong with the value."""
         *sections, name = target.split(".")
-        home: Any = self.root
+        home: object = self.root
         for part in sections:
             home = home.setdefault(part, {}) if isinstance(home, dict) else None
         if isinstance(home, dict) and name not in home:

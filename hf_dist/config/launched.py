@@ -29,7 +29,7 @@ def take_launcher(data: dict[str, Any], launcher: LauncherSettings | None, findi
 
 
 def _value_at(data: dict[str, object], path: str) -> Any:
-    node: Any = data
+    node: object = data
     for part in path.split("."):
         if not isinstance(node, dict) or part not in node:
             return _ABSENT

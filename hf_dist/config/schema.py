@@ -184,7 +184,7 @@ class DistConfig(Frozen):
 
     def value_at(self, path: str) -> Any:
         """The value at a JSON path; None if a section or a parameter is missing."""
-        value: Any = self
+        value: object = self
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
         return value

@@ -178,7 +178,7 @@ def _pass(name: str, owner: str) -> str:
 
 def at(root: Mapping[str, object], path: str) -> Any:
     """The value at a JSON path of plain data; None if missing."""
-    node: Any = root
+    node: object = root
     for part in path.split(".") if path else ():
         node = node.get(part) if isinstance(node, Mapping) else None
     return node

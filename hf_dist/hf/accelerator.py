@@ -396,7 +396,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Like accelerate's, for computations outside the model. Casts only with `torch_autocast`."""
         if not self.dist_config.torch_autocast.enabled:
-            casts: AbstractContextManager[Any] = super().autocast(autocast_handler)
+            casts: AbstractContextManager[object] = super().autocast(autocast_handler)
             return casts
         kwargs = {} if autocast_handler is None else autocast_handler.to_kwargs()
         return torch.autocast(self.device.type, DTYPES[self.dist_config.torch_autocast.dtype], **kwargs)

@@ -59,7 +59,7 @@ def check_options(arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items()
         if OPTIONS.get(name) and value is not None and str(value).lower() not in ("no", "dynamobackend.no")
     ]
-    handlers: Sequence[Any] = arguments.get("kwargs_handlers") or ()
+    handlers: Sequence[object] = arguments.get("kwargs_handlers") or ()
     for handler in handlers:
         kind = type(handler).__name__
         if HANDLERS.get(kind):

@@ -31,7 +31,7 @@ def let_losses_count_once(model: nn.Module, pipeline_stages: int) -> None:
     Raises `ModelError` under a pipeline, where only the last stage computes a loss: the other stages would never take part.
     """
     counting = [module for module in _modules_of(model) if getattr(module, "reduce", None) in (operations.reduce, _SUM)]
-    loss: Any = getattr(model, "loss_function", None)
+    loss: object = getattr(model, "loss_function", None)
     its_module = sys.modules.get(getattr(loss, "__module__", None) or "")
     counts = hasattr(its_module, _IMAGE_LOSS) or any(not module.__name__.startswith(_LOSSES) for module in counting)
     if counts and pipeline_stages > 1:

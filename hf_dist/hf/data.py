@@ -80,7 +80,7 @@ class SeekableBatches(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the sampler that shuffles, however deeply it is wrapped."""
-        layer: Any = self.inner
+        layer: object = self.inner
         while layer is not None:
             if hasattr(layer, "set_epoch"):
                 layer.set_epoch(epoch)

@@ -32,8 +32,8 @@ def dequantises(quantizer: Any) -> bool:
 @contextmanager
 def dequantised_as_read() -> Iterator[None]:
     """Inside, transformers' conversions of stored FP8 and MXFP4 tensors read no data."""
-    fp8: Any = importlib.import_module("transformers.integrations.finegrained_fp8")
-    mxfp4: Any = importlib.import_module("transformers.integrations.mxfp4")
+    fp8: object = importlib.import_module("transformers.integrations.finegrained_fp8")
+    mxfp4: object = importlib.import_module("transformers.integrations.mxfp4")
     with ExitStack() as stack:
         for owner, name, instead in (
             (getattr(fp8, "Fp8Dequantize", None), "_dequantize_one", _block_scaled),

@@ -131,7 +131,7 @@ class ShorterBatch:
     """Whether the ranks' batches may differ in length: true from the step of a filled batch until its loader ends."""
 
     def __init__(self) -> None:
-        self._loader: Callable[[], Any] | None = None
+        self._loader: Callable[[], object] | None = None
 
     def begin(self, loader: Any) -> None:
         """Call it on every rank, whether or not its own batch is shorter."""

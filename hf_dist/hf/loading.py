@@ -85,7 +85,7 @@ def _load(
 ) -> Any:
     """Stands in for `PreTrainedModel._load_pretrained_model`; same arguments and result."""
     stock = _stock.__func__
-    arguments: tuple[Any, ...] = (model, state_dict, checkpoint_files, load_config)
+    arguments: tuple[object, ...] = (model, state_dict, checkpoint_files, load_config)
     if expected_keys is not None:  # transformers before 5.4 has no such argument
         arguments = (*arguments, expected_keys)
     if _users == 0:
@@ -127,7 +127,7 @@ def _reason_not_to_stream(
 
 def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: object) -> Any:
     """The stock loader's result, or None when it reported an error and the model must be loaded again."""
-    stored: Any = recorded(t for f in checkpoint_files for t in SafetensorsFile(f).tensors().values())
+    stored: object = recorded(t for f in checkpoint_files for t in SafetensorsFile(f).tensors().values())
     with dequantised_as_read():
         result = stock(model, stored, checkpoint_files, load_config)
     if result[0].conversion_errors or result[0].error_msgs:

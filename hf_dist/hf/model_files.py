@@ -161,7 +161,7 @@ def plan_of_files(engine: Engine, folder: Path) -> WeightPlan | None:
 
     Raises `CheckpointError` for tensors that the model does not have.
     """
-    model: Any = engine.sharded.whole
+    model: object = engine.sharded.whole
     adapters = getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None) is not None
     if not isinstance(model, PreTrainedModel) or adapters or own_way(engine.sharded):
         return None

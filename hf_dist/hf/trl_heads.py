@@ -26,7 +26,7 @@ _MODULES = ("trl.trainer.utils", "trl.kernels.chunked_divergence")
 def let_trl_read_heads() -> None:
     """Give TRL's losses whole heads of prepared models. Local; does nothing if TRL was not imported."""
     for name in _MODULES:
-        module: Any = sys.modules.get(name)
+        module: object = sys.modules.get(name)
         stock = getattr(module, _NAME, None)
         if stock is not None and stock is not _whole_heads:
             setattr(module, _NAME, _whole_heads)

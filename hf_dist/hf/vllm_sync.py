@@ -32,7 +32,7 @@ def let_vllm_gather() -> None:
     """
     for path, instead in _READERS.items():
         place, _, name = path.rpartition(".")
-        owner: Any = sys.modules.get(place)
+        owner: object = sys.modules.get(place)
         if owner is None:
             module, _, cls = place.rpartition(".")
             owner = getattr(sys.modules.get(module), cls, None)

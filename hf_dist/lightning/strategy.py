@@ -62,7 +62,7 @@ class DistStrategy:
 
     def __new__(cls, *args: object, package: str | None = None, **kwargs: object) -> DistStrategy:
         """An instance of a class that also derives from Lightning's."""
-        own: Any = cls
+        own: object = cls
         made: DistStrategy = object.__new__(joined(own, package or imported_package()))
         return made
 

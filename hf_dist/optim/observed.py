@@ -135,7 +135,7 @@ class _Copier:
         return self._instance(optimizer)
 
     def _instance(self, optimizer: torch.optim.Optimizer) -> Any:
-        made: Any = type(optimizer).__new__(type(optimizer))
+        made: object = type(optimizer).__new__(type(optimizer))
         self._made[id(optimizer)] = made
         for key, value in vars(optimizer).items():
             if key in _REDIRECTED:

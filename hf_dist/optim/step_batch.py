@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -236,6 +235,6 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
     On a GPU, torch's default is "foreach", which steps CPU tensors one operation at a time.
     """
     for group in optimizer.param_groups:
-        chosen: Any = (group.get("fused"), group.get("foreach"))
+        chosen: object = (group.get("fused"), group.get("foreach"))
         if "fused" in group and chosen == (None, None) and not group.get("differentiable"):
             group["fused"] = True

@@ -109,12 +109,12 @@ def advice(rows: Sequence[ExpertTraffic], ep: int, tokens: int) -> list[str]:
 
 def _chosen(model: nn.Module) -> int | None:
     """Experts per token, from the model's config."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((int(getattr(text, name)) for name in _CHOSEN if isinstance(getattr(text, name, None), int)), None)
 
 
 def _width(model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return int(getattr(text, "hidden_size", 0) or 1 << 30)

@@ -113,7 +113,7 @@ class _Unpadded(MetaTrace):
 
 def text_batch(model: nn.Module, micro: int, seq: int) -> dict[str, Any]:
     """Arguments of a text model for `micro` samples of `seq` tokens, without padding."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     batch: dict[str, Any] = {"input_ids": torch.zeros(micro, seq, dtype=torch.long, device="meta")}
     if getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = batch["input_ids"]

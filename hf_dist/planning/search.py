@@ -345,7 +345,7 @@ class Search:
 
 
 def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -64,7 +63,7 @@ class ChangingBuffers:
             str, _Seen
         ] = {}  # before the first training forward: a flag that is read late still finds the change
         self._is_first = True
-        self._late: Callable[[], Any] | None = None  # waits for the flag of the last step and returns it
+        self._late: Callable[[], object] | None = None  # waits for the flag of the last step and returns it
         self._now: dict[str, torch.Tensor] = {}  # those of the step under way
         buffers = self._of_model()
         if mesh.pp.size > 1:

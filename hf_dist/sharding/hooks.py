@@ -64,7 +64,7 @@ class Passes:
         self.paused = False
         """True while the modules hold whole weights from elsewhere; a forward then needs no other rank."""
         self._forward = OuterForward()
-        self._mixed: AbstractContextManager[Any] | None = None  # open during a forward: autocast, or `MixedDtypes`
+        self._mixed: AbstractContextManager[object] | None = None  # open during a forward: autocast, or `MixedDtypes`
         # Running forwards of each unit.
         self._calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
         self._in_backward = False

@@ -52,7 +52,7 @@ class _Unread(torch.autograd.Function):
 
 
 def _metadata() -> frozenset[Any]:
-    tensor: Any = torch.Tensor
+    tensor: object = torch.Tensor
     attributes = "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta itemsize nbytes"
     methods = "size dim numel nelement is_floating_point element_size get_device __len__ __hash__ register_hook"
     found = {getattr(tensor, name).__get__ for name in attributes.split()}

@@ -115,7 +115,7 @@ class Watchdog(threading.Thread):
         self._collector: Collector | None = None
         self._senders: dict[int, Sender] = {}
         self._names: dict[int, str] = {}
-        self._named: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._named: weakref.WeakSet[object] = weakref.WeakSet()
         self._seen: tuple[Any, ...] = ()
         self._since = time.monotonic()
         self._departure = Departure()

@@ -73,7 +73,7 @@ class _Block:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.is_out = False
-        self._forward: Callable[..., Any] = module.forward
+        self._forward: Callable[..., object] = module.forward
         self._own = "forward" in vars(module)
         self._num_outputs: int | None = None  # None until known; 0: a tensor, not a tuple
         module.forward = self._call

@@ -35,7 +35,7 @@ def tile_mlps(model: nn.Module, tiles: int) -> int:
         )
     for module in found:
         if _TILES not in module.__dict__:
-            own: Any = type(module)
+            own: object = type(module)
             module.__class__ = _tiled_class(own)
         module.__dict__[_TILES] = tiles
     return len(found)

@@ -128,7 +128,7 @@ def keep_adapters_low_rank(model: nn.Module) -> int:
     """
     if "peft" not in sys.modules:
         return 0
-    from_peft: Any = sys.modules.get("peft.tuners.lora.layer")
+    from_peft: object = sys.modules.get("peft.tuners.lora.layer")
     wrapper = getattr(from_peft, "ParamWrapper", None)
     if wrapper is None:
         return 0

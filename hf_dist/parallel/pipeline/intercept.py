@@ -23,7 +23,7 @@ def intercept(module: nn.Module, handler: Handler) -> None:
     the module's hooks do not run (no weights are gathered, no outputs collected). Activation checkpointing inside the module's
     `forward` is not affected.
     """
-    cls: Any = type(module)
+    cls: object = type(module)
     module.__class__ = _callable_class(cls)
     module.__dict__[_HANDLER] = handler
 

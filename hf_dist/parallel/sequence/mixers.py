@@ -191,7 +191,7 @@ def _gated_recurrence(m: Any, rank: int, ranks: int) -> Share:
 
 
 def _short_convolution(m: Any, rank: int, ranks: int) -> Share | None:
-    conv: Any = m.conv
+    conv: object = m.conv
     if not isinstance(conv, nn.Conv1d) or conv.groups != conv.out_channels or m.in_proj.out_features != 3 * conv.groups:
         return None
     own = _part(conv, "out_channels", rank, ranks)

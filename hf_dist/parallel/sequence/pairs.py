@@ -33,7 +33,7 @@ _DecoderIds = Callable[[torch.Tensor], torch.Tensor]
 
 def is_pair(model: nn.Module) -> bool:
     """Whether a model is a text encoder with a text decoder."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     return bool(getattr(config, "is_encoder_decoder", False))
 
 

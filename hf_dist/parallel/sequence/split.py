@@ -248,7 +248,7 @@ def _with_arguments_of_parts(model: nn.Module, batch: Callable[[], Mapping[str, 
     if "labels" in given:
         extra["num_items_in_batch"] = torch.tensor(ids.numel())
     new = {name: value for name, value in extra.items() if name not in given and arguments.takes(name)}
-    split: Mapping[str, Any] = pytree.copied(given, **new)
+    split: Mapping[str, object] = pytree.copied(given, **new)
     return split
 
 
@@ -271,7 +271,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_atte
 
 def heads_of(model: nn.Module) -> int:
     """Query heads of a model's attention; 1 if its config does not tell."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [getattr(text, name, None) for name in _HEADS]
     counts = [n for n in found if isinstance(n, int)]
@@ -280,7 +280,7 @@ def heads_of(model: nn.Module) -> int:
 
 def refuse_by_config(model: nn.Module) -> None:
     """Raise `ModelError` if a model's config shows a use of the sequence that cannot be split."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     name = type(model).__name__
     if config is None or not hasattr(config, "_attn_implementation"):
         raise ModelError(

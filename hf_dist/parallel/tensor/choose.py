@@ -37,7 +37,7 @@ def choose_plan(
     in a model, which are not split. Reads no weights of `model`, only its class and config. Raises `ModelError` if no plan
     verifies.
     """
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     key = (
         type(model),
         size,

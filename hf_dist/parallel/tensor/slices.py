@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -188,7 +187,7 @@ def shared_heads(modules: Mapping[str, nn.Module], name: str, plan: SplitPlan, s
     if style != "colwise":
         return None
     parent = modules.get(name.rpartition(".")[0])
-    module: Any = modules.get(name)
+    module: object = modules.get(name)
     head = heads_of(parent)
     weight = getattr(getattr(module, "base_layer", module), "weight", None)
     if parent is None or head is None or weight is None or weight.ndim != 2:

@@ -139,7 +139,7 @@ class SplitModel:
     def _refuse_attentions(self, model: object, args: object, kwargs: dict[str, object]) -> None:
         """Refuse attention weights, which a loss would take for those of all heads."""
         asked = kwargs.get("output_attentions")
-        config: Any = getattr(model, "config", None)
+        config: object = getattr(model, "config", None)
         if not self._off() and (getattr(config, "output_attentions", False) if asked is None else asked):
             raise ModelError(
                 f"tensor_parallel.autotp_size: output_attentions asks {type(model).__name__} for the attention of all heads, "
@@ -354,7 +354,7 @@ class SplitModel:
 def _refuse_hidden_states(model: object, args: object, kwargs: dict[str, object]) -> None:
     """Refuse hidden states in training: between regions only a rank's part of the sequence would be recorded."""
     asked = kwargs.get("output_hidden_states")
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     if torch.is_grad_enabled() and (getattr(config, "output_hidden_states", False) if asked is None else asked):
         raise ModelError(
             "output_hidden_states in training: with hf_dist.sequence_regions each rank has a part of the sequence between the "

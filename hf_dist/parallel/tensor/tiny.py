@@ -150,7 +150,7 @@ def tiny_copies(model: nn.Module, size: int) -> Iterator[Callable[[], nn.Module]
 
     Sizes divide over `size` ranks like the model's.
     """
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return
     fields = _like(config, tiny_fields(config), size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 __all__ = ["signature_of"]
 
@@ -20,10 +20,10 @@ def signature_of(
     hints, kinds = get_type_hints(asked), kinds or {}
     parameters = []
     for field in dataclasses.fields(asked):
-        default: Any = field.default if field.default is not dataclasses.MISSING else inspect.Parameter.empty
+        default: object = field.default if field.default is not dataclasses.MISSING else inspect.Parameter.empty
         if field.name in kinds:
             default = None
-        annotation: Any = Annotated[kinds.get(field.name, hints[field.name]), options[field.name]]
+        annotation: object = Annotated[kinds.get(field.name, hints[field.name]), options[field.name]]
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
     return inspect.Signature(parameters)
