@@ -280,7 +280,7 @@ def heads_of(model: nn.Module) -> int:
 
 def refuse_by_config(model: nn.Module) -> None:
     """Raise `ModelError` if a model's config shows a use of the sequence that cannot be split."""
-    config: object = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     name = type(model).__name__
     if config is None or not hasattr(config, "_attn_implementation"):
         raise ModelError(
