@@ -103,7 +103,7 @@ class OptimizerStep:
 
     def switch_mode(self, mode: str, optimizer: torch.optim.Optimizer) -> None:
         """Call the optimizer's `train` or `eval` method, which may write weights. Collective at stages 1 and 2."""
-        self.sharded.take_writes()
+        self.sharded.take_writes()  # schedule-free optimizers interpolate the masters in place, which lack those writes
         self.optimizers.of(optimizer).switch(mode)
         self.sharded.weights_changed()
 
@@ -114,28 +114,31 @@ class OptimizerStep:
                 "this engine has no optimizer to step: pass optimizer= to hf_dist.initialize, prepare one with the model, or "
                 'add "optimizer" to the config'
             )
+        # First: `p.data` that user code wrote since the last step is in the full weights, and the step changes the masters.
         self.sharded.take_writes()
         summary = self.window.summary()
         begins = self.window.begins_step(by_hand)  # else it goes on, with another optimizer
         self.count += begins
         overflow, skip = self._is_skipped(summary.norm, begins)
+        # Also in a skipped step: the forwards of its microbatches have changed the statistics, on each rank differently.
         self.sharded.synchronize_buffers()
         if not overflow:
-            if skip is None:
+            if skip is None:  # a step that skips itself on the device is counted there, and is no news
                 self.not_finite.note(summary.norm, self.count)
-            self.window.unscale()
+            self.window.unscale()  # by the scale of the backwards: `_is_skipped` has just changed that of the next window
             used = summary.used
             self._unused.look(used)
             tied = self.tied_views.before_step()
             # A meeting, or what else is done to the weights after the step, may change them.
             unit = self.sharded.read_first() if self.outer is None and not self.tied_views.views else None
             first = None if unit is None else (unit, self.sharded.gather_ahead)
+            # The clip's factor goes into the step's own kernel: scaling the gradients would read and write them once more.
             scaling = StepScaling(self.window.factor, skip)
             self.optimizers.step(lambda f: _is_used(f, used), scaling, first, only=by_hand)
             self.tied_views.after_step(tied)
             self.optimizers.note_written()
         moved = self.outer is not None and self.outer.after_step(self.count, self.scaler)
-        if moved or not overflow:
+        if moved or not overflow:  # else all ranks keep what they have gathered: a skipped step costs no all-gather
             self.sharded.weights_changed()
         self.window.stepped(by_hand)
 
@@ -151,12 +154,14 @@ class OptimizerStep:
 
         `begins`: not for a further optimizer of the same step, which is skipped as the first one is.
         """
+        # With steps inside of the backward, weights are written before the norm is known: there is nothing left to skip.
         checks = self._checks_bf16 and self.window.early is None
         if checks and self._skips_on_device(norm):
             flag = (~torch.isfinite(norm)).float()
             if begins:
                 self.skips.record_late(flag)
             return False, flag
+        # The only wait of the host in a step. All ranks have the same norm, so they skip together without asking each other.
         overflow = (checks or self.scaler is not None) and not bool(torch.isfinite(norm))
         if begins:
             self.skips.record(overflow)

@@ -94,9 +94,11 @@ class FullWeights:
         # Autograd saved views of the buffer with this version: a gather for backward writes the same values again.
         with torch.autograd._unsafe_preserve_version_counter(self.values), torch.no_grad():
             if not self.is_allocated:
+                # Not a new tensor: the parameters, and what autograd saved of the forward, are views of this storage.
                 self.values.untyped_storage().resize_(self._layout.numel * self.values.element_size())
                 in_huge_pages(self.values)
             handle = fill()
+        # After `fill`: if it raises (a file, a rank that is gone), the weights are as they were, and guarded.
         self._become(WeightState.GATHERING)
         self._gather = handle
 
@@ -105,7 +107,7 @@ class FullWeights:
         if self.state is not WeightState.READABLE:
             self.drain()
             self._become(WeightState.READABLE)
-            if self.writable:
+            if self.writable:  # from here on user code can reach the elements, and its writes count
                 self.writes.watch()
 
     def hide(self) -> None:
@@ -116,7 +118,7 @@ class FullWeights:
     def outdate(self) -> None:
         """Any -> STALE: the masters were stepped, and the buffer rests. Local."""
         if self.state is not WeightState.STALE:
-            self.drain()
+            self.drain()  # it was issued with the masters of before, and would overwrite what is gathered next
             self._become(WeightState.STALE)
 
     def free(self) -> None:

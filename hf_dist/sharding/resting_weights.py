@@ -42,7 +42,7 @@ class RestingWeights:
     def changed(self) -> None:
         """Note that `master` was written. Local."""
         self.version += 1
-        if self.shard is self.master:
+        if self.shard is self.master:  # there is no copy that could lag behind
             self._shard_version = self.version
         self.forget_second()
 
@@ -73,6 +73,7 @@ class RestingWeights:
         """Like `write_back`, for a caller that already holds the master tensor. Local."""
         if self._shard_version == self.version:
             return
+        # Before the copy, which is asynchronous: a second caller must not start it again into the same memory.
         self._shard_version = self.version
         with torch.no_grad():
             self.storage.link.deliver(self.shard.get(blank=True), masters)
@@ -92,17 +93,18 @@ class RestingWeights:
         if self.second is not None and self.second.holds:
             return self.second.gather(full)
         if not self.plan.separate:
-            return self._all_gather(full, axis)
+            return self._all_gather(full, axis)  # in place: this rank's part rests inside of `full`
         start, stop = self.plan.interval
         values = self.shard.get()
         with self.storage.link.beside(values) as arrival:
             full[start:stop].copy_(values, non_blocking=True)
             gather = self._all_gather(full, axis)
+        # Not before the copy has read it: the host memory goes back to a pool, and the next user would overwrite it.
         self.shard.release(after=arrival)
         return collectives.Handle([gather, *arrival])
 
     def _all_gather(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
-        if self.plan.interval == (0, full.numel()):
+        if self.plan.interval == (0, full.numel()):  # one rank, or a group that is not divided: no collective at all
             return collectives.Handle([])
         return collectives.all_gather(axis, full)
 

@@ -67,11 +67,11 @@ class WindowGradient:
             return
         self.used[index] = True
         if not self._reduces_now and grad.dtype == self._accumulated:
-            return
+            return  # autograd adds the next microbatch to `.grad` itself, in the dtype of the sum: a buffer would be a copy
         if self.values is None and self._reduces_now and not has_room:
             self._in_place = True
             return
-        if grad.is_sparse:
+        if grad.is_sparse:  # embeddings with `sparse=True`; ranks have other rows, so only dense ones can be summed
             grad = grad.to_dense()
         if self._is_whole_buffer(grad):  # it serves as the buffer: a copy would take its memory once more
             self.values = grad.detach().view(-1)
@@ -85,9 +85,11 @@ class WindowGradient:
             else:
                 self._put(into, grad)
         self._filled[index] = True
+        # Or autograd would add the next microbatch to what is already in the buffer, and `take` would count it twice.
         set_raw_grad(p, None)
 
     def _is_whole_buffer(self, grad: torch.Tensor) -> bool:
+        # Of the layout's length: with padding behind it the reduce-scatter would read past its end.
         same = grad.numel() == self._layout.numel and grad.dtype == self._buffer_dtype and grad.device == self._device
         return self.values is None and len(self._params) == 1 and same and grad.is_contiguous()
 
@@ -135,7 +137,7 @@ class WindowGradient:
                 self.values.index_fill_(0, self._gaps, 0)
             if self._end < self.values.numel():
                 self.values[self._end :].zero_()
-            self._filled = [False] * len(self._params)
+            self._filled = [False] * len(self._params)  # their elements are whatever the memory held
         return self.values
 
     def take(self) -> torch.Tensor:
@@ -150,7 +152,7 @@ class WindowGradient:
                 self._put(into, waiting.to_dense() if waiting.is_sparse else waiting)
                 set_raw_grad(p, None)
                 self.used[i] = True
-            else:
+            else:  # unused on this rank, and perhaps not on others: the sum over ranks needs a number from each
                 into.zero_()
         self._in_place = False
         self.values = None
