@@ -29,7 +29,7 @@ State = Mapping[str, "FlatSlice | torch.Tensor"]
 
 
 class _SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatSlice) else super().lookup_object(index)
 

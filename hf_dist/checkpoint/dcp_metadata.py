@@ -30,7 +30,7 @@ _DESCRIPTIONS = {
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 
 
-def _member(kind: object, name: object) -> Any:
+def _member(kind: object, name: object) -> object:
     """A member of an enumeration; Python 3.11.0 to 3.11.3 pickle it as `getattr(its class, its name)`."""
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
         return kind[name]
@@ -64,7 +64,7 @@ _CLASSES = tuple(
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _FOUND:
             return _FOUND[module, name]
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")

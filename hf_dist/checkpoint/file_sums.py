@@ -188,7 +188,7 @@ def _block_sums(values: Any, offset: int) -> Sums:
     return found
 
 
-def _sum(values: Any, offset: int) -> Any:
+def _sum(values: Any, offset: int) -> object:
     """The sum of the words of a part of a block; words that begin before it, or end after it, have zeros there."""
     lead = offset % 8
     if lead or values.size % 8:

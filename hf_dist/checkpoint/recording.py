@@ -114,7 +114,7 @@ def read_whole(tensor: RecordedTensor) -> torch.Tensor:
     return out
 
 
-def _follow(func: Any, args: object, kwargs: dict[str, Any]) -> Any:
+def _follow(func: Any, args: object, kwargs: dict[str, Any]) -> object:
     """The recorded result if `func` only moves or casts elements of recorded tensors; otherwise None."""
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not all(isinstance(tensor, RecordedTensor) for tensor in given):

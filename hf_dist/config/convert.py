@@ -115,7 +115,7 @@ def _filled(node: object, path: str, notes: dict[str, str]) -> Any:
     return kept
 
 
-def _section(data: Mapping[str, object], name: str, notes: Mapping[str, str]) -> Mapping[str, Any]:
+def _section(data: Mapping[str, object], name: str, notes: Mapping[str, str]) -> Mapping[str, object]:
     """A section of the YAML; empty if missing."""
     if name in notes:
         raise ConfigError(Problem(name, "", "is a template", "Fill it in first."))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_dist.config.batch import MICRO, NO_MULTIPLE, STEPS, TRAIN
 from hf_dist.config.curriculum import check_curriculum
@@ -248,7 +247,7 @@ def note_coercions(written: Mapping[str, object], config: DistConfig, findings: 
             findings.note(path, f"{shown(value)} is read as {shown(read)}", "read")
 
 
-def _leaves(node: Mapping[str, object], path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[str, object], path: str) -> Iterator[tuple[str, object]]:
     for key, value in node.items():
         where = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):

@@ -28,7 +28,7 @@ def take_launcher(data: dict[str, Any], launcher: LauncherSettings | None, findi
     return filled
 
 
-def _value_at(data: dict[str, object], path: str) -> Any:
+def _value_at(data: dict[str, object], path: str) -> object:
     node: object = data
     for part in path.split("."):
         if not isinstance(node, dict) or part not in node:

@@ -137,7 +137,7 @@ def _move(data: dict[str, object], alias: str, target: str, findings: Findings) 
     findings.written[target] = (alias, written)
 
 
-def _meant(alias: str, target: str, written: object) -> Any:
+def _meant(alias: str, target: str, written: object) -> object:
     """The value for the newer key, or None. An old key may be a switch where the newer key is not, or its opposite."""
     if target.endswith(".device"):
         return "cpu" if values.flag(written) else None

@@ -197,7 +197,7 @@ def _type(
     return nearest
 
 
-def _params(section: Mapping[str, object], path: str, findings: Findings) -> Mapping[str, Any]:
+def _params(section: Mapping[str, object], path: str, findings: Findings) -> Mapping[str, object]:
     params = section.get("params", {})
     if isinstance(params, Mapping):
         return {key: value for key, value in params.items() if value is not None}

@@ -64,7 +64,7 @@ class _Scanner:
         self.slips: list[Problem] = []
         self._breaks = [match.start() for match in re.finditer("\n", text)]
 
-    def document(self) -> Any:
+    def document(self) -> object:
         """Read the single value of the text."""
         if not self._peek():
             raise self._stop("is empty; expected a JSON object", "")
@@ -146,7 +146,7 @@ class _Scanner:
             raise self._stop(f"has a string that is not closed or not valid: {error.msg}", "") from None
         return str(value)
 
-    def _scalar(self) -> Any:
+    def _scalar(self) -> object:
         match = _WORD.match(self.text, self.at)
         word = match.group() if match else ""
         word = _COMMENT.sub("", word)

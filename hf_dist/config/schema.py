@@ -202,7 +202,7 @@ class DistConfig(Frozen):
         return copy
 
 
-def _with_value(node: Any, path: list[str], value: object) -> Any:
+def _with_value(node: Any, path: list[str], value: object) -> object:
     head, rest = path[0], path[1:]
     if isinstance(node, Mapping):
         return {**node, head: _with_value(node[head], rest, value) if rest else value}

@@ -173,7 +173,7 @@ def autocast_dtype(value: object) -> str:
 def needed(coerce: Coerce) -> Coerce:
     """The same coercion for a key that other keys depend on, so its remedy is never to remove it."""
 
-    def of_needed(value: object) -> Any:
+    def of_needed(value: object) -> object:
         try:
             return coerce(value)
         except BadValue as bad:

@@ -20,7 +20,7 @@ _FIRST = b"hf_dist: interrupted while all ranks save or load together: that is f
 _inside = False
 
 
-def first_problem(axis: MeshAxis, problem: object) -> tuple[int, Any, int] | None:
+def first_problem(axis: MeshAxis, problem: object) -> tuple[int, object, int] | None:
     """(rank on the axis, its problem, number of other ranks with a problem) of the first rank with one, or None. Collective."""
     found = [(rank, p) for rank, p in enumerate(collectives.all_gather_object(axis, problem)) if p]
     return (*found[0], len(found) - 1) if found else None

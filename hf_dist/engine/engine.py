@@ -435,5 +435,5 @@ def _own_loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
     return loss
 
 
-def _to_device(batch: object, device: torch.device) -> Any:
+def _to_device(batch: object, device: torch.device) -> object:
     return pytree.mapped(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, batch)

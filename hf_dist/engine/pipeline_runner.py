@@ -335,7 +335,7 @@ class Pipeline:
         shapes = collectives.broadcast_object(self.mesh.pp, shapes if is_last else None, self.last)
         own = iter(pytree.leaves(value)) if is_last else None
 
-        def arrive(row: object) -> Any:
+        def arrive(row: object) -> object:
             leaf = next(own) if own is not None else None
             if not isinstance(row, _Tensor):
                 return row

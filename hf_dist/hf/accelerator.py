@@ -387,7 +387,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             self._schedulers[-1] = prepared = DataRankScheduler.of(prepared, self.mesh.data.size)
         return prepared
 
-    def _prepare_dummy(self, dummy: DummyScheduler, optimizer: object) -> Any:
+    def _prepare_dummy(self, dummy: DummyScheduler, optimizer: object) -> object:
         options = {"step_with_optimizer": self.step_scheduler_with_optimizer, "split_batches": self.split_batches}
         ranks = self.axes.size("data")
         self._schedulers.append(real_scheduler(dummy, self._asked, optimizer, ranks=ranks, options=options))

@@ -30,7 +30,7 @@ def let_adafactor_show_rates(engine: Engine) -> None:
         schedule.get_lr = _rates
 
 
-def _rates(schedule: Any) -> Any:
+def _rates(schedule: Any) -> object:
     engine: Any = engine_of(schedule.optimizer)
     if engine is None or engine.fragments is None:
         return getattr(schedule, _STOCK)()

@@ -419,7 +419,7 @@ class CheckpointingMixin(DataPositionMixin):
 
     # ----------------------------------------------------------------------- end
 
-    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """HF's, after a last check for a stop signal and after all saves: HF deletes the checkpoints beyond a limit of one."""
         if self._evaluation_due is not None:  # due after the last step: no epoch has restored the generators
             self._load_rng_state(str(self._evaluation_due))

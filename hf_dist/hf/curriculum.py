@@ -19,7 +19,7 @@ def cut_batches(batches: Iterator[object], length: int) -> Iterator[Any]:
         yield _cut(batch, length)
 
 
-def _cut(batch: object, length: int) -> Any:
+def _cut(batch: object, length: int) -> object:
     """A batch cut to `length` along every axis that is as long as its rows of tokens."""
     if not isinstance(batch, Mapping):
         return batch

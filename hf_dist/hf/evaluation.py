@@ -83,7 +83,7 @@ def inputs_of_all_ranks(trainer: Any) -> Iterator[None]:
         yield
         return
 
-    def computed(prediction: Any, *more: object, **kwargs: object) -> Any:
+    def computed(prediction: Any, *more: object, **kwargs: object) -> object:
         if isinstance(prediction.inputs, Mapping):
             tensors = {key: value for key, value in prediction.inputs.items() if isinstance(value, torch.Tensor)}
             padded = accelerator.pad_across_processes(tensors, dim=1, pad_index=_PADDING)
@@ -151,7 +151,7 @@ def even_rows(axis: MeshAxis, value: Any) -> Any:
     return _evened(value, collectives.all_gather_object(axis, _rows_in(value))) if axis.size > 1 else value
 
 
-def _rows_in(value: Any) -> Any:
+def _rows_in(value: Any) -> object:
     """What `even_rows` compares: numbers of rows in the place of tensors."""
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.dim() else None
@@ -160,7 +160,7 @@ def _rows_in(value: Any) -> Any:
     return [_rows_in(item) for item in value] if isinstance(value, (list, tuple)) else None
 
 
-def _evened(value: Any, everywhere: list[object]) -> Any:
+def _evened(value: Any, everywhere: list[object]) -> object:
     if isinstance(value, torch.Tensor):
         missing = (
             max((rows for rows in everywhere if isinstance(rows, int)), default=0) - value.shape[0]

@@ -44,7 +44,7 @@ def let_generate(engine: Engine) -> None:
                 replace_method(module, name, functools.partial(instead, weakref.ref(sharded)))
 
 
-def _generate(reference: weakref.ref[ShardedModel], model: Any, *args: object, **kwargs: object) -> Any:
+def _generate(reference: weakref.ref[ShardedModel], model: Any, *args: object, **kwargs: object) -> object:
     generate = type(model).generate
     sharded = reference()
     if sharded is None:
@@ -66,7 +66,7 @@ def _generate(reference: weakref.ref[ShardedModel], model: Any, *args: object, *
         return generate(model, *args, **{**kwargs, "synced_gpus": spread})
 
 
-def _generate_batch(reference: weakref.ref[ShardedModel], model: Any, *args: object, **kwargs: object) -> Any:
+def _generate_batch(reference: weakref.ref[ShardedModel], model: Any, *args: object, **kwargs: object) -> object:
     """HF's continuous batching on weights gathered once. Ranks run different numbers of forwards, each in its own thread."""
     generate = type(model).generate_batch
     sharded = reference()

@@ -82,7 +82,7 @@ def _load(
     checkpoint_files: object,
     load_config: object,
     expected_keys: object = None,
-) -> Any:
+) -> object:
     """Stands in for `PreTrainedModel._load_pretrained_model`; same arguments and result."""
     stock = _stock.__func__
     arguments: tuple[object, ...] = (model, state_dict, checkpoint_files, load_config)
@@ -125,7 +125,7 @@ def _reason_not_to_stream(
     return None
 
 
-def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: object) -> Any:
+def _load_recorded(stock: Any, model: PreTrainedModel, checkpoint_files: Any, load_config: object) -> object:
     """The stock loader's result, or None when it reported an error and the model must be loaded again."""
     stored: object = recorded(t for f in checkpoint_files for t in SafetensorsFile(f).tensors().values())
     with dequantised_as_read():

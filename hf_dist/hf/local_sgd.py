@@ -23,7 +23,7 @@ def let_local_sgd_work() -> None:
     enter, leave, average = LocalSGD.__enter__, LocalSGD.__exit__, LocalSGD._sync_and_avg_model_params
 
     @functools.wraps(enter)
-    def __enter__(self: Any) -> Any:
+    def __enter__(self: Any) -> object:
         engine = _engine_of(self)
         if engine is None:
             return enter(self)
@@ -43,7 +43,7 @@ def let_local_sgd_work() -> None:
         return self
 
     @functools.wraps(leave)
-    def __exit__(self: Any, kind: object, error: object, trace: object) -> Any:
+    def __exit__(self: Any, kind: object, error: object, trace: object) -> object:
         engine = _engine_of(self)
         if engine is not None and engine.outer is not None:
             engine.outer.every = self._every

@@ -228,7 +228,7 @@ class _WideLosses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: Any) -> object:
     if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
         return value.float()
     return type(value)(map(_wide, value)) if type(value) in (tuple, list) else value
@@ -247,7 +247,7 @@ def _num_rows(value: object) -> int | None:
     return -1 if pytree.leaves(value) and any(isinstance(leaf, torch.Tensor) for leaf in pytree.leaves(value)) else None
 
 
-def _twice(value: object) -> Any:
+def _twice(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return torch.cat([value, value]) if value.ndim else value
     return type(value)([*value, *value]) if isinstance(value, (list, tuple)) else value

@@ -184,7 +184,7 @@ def refuse_packed(layer: Any) -> None:
         )
 
 
-def _with_embeddings(tuner: Any, *args: object, **kwargs: object) -> Any:
+def _with_embeddings(tuner: Any, *args: object, **kwargs: object) -> object:
     """PEFT's own method, which at its end compares addresses to see whether the embeddings are still tied. Collective."""
     _refuse_elsewhere("merge_and_unload", (m for m in tuner.model.modules() if hasattr(m, "base_layer")))
     tables = [find() for find in (tuner.model.get_input_embeddings, tuner.model.get_output_embeddings)]
@@ -214,7 +214,7 @@ def _masters_in_place(layer: nn.Module) -> Iterator[None]:
             param.data = value
 
 
-def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: object, **kwargs: object) -> Any:
+def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: object, **kwargs: object) -> object:
     """PEFT's own method, into an adapter that the prepared model already has. Collective."""
     owner = engine()
     name = args[1] if len(args) > 1 else kwargs.get("adapter_name", "default")
@@ -224,7 +224,7 @@ def _load_adapter(engine: weakref.ref[Engine], model: Any, *args: object, **kwar
         return type(model).load_adapter(model, *args, **kwargs)
 
 
-def _refuse(method: str, model: object, *args: object, **kwargs: object) -> Any:
+def _refuse(method: str, model: object, *args: object, **kwargs: object) -> object:
     names = list(getattr(model, "peft_config", {}))
     raise ModelError(
         f"{type(model).__name__}.{method}: the model is sharded by hf_dist, and its adapters {names} are spread over the ranks "

@@ -62,7 +62,7 @@ class PipelineMixin:
         prediction_loss_only: bool,
         *args: object,
         **kwargs: object,
-    ) -> Any:
+    ) -> object:
         """HF's `step`. Under a pipeline, every rank gets the outputs of the last stage."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only

@@ -234,10 +234,10 @@ def let_save_pretrained(engine: Engine) -> None:
 
 def _save_pretrained(
     shards: weakref.ref[ShardedModel], trainer: weakref.ref[Engine], model: Any, *args: object, **kwargs: Any
-) -> Any:
+) -> object:
     sharded, engine = shards(), trainer()
 
-    def stock(**more: Any) -> Any:
+    def stock(**more: Any) -> object:
         with converting(model, kwargs.get("path_initial_model_for_weight_conversion")):
             return type(model).save_pretrained(model, *args, **kwargs, **more)
 

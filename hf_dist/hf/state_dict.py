@@ -132,7 +132,7 @@ def _load_state_dict(
     state_dict: Mapping[str, object],
     strict: bool = True,
     assign: bool = False,
-) -> Any:
+) -> object:
     sharded = shards()
     if sharded is None:
         return type(model).load_state_dict(model, state_dict, strict, assign)
@@ -151,11 +151,11 @@ def _load_state_dict(
         return load(sharded, model, state_dict, strict)
 
 
-def _load_whole(_: ShardedModel, model: nn.Module, state: Mapping[str, object], strict: bool) -> Any:
+def _load_whole(_: ShardedModel, model: nn.Module, state: Mapping[str, object], strict: bool) -> object:
     return type(model).load_state_dict(model, state, strict)
 
 
-def _load_stages(sharded: ShardedModel, model: nn.Module, state: Mapping[str, object], strict: bool) -> Any:
+def _load_stages(sharded: ShardedModel, model: nn.Module, state: Mapping[str, object], strict: bool) -> object:
     """Load what this rank's stages hold of the state of a whole model. Missing and unexpected names are the whole model's."""
     path = next(path for path, module in sharded.model.named_modules() if module is model)
     twin = sharded.whole.get_submodule(path)

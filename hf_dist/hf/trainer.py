@@ -98,7 +98,7 @@ class DistTrainerMixin(
                 self.gather_function, use_gather_object=self.args.eval_use_gather_object
             )
 
-    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, Any]) -> object:
         """The loss as `training_step` computes it, to learn how training calls the model."""
         counts = (
             getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None) is not None
@@ -280,7 +280,7 @@ class DistTrainerMixin(
             return of_all_labels(result[0], labels, num_items), *result[1:]
         return of_all_labels(result, labels, num_items)
 
-    def _mixed_loss(self, *args: Any, num_items_in_batch: Any, **kwargs: object) -> Any:
+    def _mixed_loss(self, *args: Any, num_items_in_batch: Any, **kwargs: object) -> object:
         """A `LossKind.MIXED`. With a sum S over n items and a mean b, S / n + b / k is a k-th of the loss for n / k items."""
         parts = parts_of_window(self, getattr(self, "current_gradient_accumulation_steps", 1))
         result = super().compute_loss(*args, num_items_in_batch=num_items_in_batch / parts, **kwargs)  # type: ignore[misc]

@@ -50,7 +50,7 @@ class LoopOfTrainer(TrainingLoop):
         """As `training_step` calls it."""
         return self._loss_of_example
 
-    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, Any]) -> object:
         trainer = self._trainer()
         assert trainer is not None
         return trainer._loss_of_example(model, batch)

@@ -70,7 +70,7 @@ class TrlMixin:
             self._tell_numbers()
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
-    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """HF's, after sharing the numbers that go into the last record only."""
         self._tell_numbers()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]

@@ -55,13 +55,13 @@ def _average(callback: Any, accelerator: Any) -> None:
 
     def on_train_begin(
         args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         with _whole(accelerator, model):
             return type(callback).on_train_begin(callback, args, state, control, model=model, **kwargs)
 
     def on_step_end(
         args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         looks, writes = _due(callback, state.global_step)
         reference = kwargs.get("ref_model") if writes else None
         writer = 0 if writes and reference is None else None  # TRL then writes into the model itself

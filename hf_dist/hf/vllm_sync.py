@@ -47,7 +47,7 @@ def _engine_of(holder: Any) -> Engine | None:
     return found
 
 
-def _named(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _named(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
     def _iter_named_params(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As TRL's; collective for models on shards."""
         engine = _engine_of(generation)
@@ -56,7 +56,7 @@ def _named(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return _iter_named_params
 
 
-def _moved(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _moved(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
     def _move_model_to_vllm_inner(trainer: Any) -> None:
         """As TRL's; collective for models on shards."""
         engine = _engine_of(trainer)
@@ -72,7 +72,7 @@ def _moved(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return _move_model_to_vllm_inner
 
 
-def _streamed(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _streamed(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
     def _streaming_iter(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As TRL's; collective for models on shards."""
         return whole_by_unit(stock(trainer))

@@ -228,7 +228,7 @@ class DistStrategy:
         """Like `training_step`."""
         return self._run("predict_step", *args, **kwargs)
 
-    def _run(self, name: str, *args: object, **kwargs: object) -> Any:
+    def _run(self, name: str, *args: object, **kwargs: object) -> object:
         module = self.lightning_module
         if self._engine().model is not module:
             return getattr(super(), name)(*args, **kwargs)

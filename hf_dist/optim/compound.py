@@ -48,7 +48,7 @@ def is_part(path: str) -> bool:
     return _SEPARATOR in path
 
 
-def _child(holder: object, name: str) -> Any:
+def _child(holder: object, name: str) -> object:
     return holder[int(name)] if isinstance(holder, (list, tuple)) else getattr(holder, name)
 
 

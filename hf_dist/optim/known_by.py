@@ -56,7 +56,7 @@ def _holders(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [*found, *(vars(one) for one in inner if one is not optimizer)]
 
 
-def _followed(value: object, stands: Mapping[int, torch.Tensor], depth: int) -> Any:
+def _followed(value: object, stands: Mapping[int, torch.Tensor], depth: int) -> object:
     """`value`, or a copy of it in which stand-ins have taken the places of parameters and of their ids."""
     if isinstance(value, torch.Tensor):
         return stands.get(id(value), value)

@@ -134,7 +134,7 @@ class _Copier:
                 self._made[id(state)] = {key: self.copied(value) for key, value in like.items()}
         return self._instance(optimizer)
 
-    def _instance(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _instance(self, optimizer: torch.optim.Optimizer) -> object:
         made: object = type(optimizer).__new__(type(optimizer))
         self._made[id(optimizer)] = made
         for key, value in vars(optimizer).items():
@@ -176,7 +176,7 @@ class _Unreadable:
         raise CannotObserve(f"it uses {name} of a module")
 
 
-def _like_stand_in(value: object, p: torch.Tensor, stand: torch.Tensor) -> Any:
+def _like_stand_in(value: object, p: torch.Tensor, stand: torch.Tensor) -> object:
     """A state that the optimizer made at construction, in the stand-in's shape: such states are constant."""
     if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim() > 0:
         return value.detach().reshape(-1)[:1].to("cpu", copy=True).expand(stand.shape).contiguous()

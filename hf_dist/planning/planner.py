@@ -247,7 +247,7 @@ class Planner:
         return sum(p.numel() * p.element_size() for p in params) + trained * (4 + sum(states.optimizer.elements))
 
 
-def _own_positions(value: Any, whole: int, own: int) -> Any:
+def _own_positions(value: Any, whole: int, own: int) -> object:
     """A tensor over `whole` positions, reduced to one rank's number of positions."""
     is_split = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == whole > own
     return value[:, :own] if is_split else value

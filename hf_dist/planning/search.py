@@ -344,7 +344,7 @@ class Search:
         return Axes({**{name: getattr(layout, name) for name in names}, "cp_shard": layout.cp})
 
 
-def _text_config(model: nn.Module) -> Any:
+def _text_config(model: nn.Module) -> object:
     config: object = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

@@ -104,7 +104,7 @@ class GradientShard(torch.Tensor):
             "gradient."
         )
 
-    def _shape_answer(self, func: Callable[..., object], args: tuple[Any, ...]) -> Any:
+    def _shape_answer(self, func: Callable[..., object], args: tuple[Any, ...]) -> object:
         if func == _BASE.shape.__get__:
             return self._whole
         if func is torch.Tensor.size:

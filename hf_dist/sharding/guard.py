@@ -47,7 +47,7 @@ is_pinned is_shared new_zeros new_ones new_empty new_full __dir__"""
 _FACTORIES = "zeros_like ones_like full_like empty_like rand_like randn_like"
 
 
-def _metadata() -> frozenset[Any]:
+def _metadata() -> frozenset[object]:
     # The last one checks whether two tensors have compatible types, as `module.to` does.
     found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
     for name in _READS.split():
@@ -111,7 +111,7 @@ class _Guard:
         make_readable(self)  # type: ignore[arg-type]
         return self.__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         if hasattr(self, LAZY) and isinstance(self, nn.Parameter):
             memo[id(self)] = getattr(self, LAZY).parameter(requires_grad=self.requires_grad)  # as lazy as the original
             return memo[id(self)]
@@ -227,7 +227,7 @@ class _StandIn:
         # A copy has plain parameters of its own. `deepcopy` enters it in `memo` before it copies the attributes.
         return _StandIn(memo[id(self._module())], self._method, self._instead, sharded=False)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         module = self._module()
         assert module is not None
         if not self._sharded:

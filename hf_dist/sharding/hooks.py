@@ -90,7 +90,7 @@ class Passes:
         me = weakref.ref(self)
 
         def bind(method: Callable[..., object], index: int | None = None) -> Callable[..., Any]:
-            def hook(*args: object, **kwargs: object) -> Any:
+            def hook(*args: object, **kwargs: object) -> object:
                 passes = me()
                 if passes is None or passes.paused:
                     return None
@@ -120,7 +120,7 @@ class Passes:
 
     # ------------------------------------------------------------------ forward
 
-    def _enter(self, module: nn.Module, args: object, kwargs: object) -> Any:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> object:
         """Runs before the forward of a module that contains every unit; the outermost such module begins the pass."""
         # A forward that raised has left units gathered and calls open: they must not count in this one.
         if self._forward.was_cut_off:
@@ -151,7 +151,7 @@ class Passes:
         """Called at a training forward, with its arguments. The first call is collective over dp; later ones are local."""
         self.listener.now.before_training(args, kwargs)
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> Any:
+    def _leave(self, module: nn.Module, args: object, output: object) -> object:
         """Runs after that forward. The root stays gathered for backward; in evaluation, all units are resharded."""
         if not self._forward.leave() or recomputing():
             return None
@@ -202,7 +202,7 @@ class Passes:
         self.prefetch.ahead(self.orders.forward, 0)
         return True
 
-    def _pre_forward(self, unit: ShardUnit, module: nn.Module, args: object, kwargs: object) -> Any:
+    def _pre_forward(self, unit: ShardUnit, module: nn.Module, args: object, kwargs: object) -> object:
         if recomputing():
             self._regather(unit)
         elif self._forward.depth > 0:
@@ -224,7 +224,7 @@ class Passes:
         unit.wait_unshard()
         self.prefetch.ahead(self.orders.backward, unit.index)
 
-    def _watch_inputs(self, unit: ShardUnit, args: object, kwargs: object) -> Any:
+    def _watch_inputs(self, unit: ShardUnit, args: object, kwargs: object) -> object:
         """Route differentiable inputs through an identity that reports when the call's backward reaches them."""
         unit_call = Call(has_inputs=False)
         # A stack: the forward of a unit may call the unit again.

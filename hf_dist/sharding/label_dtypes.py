@@ -51,11 +51,11 @@ def is_target(name: str) -> bool:
 
 def cast_but_targets(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, object], dtype: torch.dtype
-) -> tuple[Any, bool]:
+) -> tuple[object, bool]:
     """((args, kwargs) of `module` with all fp32 tensors except targets cast to `dtype`, whether there was an fp32 target)."""
     kept = False
 
-    def cast(value: Any, as_given: bool) -> Any:
+    def cast(value: Any, as_given: bool) -> object:
         nonlocal kept
         if type(value) in (tuple, list):
             return type(value)(cast(item, as_given) for item in value)

@@ -26,7 +26,7 @@ def inside_object(value: object) -> list[torch.Tensor]:
     return [] if isinstance(value, (torch.Tensor, nn.Module)) else differentiable(getattr(value, "__dict__", None))
 
 
-def in_fp32(value: Any) -> Any:
+def in_fp32(value: Any) -> object:
     """`value` with half-precision tensors cast to fp32, as accelerate does to a model's outputs under autocast; see
     `accelerate.utils.operations.convert_to_fp32`. HF's `ModelOutput` is changed in place; caches are left alone."""
     if isinstance(value, torch.Tensor):
@@ -39,7 +39,7 @@ def in_fp32(value: Any) -> Any:
     return value
 
 
-def map_plain(fn: Callable[[Any], object], value: Any) -> Any:
+def map_plain(fn: Callable[[Any], object], value: Any) -> object:
     """Apply `fn` to the leaves of tuples, lists and dicts. Any other object is a leaf."""
     if type(value) in (tuple, list):
         return type(value)(map_plain(fn, item) for item in value)

@@ -76,7 +76,7 @@ class _Module:
         self._sharded = weakref.ref(sharded)
         self._traces = traces
 
-    def __call__(self, protocol: Any) -> Any:
+    def __call__(self, protocol: Any) -> object:
         module = self._module()
         assert module is not None
         if _structure.get() == _PREPARED:
@@ -95,7 +95,7 @@ class _Parameter:
         self._trained = trained
         """Whether it was trained before an evaluation froze it; None where nothing changed that."""
 
-    def __call__(self, protocol: object) -> Any:
+    def __call__(self, protocol: object) -> object:
         param = self._param()
         assert param is not None
         make_readable(param)

@@ -71,7 +71,7 @@ class Precision:
 
     def cast_inputs(
         self, module: nn.Module, args: Any, kwargs: Any, *, keeps_casts: bool = False
-    ) -> tuple[Any, AbstractContextManager[Any] | None]:
+    ) -> tuple[object, AbstractContextManager[object] | None]:
         """((args, kwargs) for the model, context manager around its forward); None for no change. See [Note: dtypes of inputs].
 
         `keeps_casts`: let autocast cache the cast of a weight until the forward ends, as under DDP. With sharded weights, that

@@ -138,7 +138,7 @@ class _Prepared:
             owner.writes.note_assignment(cast(Any, self), value)
         _DATA.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.__class__ = own_class(type(self))
         return copied

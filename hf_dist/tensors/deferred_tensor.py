@@ -51,7 +51,7 @@ class _Unread(torch.autograd.Function):
         raise ModelError(ctx.refusal)
 
 
-def _metadata() -> frozenset[Any]:
+def _metadata() -> frozenset[object]:
     tensor: object = torch.Tensor
     attributes = "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta itemsize nbytes"
     methods = "size dim numel nelement is_floating_point element_size get_device __len__ __hash__ register_hook"
@@ -71,7 +71,7 @@ class UnreadTensor(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """What a function gives without a look at the elements; NotImplemented where it has to look."""
         return NotImplemented
 

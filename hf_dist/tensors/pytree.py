@@ -35,11 +35,11 @@ def copied(batch: object, **more: Any) -> Any:
     return _rebuilt(batch, {**batch, **more}) if isinstance(batch, Mapping) else batch
 
 
-def _mapped(function: Callable[[Any], object], mapping: Mapping[Any, Any]) -> Any:
+def _mapped(function: Callable[[Any], object], mapping: Mapping[Any, Any]) -> object:
     return _rebuilt(mapping, {key: mapped(function, item) for key, item in mapping.items()})
 
 
-def _rebuilt(mapping: Mapping[object, object], items: dict[Any, Any]) -> Any:
+def _rebuilt(mapping: Mapping[object, object], items: dict[Any, Any]) -> object:
     # A copy of another class may share its items, so its class is called, as the Trainer does.
     if not isinstance(mapping, dict | UserDict):
         return type(mapping)(items)  # type: ignore[call-arg]

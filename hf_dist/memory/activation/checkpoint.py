@@ -46,7 +46,7 @@ class BlockCheckpoint:
         """Give a copied model its own buffers."""
         return _rebuild, (self.keywords, self.host_copies is not None, self.selective)
 
-    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: Any) -> object:
         """Run `function(*args, **kwargs)` and recompute it in backward."""
         if not torch.compiler.is_compiling():  # the tape would break the graph: nothing of the block is compiled
             function = functools.partial(Tape().call, function)

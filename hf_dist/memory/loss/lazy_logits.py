@@ -118,7 +118,7 @@ class LazyLogits(UnreadTensor):
         return full
 
     @classmethod
-    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """What keeps them lazy, or takes them as the loss does."""
         lazy = args[0] if args else None
         handler = _HANDLERS.get(func)
@@ -130,7 +130,7 @@ class LazyLogits(UnreadTensor):
 # ---- handlers that keep logits lazy; each returns NotImplemented if it cannot
 
 
-def _elementwise(func: Callable[..., Any], lazy: LazyLogits, *args: object, **kwargs: object) -> Any:
+def _elementwise(func: Callable[..., Any], lazy: LazyLogits, *args: object, **kwargs: object) -> object:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and (value.dim() > 0 or value.requires_grad):
             return NotImplemented
@@ -146,7 +146,7 @@ def _elementwise(func: Callable[..., Any], lazy: LazyLogits, *args: object, **kw
     return LazyLogits.of(replace(lazy._head, after=(*lazy._head.after, step)), lazy._use, sample.dtype)
 
 
-def _reshaped(func: Callable[..., Any], lazy: LazyLogits, *args: object, **kwargs: object) -> Any:
+def _reshaped(func: Callable[..., Any], lazy: LazyLogits, *args: object, **kwargs: object) -> object:
     if args and isinstance(args[0], torch.dtype):
         return NotImplemented
     shape = func(torch.empty(lazy.shape, device="meta"), *args, **kwargs).shape
@@ -156,11 +156,11 @@ def _reshaped(func: Callable[..., Any], lazy: LazyLogits, *args: object, **kwarg
     return LazyLogits.of(head, lazy._use, lazy.dtype)
 
 
-def _unchanged(func: Callable[..., object], lazy: LazyLogits, *args: object, **kwargs: object) -> Any:
+def _unchanged(func: Callable[..., object], lazy: LazyLogits, *args: object, **kwargs: object) -> object:
     return lazy
 
 
-def _indexed(func: Callable[..., object], lazy: LazyLogits, index: Any) -> Any:
+def _indexed(func: Callable[..., object], lazy: LazyLogits, index: Any) -> object:
     """Select rows by slices, masks or indices; the last dimension must stay whole."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(not isinstance(e, (slice, torch.Tensor)) and e is not Ellipsis for e in entries):
@@ -178,7 +178,7 @@ def _indexed(func: Callable[..., object], lazy: LazyLogits, index: Any) -> Any:
     return LazyLogits.of(lazy._head.rows(lambda t: t[rows]), lazy._use, lazy.dtype)
 
 
-def _cross_entropy(func: Callable[..., object], lazy: LazyLogits, target: Any, **kwargs: Any) -> Any:
+def _cross_entropy(func: Callable[..., object], lazy: LazyLogits, target: Any, **kwargs: Any) -> object:
     wanted = {"reduction": "mean", "ignore_index": -100, **kwargs}
     plain = not wanted.get("label_smoothing")
     plain &= all(wanted.get(key) is None for key in ("weight", "size_average", "reduce"))

@@ -61,14 +61,14 @@ class TiledLoss:
             split = self._split if self._split is not None and self._split.is_cut() else None
             self._use = Use(self._was_read, tiles=self.tiles and (learns or self._evaluates), split=split)
 
-    def _mark(self, head: nn.Module, args: tuple[object, ...]) -> tuple[Any, ...] | None:
+    def _mark(self, head: nn.Module, args: tuple[object, ...]) -> tuple[object, ...] | None:
         if (
             self._use is None or not args or type(args[0]) is not torch.Tensor
         ):  # a subclass (fake, DTensor) stays itself
             return None
         return (marked(args[0], self._use), *args[1:])
 
-    def _leave(self, model: nn.Module, args: object, output: object) -> Any:
+    def _leave(self, model: nn.Module, args: object, output: object) -> object:
         use, self._use = self._use, None
         if use is None:
             return None
@@ -91,7 +91,7 @@ class TiledLoss:
         )
 
 
-def _with_full_logits(output: object, which: Callable[[LazyLogits], bool]) -> Any:
+def _with_full_logits(output: object, which: Callable[[LazyLogits], bool]) -> object:
     """`output` with plain tensors for the lazy logits selected by `which`; changes ModelOutput and dicts in place."""
 
     def plain(value: object) -> Any:

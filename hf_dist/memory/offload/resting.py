@@ -46,7 +46,7 @@ class Sliceable(Protocol):
     def narrow(self, dim: int, start: int, length: int) -> Any:
         """An interval (dim is 0), not read yet."""
 
-    def detach(self) -> Any:
+    def detach(self) -> object:
         """The same elements without an autograd graph."""
 
     def clone(self) -> torch.Tensor:

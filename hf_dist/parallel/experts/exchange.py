@@ -130,7 +130,7 @@ class _Copied:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Copied:
         return _Copied(memo[id(self._experts())])
 
-    def __call__(self, hidden: torch.Tensor, *args: object) -> Any:
+    def __call__(self, hidden: torch.Tensor, *args: object) -> object:
         experts = self._experts()
         assert experts is not None and hidden.is_meta
         return type(experts).forward(experts, hidden, *args)

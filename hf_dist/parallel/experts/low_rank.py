@@ -149,11 +149,11 @@ class _Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         return _Forward(memo[id(self._wrapper())])
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return _forward(self._wrapper(), *args, **kwargs)
 
 
-def _forward(wrapper: Any, *args: object, **kwargs: object) -> Any:
+def _forward(wrapper: Any, *args: object, **kwargs: object) -> object:
     chain = [wrapper]
     while isinstance(chain[-1].base_layer, type(wrapper)):
         chain.append(chain[-1].base_layer)

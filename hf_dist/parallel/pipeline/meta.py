@@ -63,7 +63,7 @@ def meta_twin(
 def to_meta(value: object, *, real: bool = False) -> Any:
     """The same tree with its tensors on meta (`real`: copies); keeps `requires_grad` but not the autograd history."""
 
-    def convert(leaf: object) -> Any:
+    def convert(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         data = leaf.detach()

@@ -203,10 +203,10 @@ class _Recorder:
         self.loose[name].add(self.position)
         return frozenset()
 
-    def _watch(self, path: str, module: nn.Module, is_block: bool) -> Callable[..., Any]:
+    def _watch(self, path: str, module: nn.Module, is_block: bool) -> Callable[..., object]:
         holds = frozenset(id(p) for p in module.parameters())
 
-        def handler(call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        def handler(call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             if self._stack:  # inside another block or module: not a place to cut
                 return call(*args, **kwargs)
             before = collected.flatten()
@@ -242,7 +242,7 @@ class _Recorder:
         ]
         self._alive.append(inputs)
 
-        def template(leaf: object) -> Any:
+        def template(leaf: object) -> object:
             if isinstance(leaf, torch.Tensor):
                 like = [a.index for a in arguments if (a.spec.shape, a.spec.dtype) == (tuple(leaf.shape), leaf.dtype)]
                 return SameAs(like[0] if like else None)

@@ -74,7 +74,7 @@ class Hooks:
         """Called before every action, including sends and receives; for tracing."""
 
 
-def signature(microbatch: object) -> tuple[Any, ...]:
+def signature(microbatch: object) -> tuple[object, ...]:
     """Shapes and dtypes of a microbatch, which determine the shapes between stages."""
     return tuple(
         (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in pytree.leaves(microbatch)
@@ -286,7 +286,7 @@ class ScheduleRun:
     def _expected_gradients(self, action: Action) -> list[TensorSpec]:
         return [spec for spec in self._specs[action.stage, action.microbatch] if spec.requires_grad]
 
-    def _key(self, stage: int, microbatch: int) -> Any:
+    def _key(self, stage: int, microbatch: int) -> object:
         """The key that determines the shapes sent from `stage` to the next one."""
         return stage, self._train, self._signatures[microbatch]
 

@@ -156,10 +156,10 @@ class StagedModel:
 
         return hook
 
-    def _see_output(self) -> Callable[..., Any]:
+    def _see_output(self) -> Callable[..., object]:
         me = weakref.ref(self)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> object:
             staged = me()
             return None if staged is None or staged.pass_ is None else staged.pass_.finish(output)
 
@@ -181,11 +181,11 @@ class StagedModel:
                 f"({len(missing)} are missing)"
             )
 
-    def _handler(self, path: str, is_block: bool) -> Callable[..., Any]:
+    def _handler(self, path: str, is_block: bool) -> Callable[..., object]:
         # Weak: the model's modules hold this handler, and a cycle would keep the weights until the cyclic collector runs.
         me, visit = weakref.ref(self), self.visit
 
-        def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
             staged = me()
             stage_pass = staged.pass_ if staged is not None else None
             if stage_pass is None and visit is not None:

@@ -106,7 +106,7 @@ class StagePass:
         """Whether the code that runs now belongs to an earlier stage."""
         return 0 < self.start >= self.next_block
 
-    def block(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def block(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Handle a block call: skip it, run it with the received tensors, or end the stage."""
         index = self.next_block
         expected = self.plan.calls[index] if index < len(self.plan.calls) else None
@@ -132,7 +132,7 @@ class StagePass:
 
     def _run_block(
         self, expected: BlockCall, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         result = self._run(call, args, kwargs)
         if not self.is_last and not (isinstance(result, torch.Tensor) and isinstance(expected.result, SameAs)):
             # Later stages pass over this block and answer what it returned in the example: they would lack the others.
@@ -148,7 +148,7 @@ class StagePass:
                 )
         return result
 
-    def outside(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outside(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Handle a call of another module with parameters: run it, or let its stand-in answer."""
         if self.before_start:
             return self.stand_in(self.stand_ins[path].answer(args, kwargs, self.device))
@@ -158,7 +158,7 @@ class StagePass:
         """Called before a block of this stage runs, with its arguments in the example's order. `verify` overrides it to check
         them."""
 
-    def stand_in(self, value: Any) -> Any:
+    def stand_in(self, value: Any) -> object:
         """Called with every stand-in for a value of an earlier stage. `verify` overrides it to mark them."""
         if self.plan.in_place:
             value = tree_map(
@@ -200,19 +200,19 @@ class StagePass:
     def _absent(self, value: Any) -> Any:
         return AbsentOutput.of(value, self.model_name) if isinstance(value, torch.Tensor) else value
 
-    def _true(self, value: Any) -> Any:
+    def _true(self, value: Any) -> object:
         if id(value) in self._replaced:
             return self._replaced[id(value)][1]
         return AbsentOutput.of(value, self.model_name) if id(value) in self._stood_in else value
 
-    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self.inside = True
         try:
             return call(*args, **kwargs)
         finally:
             self.inside = False
 
-    def _pass_over(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass_over(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         call = self.plan.calls[index]
         if call.result == SameAs(0) and call.leaves[0] == _FIRST and args and isinstance(args[0], torch.Tensor):
             # The common block, without flattening its arguments. A view, for the input of a block is another value: where the

@@ -26,7 +26,7 @@ class StandIn:
         self.twin = twin
         self._seen: dict[Any, Any] = {}
 
-    def answer(self, args: tuple[object, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    def answer(self, args: tuple[object, ...], kwargs: dict[str, Any], device: torch.device) -> object:
         """Zeros on `device`, newly allocated in every call because the caller may write into them."""
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
         key = (str(spec), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
@@ -39,7 +39,7 @@ class StandIn:
                 is_leaf=is_leaf,
             )
 
-    def _outputs(self, leaves: list[object], spec: Any) -> Any:
+    def _outputs(self, leaves: list[object], spec: Any) -> object:
         meta = [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(meta, spec)
         nothing = frozenset[int]()

@@ -146,7 +146,7 @@ class _CheckedPass(StagePass):
         self._staged = staged
         self._ends = set(range(len(self.plan.calls)))
 
-    def stand_in(self, value: object) -> Any:
+    def stand_in(self, value: object) -> object:
         # Mark a new tensor: the passed-through value may be a user's input, which must stay unmarked.
         def mark(leaf: object) -> Any:
             if not isinstance(leaf, torch.Tensor):

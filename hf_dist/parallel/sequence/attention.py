@@ -69,7 +69,7 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> Any:
+) -> object:
     make = hf_masks.ALL_MASK_ATTENTION_FUNCTIONS[kernel]
     forward = current()
     if forward is None:
@@ -116,7 +116,7 @@ def _mask(
     return SequenceMask(forward, seen, made, is_causal=is_causal, is_cross=is_cross)
 
 
-def _without_added(make: Callable[..., object], real_length: int, *, q_length: int, **kwargs: object) -> Any:
+def _without_added(make: Callable[..., object], real_length: int, *, q_length: int, **kwargs: object) -> object:
     """A mask in which no query sees the keys added to make the length divide.
 
     A mask that is added to the scores hides with a large number: a query without keys (the last padding before a row that is

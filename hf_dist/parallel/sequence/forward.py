@@ -143,7 +143,7 @@ class SequenceMask:
             self._made[key] = make()
         return self._made[key]
 
-    def _refuse(self, what: str) -> Any:
+    def _refuse(self, what: str) -> object:
         raise ModelError(
             f"sequence_parallel_size: the model reads {what} of its attention mask, which is that of a part of the sequence "
             "here: attention of its own kind cannot be split over ranks. Remove the key."
@@ -154,10 +154,10 @@ class SequenceMask:
             raise AttributeError(name)
         return self._refuse(f".{name}")
 
-    def __getitem__(self, index: object) -> Any:
+    def __getitem__(self, index: object) -> object:
         return self._refuse("elements")
 
-    def __add__(self, other: object) -> Any:
+    def __add__(self, other: object) -> object:
         return self._refuse("the values")
 
     __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __invert__ = __add__

@@ -70,7 +70,7 @@ _REFUSAL = (
 )
 
 
-def whole_outputs(output: object, cut: Cut, *, is_mean: bool, at_once: bool, parts: Mapping[str, str]) -> Any:
+def whole_outputs(output: object, cut: Cut, *, is_mean: bool, at_once: bool, parts: Mapping[str, str]) -> object:
     """`output` of a split forward, as one process would return it. A ModelOutput is changed in place.
 
     `is_mean`: whether the loss is a mean over this rank's labels; `at_once`: whether tensors are certainly read; `parts`:
@@ -103,7 +103,7 @@ def whole_outputs(output: object, cut: Cut, *, is_mean: bool, at_once: bool, par
     return _whole_value(output, cut, False, is_mean, at_once, logits=False)
 
 
-def _refused(name: str, problem: str, value: object) -> Any:
+def _refused(name: str, problem: str, value: object) -> object:
     return PartTensor.of(value, name, problem) if isinstance(value, torch.Tensor) else value
 
 

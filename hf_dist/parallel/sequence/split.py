@@ -95,7 +95,7 @@ class SplitSequence:
         finally:
             self.enabled = before
 
-    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, object]) -> Any:
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, object]) -> object:
         given = bound(self.arguments, args, kwargs)
         if not self.enabled or current() is not None or _has_cache(given):
             return None
@@ -141,7 +141,7 @@ class SplitSequence:
             if self._streams is not None:
                 self._streams.alike()
 
-    def _make_whole(self, module: nn.Module, args: object, output: object) -> Any:
+    def _make_whole(self, module: nn.Module, args: object, output: object) -> object:
         cut = self._cut
         if cut is None:
             return None
@@ -149,7 +149,7 @@ class SplitSequence:
         self.num_calls += cut.forward.num_calls
         return whole_outputs(output, cut, is_mean=self.is_mean, at_once=self.at_once, parts=self.parts)
 
-    def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, object]) -> Any:
+    def _with_whole_positions(self, module: nn.Module, args: Any, kwargs: dict[str, object]) -> object:
         """Compute frequencies that depend on the batch's longest position from the whole rows."""
         forward = current()
         if forward is None:
@@ -158,7 +158,7 @@ class SplitSequence:
             return args, {**kwargs, "position_ids": forward.position_ids}
         return (args[0], forward.position_ids, *args[2:]), kwargs
 
-    def _with_own_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _with_own_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> object:
         """Pass positions of the whole row to learned embeddings, which count from the first token that they see."""
         forward = current()
         given = args[2] if len(args) > 2 else kwargs.get("position_ids")
@@ -167,7 +167,7 @@ class SplitSequence:
         own = forward.own.clamp(max=forward.real_length - 1)  # learned positions may end with the row
         return args[:2], {**kwargs, "position_ids": own}
 
-    def _own_frequencies(self, module: nn.Module, args: object, output: Any) -> Any:
+    def _own_frequencies(self, module: nn.Module, args: object, output: Any) -> object:
         forward = current()
         return None if forward is None else tuple(t[:, forward.own] for t in output)
 
@@ -179,11 +179,11 @@ def _has_cache(given: dict[str, object]) -> bool:
     )
 
 
-def _weakly(method: Callable[..., object]) -> Callable[..., Any]:
+def _weakly(method: Callable[..., object]) -> Callable[..., object]:
     """A hook that ends with its object. A copy of the model shares it instead of copying process groups."""
     reference = weakref.WeakMethod(method)
 
-    def hook(*args: object, **kwargs: object) -> Any:
+    def hook(*args: object, **kwargs: object) -> object:
         found = reference()
         return None if found is None else found(*args, **kwargs)
 
@@ -220,7 +220,7 @@ def split_sequence(model: nn.Module, mesh: ParallelMesh, wanted: str | tuple[int
     return SplitSequence(model, sequence_axes(mesh, model, wanted))
 
 
-def as_split(model: nn.Module, batch: Callable[[], Mapping[str, object]]) -> Callable[[], Mapping[str, Any]]:
+def as_split(model: nn.Module, batch: Callable[[], Mapping[str, object]]) -> Callable[[], Mapping[str, object]]:
     """Makes `batch()` plus the arguments that a forward on parts adds, on whole rows, to plan a pipeline with.
 
     Local. Raises `ModelError` on every rank for a model whose parts cannot be stages; only one rank calls the result.

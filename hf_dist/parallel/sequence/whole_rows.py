@@ -96,7 +96,7 @@ def _forward_of(cls: Any, plan: _Plan, counted: Any) -> Any:
     return forward
 
 
-def _zeros(value: object) -> Any:
+def _zeros(value: object) -> object:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 

@@ -24,7 +24,7 @@ Off = Callable[[], bool]
 def before(module: nn.Module, off: Off, change: Change) -> None:
     """Apply `change` to the first argument of `module`."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
         return None if off() or not args else (change(args[0]), *args[1:])
 
     module.register_forward_pre_hook(hook)
@@ -33,7 +33,7 @@ def before(module: nn.Module, off: Off, change: Change) -> None:
 def after(module: nn.Module, off: Off, change: Change) -> None:
     """Apply `change` to the output of `module`, before all other hooks, which expect the value the model continues with."""
 
-    def hook(_: nn.Module, args: object, output: Any) -> Any:
+    def hook(_: nn.Module, args: object, output: Any) -> object:
         return None if off() else change(output)
 
     module.register_forward_hook(hook, prepend=True)
@@ -56,7 +56,7 @@ def sum_then_bias(module: nn.Module, peers: Peers, off: Off, *, add: bool = True
             # GPT-2's Conv1D always adds its bias.
             base._parameters["bias"] = torch.zeros_like(bias) if type(base).__name__ == "Conv1D" else None
 
-    def show(row: nn.Module, args: object, output: object) -> Any:
+    def show(row: nn.Module, args: object, output: object) -> object:
         base: Any = getattr(row, "base_layer", row)
         bias = biases.pop() if biases else None
         if bias is not None:

@@ -198,7 +198,7 @@ class Stack:
     def equal_gradient(self, router: nn.Module, index: int) -> None:
         """R -> I for output `index` of a module in a region: the recorded value leaves the region without being summed."""
 
-        def hook(module: nn.Module, args: object, output: object) -> Any:
+        def hook(module: nn.Module, args: object, output: object) -> object:
             if self.is_whole():
                 return None
             if not isinstance(output, tuple):
@@ -219,7 +219,7 @@ class Stack:
                 *_joined_shape(logits, rows, self.length)
             )
 
-        def hook(module: nn.Module, args: object, output: Any) -> Any:
+        def hook(module: nn.Module, args: object, output: Any) -> object:
             if self.off:
                 return None
             if not isinstance(output, tuple):
@@ -254,7 +254,7 @@ class Stack:
             if product is not child:
                 product.register_forward_pre_hook(self._reads)
 
-    def _reads(self, product: nn.Module, args: Any) -> Any:
+    def _reads(self, product: nn.Module, args: Any) -> object:
         crossed = self._crossed
         if crossed is None or not args or args[0] is not crossed.tensor:
             return None
@@ -328,7 +328,7 @@ class Stack:
         for tensor in _tensors(args, kwargs):
             self._known[id(tensor)] = (weakref.ref(tensor), self._length)
 
-    def _end(self, block: nn.Module, args: object, output: object) -> Any:
+    def _end(self, block: nn.Module, args: object, output: object) -> object:
         if self.off:
             return None
         return _changed(output, lambda x: tp_collectives.whole_sequence(x, self.peers, self.length))
@@ -357,7 +357,7 @@ def _first(args: Any, kwargs: Any, change: Change) -> tuple[Any, Any]:
     raise ModelError("a block is called without hidden states")
 
 
-def _changed(output: Any, change: Change) -> Any:
+def _changed(output: Any, change: Change) -> object:
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     return change(output)

@@ -204,7 +204,7 @@ class SplitModel:
             crossed.tensor.register_hook(_forgetting(weakref.ref(self)))
         return known[1].entering(module)
 
-    def _enter_columns(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _enter_columns(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
         return None if self.is_whole or not args else (self.replicated(args[0], module), *args[1:])
 
     def _install_stacks(self, modules: Mapping[str, nn.Module]) -> None:

@@ -162,7 +162,7 @@ class _Looks(TrainerCallback):
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> Any:
+    ) -> object:
         """After HF's own callback, which asks for a checkpoint at the end, too."""
         control.should_save = state.global_step == self._training.save_at
         self._training.look(state.global_step, self.trainer.model, getattr(self.trainer, "dist_engine", None))

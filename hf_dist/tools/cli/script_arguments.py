@@ -53,7 +53,7 @@ def _pairs(script: list[str]) -> Iterator[tuple[str, str]]:
             yield name, value if equals else "true" if following.startswith("--") else following
 
 
-def _number(name: str, text: str, like: Any) -> Any:
+def _number(name: str, text: str, like: Any) -> object:
     """The value of an argument, in the type of its default."""
     if isinstance(like, bool):
         return text.lower() in ("true", "1", "yes")

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 import typer
 
@@ -157,7 +157,7 @@ def _hold(checkpoint: Path) -> Path | None:
     return held
 
 
-def _metrics(line: str) -> Any:
+def _metrics(line: str) -> object:
     try:
         found = json.loads(line)
     except ValueError:
@@ -165,7 +165,7 @@ def _metrics(line: str) -> Any:
     return _for_json(found) if isinstance(found, dict) else None
 
 
-def _for_json(value: object) -> Any:
+def _for_json(value: object) -> object:
     """Numbers that JSON does not have as texts, such as "nan", which `float` reads."""
     if isinstance(value, dict):
         return {key: _for_json(inner) for key, inner in value.items()}

@@ -58,7 +58,7 @@ class TrainerRun:
                 meter.mark("forward")
                 return loss
 
-            def training_step(self, *args: object, **kwargs: object) -> Any:
+            def training_step(self, *args: object, **kwargs: object) -> object:
                 result = super().training_step(*args, **kwargs)
                 meter.mark("backward")
                 return result
