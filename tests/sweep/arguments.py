@@ -257,6 +257,8 @@ def section(layout: str, rows: dict[str, list[str]]) -> list[str]:
         f"{counts['raw']} end in an error not ours, "
         f"**{counts['WRONG']} are wrong**.",
         "",
+        *[f"Failed: {name} ({row[2].strip()[:80]})." for name, row in rows.items() if row[1] == "failed"],
+        "",
         "| name | verified | refused | not taken | unknown |",
         "|---|---:|---:|---:|---:|",
     ]

@@ -165,7 +165,7 @@ def _changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
     """(argument, variant) -> what is given; None takes away."""
     ids = batch["input_ids"]
     rows, length = ids.shape
-    width = model.get_input_embeddings().weight.shape[1]
+    width = _width(model)
     places = torch.arange(length)[None].repeat(rows, 1)
     left = torch.ones_like(ids)
     left[0, :3] = 0
@@ -190,6 +190,14 @@ def _changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
     }
     hidden = getattr(model.config, "hidden_size", None) or width
     return sides | _of_encoders(batch, width, hidden) | _of_tokens(model, ids, width) | modal_changes(model, batch)
+
+
+def _width(model: Any) -> int:
+    """Of the embedded tokens."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[1])
+    except NotImplementedError:  # Canine hashes its characters
+        return int(model.config.get_text_config().hidden_size)
 
 
 def _of_encoders(batch: Batch, width: int, hidden: int) -> dict[tuple[str, str], Batch]:
