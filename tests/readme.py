@@ -53,7 +53,9 @@ def table() -> str:
     head = (
         f"Seconds are processor seconds of all processes, {total:.0f} in all. One file: "
         "`bash tests/run.sh -n 0 tests/FOLDER/FILE`.\n"
-        "Benchmarks (`bench_*.py`) and sweeps (`python -m tests.sweep`, `python -m tests.scale`) are not part of the run.\n\n"
+        "Benchmarks (`bench_*.py`) and sweeps (`python -m tests.sweep`, `python -m tests.scale`) are not part of the run.\n"
+        "Which class is equal in a layout: `sweep/*.md`; which of its labels, inputs and outputs: "
+        "[sweep/ARGUMENTS.md](sweep/ARGUMENTS.md).\n\n"
     )
     return head + "\n\n".join(sections) + "\n"
 
