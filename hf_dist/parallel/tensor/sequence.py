@@ -30,6 +30,7 @@ from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.overlap import Crossed
 from hf_dist.parallel.tensor.peers import Peers
 from hf_dist.parallel.tensor.plan import ROW, WHOLE_EXPERTS, pattern_of, stock_name
+from hf_dist.tensors import pytree
 from hf_dist.tensors.random_streams import Streams
 
 __all__ = ["Regions", "Stack", "find_regions", "recorded_routers", "routers_in"]
@@ -296,7 +297,7 @@ class Stack:
         if self._depth <= 0:
             self._depth, self._plain = 0, False
 
-    def _begin(self, block: nn.Module, args: object, kwargs: object) -> Any:
+    def _begin(self, block: nn.Module, args: object, kwargs: Mapping[str, object]) -> Any:
         if self.off:
             return None
 
@@ -304,8 +305,24 @@ class Stack:
             return tp_collectives.to_rows_of_sequence(self._measure(x), self.peers, self._length)
 
         changed = _first(args, kwargs, split)
+        self._refuse_factors(block, kwargs)
         self._remember(*changed)
         return changed
+
+    def _refuse_factors(self, block: nn.Module, kwargs: Mapping[str, object]) -> None:
+        """A factor for each token (Mllama's mask of rows that see no image) meets hidden states, of which a rank has a part."""
+        for name, value in kwargs.items():
+            for x in pytree.leaves(value):
+                if (
+                    isinstance(x, torch.Tensor)
+                    and x.dim() > 2
+                    and x.shape[-2:] == (self._length, 1)
+                    and self._length > 1
+                ):
+                    raise ModelError(
+                        f"hf_dist.sequence_regions: {type(block).__name__} is given {name}, a number for each token, and each "
+                        'rank has a part of the tokens there. Set "hf_dist": {"sequence_regions": false}.'
+                    )
 
     def _next(self, block: nn.Module, args: object, kwargs: object) -> None:
         if self.off:

@@ -15,6 +15,7 @@ from hf_dist.parallel.tensor.trial import trial_batches
 from hf_dist.parallel.tensor.verify import Unsplit, compute, unsplit
 from hf_dist.sharding.units import find_unit_modules
 from tests.covering import FULL_GRID
+from tests.sweep.layouts import cut
 from tests.sweep.tiny import builders
 
 SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
@@ -121,3 +122,17 @@ def test_a_trial_of_tokens_comes_first_and_holds_padding() -> None:
 def test_a_class_without_a_mask_and_one_that_looks_for_the_end_of_a_sentence_are_tried(name: str) -> None:
     """Both were refused, because our trial failed by itself."""
     assert choose_plan(next(builders(getattr(tf, name)))(), 2, find_unit_modules).params
+
+
+def test_a_factor_for_each_token_is_refused_where_a_rank_has_a_part_of_them() -> None:
+    """Mllama multiplies hidden states by a mask of the rows that see no image: a shape error of torch's in its layer."""
+    build = next(builders(tf.MllamaForCausalLM))
+    batch = {"input_ids": torch.arange(24).view(2, 12) + 3}
+    given = {
+        "cross_attention_states": torch.randn(2, 6, 32),
+        "cross_attention_mask": torch.zeros(2, 1, 12, 6),
+        "full_text_row_masked_out_mask": torch.ones(2, 1, 12, 1),
+    }
+    run = cut(build, batch)
+    with pytest.raises(ModelError, match=r'given full_text_row_masked_out_mask.*"sequence_regions": false'):
+        run(lambda model, call: model(**call), batch | given)
