@@ -387,4 +387,6 @@ def test_every_output_is_compared_but_those_that_a_layout_refuses(tmp_path: Path
     trainer.refuses = True
     found, why = outputs.predicted(trainer, rows, names)
     assert (list(found), why) == (["logits"], "states: an earlier stage's")
+    assert outputs.differences(found, file, refused=why).keys() == {"logits"}
+    assert outputs.differences(found, file)["states.0"] == math.inf  # gone without a word
     assert len(outputs.few_rows(rows * 9, 1 << 24)) == 1

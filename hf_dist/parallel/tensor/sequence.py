@@ -312,7 +312,7 @@ class Stack:
     def _refuse_factors(self, block: nn.Module, kwargs: Mapping[str, object]) -> None:
         """A factor for each token (Mllama's mask of rows that see no image) meets hidden states, of which a rank has a part."""
         for name, value in kwargs.items():
-            for x in pytree.leaves(value):
+            for x in () if name in _NEEDS_ALL else pytree.leaves(value):
                 if (
                     isinstance(x, torch.Tensor)
                     and x.dim() > 2

@@ -70,8 +70,11 @@ def keep(outputs: Outputs, file: str) -> None:
     save_file({f"{place:03d} {name}": x.contiguous() for place, (name, x) in enumerate(outputs.items())}, file)
 
 
-def differences(outputs: Outputs | None, file: str) -> dict[str, float]:
-    """Norm of each output's difference from that of the run that wrote the file, relative. None: the names alone, with 0."""
+def differences(outputs: Outputs | None, file: str, *, refused: str = "") -> dict[str, float]:
+    """Norm of each output's difference from that of the run that wrote the file, relative. None: the names alone, with 0.
+
+    An output that is not there differs infinitely, unless the layout has said why (`refused`).
+    """
     found: dict[str, float] = {}
     with safe_open(file, framework="pt") as expected:
         for key in sorted(expected.keys()):
@@ -82,4 +85,6 @@ def differences(outputs: Outputs | None, file: str) -> dict[str, float]:
                 own, theirs = outputs[name].double(), expected.get_tensor(key).double()
                 same = own.shape == theirs.shape
                 found[name] = float((own - theirs).norm() / theirs.norm().clamp(min=1e-12)) if same else float("inf")
+            elif not refused:
+                found[name] = float("inf")
     return found

@@ -99,7 +99,7 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps, evaluates=False)(_output(job), saved)
     result: dict[str, Any] = {key: found[key][: job.steps] for key in ("losses", "norms")}
     result |= {"differences": differences} | {key: found[key] for key in ("skipped", "evaluation", "refused")}
-    result["outputs"] = outputs.differences(found["outputs"], expected)
+    result["outputs"] = outputs.differences(found["outputs"], expected, refused=found["refused"])
     result["next"] = {
         "going on": (found["losses"][-1], found["norms"][-1]),
         "resumed": (resumed["losses"][-1], resumed["norms"][-1]),
