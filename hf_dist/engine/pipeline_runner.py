@@ -24,6 +24,7 @@ from hf_dist.engine.runner import Step
 from hf_dist.engine.window import backward_of
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
+from hf_dist.model_config import text_config
 from hf_dist.parallel.pipeline import (
     Hooks,
     P2PTransport,
@@ -157,7 +158,7 @@ def example_of(model: nn.Module) -> dict[str, Any]:
         per_row = "ForSequenceClassification" in type(model).__name__
         rows = inputs["input_ids"].shape[:1] if per_row else inputs["input_ids"].shape
         inputs["labels"] = torch.zeros(rows, dtype=torch.long)
-        inputs["input_ids"] = inputs["input_ids"].clamp(max=max(config.get_text_config().vocab_size - 1, 0))
+        inputs["input_ids"] = inputs["input_ids"].clamp(max=max(text_config(config).vocab_size - 1, 0))
     return inputs
 
 

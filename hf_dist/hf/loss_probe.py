@@ -22,9 +22,18 @@ from hf_dist.engine.engine import Engine
 from hf_dist.log import say_once
 from hf_dist.tensors import pytree
 
-__all__ = ["LossKind", "kind_of_loss", "loss_kind_matters", "of_all_labels"]
+__all__ = [
+    "MEANS_OF_LABELS",
+    "LossKind",
+    "items_counted_otherwise",
+    "kind_of_loss",
+    "loss_kind_matters",
+    "of_all_labels",
+]
 
 _RELATIVE = 1e-3
+_ROUNDING = 3e-7
+"""Relative, of a mean in fp32."""
 _LOSSES = {
     f for name, f in vars(functional).items() if name.endswith(("_loss", "cross_entropy", "with_logits", "kl_div"))
 }
@@ -46,12 +55,17 @@ class LossKind(IntEnum):
     """The same for any `num_items_in_batch` and any number of rows."""
     LABELLED = 4
     """The mean over the labelled tokens or rows of the batch, whatever `num_items_in_batch` is."""
-    SUM = 5
+    SHIFTED = 5
+    """The same without the first token of each row, which no token predicts."""
+    SUM = 6
     """A sum over the rows, whatever `num_items_in_batch` is."""
-    COUNTED = 6
+    COUNTED = 7
     """A sum over `num_items_in_batch`."""
-    MIXED = 7
+    MIXED = 8
     """The same beside a term that is a mean, such as the z-loss of Bamba: counted once for every microbatch of every rank."""
+
+
+MEANS_OF_LABELS = (LossKind.LABELLED, LossKind.SHIFTED)
 
 
 def loss_kind_matters(trainer: Any) -> bool:
@@ -71,7 +85,7 @@ def loss_kind_matters(trainer: Any) -> bool:
 def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     """What the loss of the model is, as far as the batches of all ranks can tell. Every rank of the job calls it.
 
-    Up to five forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
+    Up to six forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
     """
     axis = trainer.dist_engine.mesh.control
     asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), LABELS, "return_loss"))
@@ -89,7 +103,7 @@ def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
             f"{type(model).__name__} returns mean losses and ignores num_items_in_batch: they are averaged over microbatches "
             "and ranks; nothing to do, unless microbatches count different numbers of tokens (then pass compute_loss_func)"
         )
-    if kind == LossKind.LABELLED:
+    if kind in MEANS_OF_LABELS:
         say_once(
             f"{type(model).__name__} returns the mean over the labels of a batch and ignores num_items_in_batch: the losses of "
             "microbatches and ranks are weighted by their numbers of labels, as one process weights the rows of a batch"
@@ -125,7 +139,7 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
             return kind if counted else LossKind.UNDECIDED
         doubled = {key: _twice(value) for key, value in prepared.items()}
         twice = _value(trainer.dist_engine, doubled, count) if all(in_rows) else once
-        over_labels = _is_mean_of_labels(trainer, prepared, once, count)
+        over_labels = _mean_of_labels(trainer, prepared, once, count)
     finally:
         model.train(was_training)
     labels = [prepared.get(name) for name in trainer.label_names or [LABELS]]
@@ -136,7 +150,7 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
         return LossKind.MEAN_ALONE if is_mean else LossKind.UNDECIDED
     if abs(twice - 2 * once) < abs(twice - once):
         return LossKind.SUM
-    return LossKind.LABELLED if over_labels else LossKind.MEAN
+    return over_labels or LossKind.MEAN
 
 
 def _counted(trainer: Any, prepared: Any, once: float, half: float) -> LossKind:
@@ -161,32 +175,60 @@ def _has_router_loss(trainer: Any) -> bool:
     return bool(getattr(getattr(trainer.model, "config", None), "router_aux_loss_coef", None))
 
 
-def _is_mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tensor) -> bool:
-    """Whether the loss is that of two parts of the labels, weighted by how many each has. Every rank runs the same forwards."""
+def _mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tensor) -> LossKind | None:
+    """Whether the loss is that of two parts of the labels, weighted by how many each has, the first of each row among them or
+    not. Every rank runs the same forwards."""
     labels = prepared.get(LABELS)
     can_be_masked = (
         isinstance(labels, torch.Tensor)
         and not labels.is_floating_point()
         # Labels of rows may be used as indices, so only where one is left out already.
         and (labels.ndim == 2 or bool((labels == IGNORED).any()))
-        and list(trainer.label_names or [LABELS]) == [LABELS]
-        and not getattr(trainer, "_loss_shifts_labels", False)  # then HF counts other labels
+        and [name for name in trainer.label_names or [LABELS] if prepared.get(name) is not None] == [LABELS]
         and not _overrides(trainer, "compute_loss")
     )
     if not all(collectives.all_gather_object(trainer.dist_engine.mesh.control, can_be_masked)):
-        return False
+        return None
     assert isinstance(labels, torch.Tensor)
-    places = (labels.reshape(-1) != IGNORED).nonzero()[:, 0]
-    first, rest = places[: len(places) // 3], places[len(places) // 3 :]
-    values = []
-    for left_out in (rest, first):
-        part = labels.reshape(-1).clone()
-        part[left_out] = IGNORED
-        values.append(_value(trainer.dist_engine, {**prepared, LABELS: part.view(labels.shape)}, count))
-    if not len(first) or not all(map(math.isfinite, values)):
-        return False
-    joined = (values[0] * len(first) + values[1] * len(rest)) / len(places)
-    return math.isclose(joined, once, rel_tol=_RELATIVE) and not math.isclose(*values, rel_tol=_RELATIVE)
+
+    def value(of: torch.Tensor) -> float:
+        return _value(trainer.dist_engine, {**prepared, LABELS: of}, count)
+
+    shifted = labels.ndim == 2 and value(_other_first(labels)) == once
+    counted = labels.ne(IGNORED)
+    if shifted:
+        counted[:, 0] = False
+    first = _first_third(counted)
+    values = [value(labels.masked_fill(counted & ~kept, IGNORED)) for kept in (first, ~first)]
+    sizes = [int((counted & kept).sum()) for kept in (first, ~first)]
+    if not sizes[0] or not all(map(math.isfinite, values)):
+        return None
+    joined = sum(size * v for size, v in zip(sizes, values, strict=True)) / sum(sizes)
+    apart = abs(values[0] - values[1])  # little in a fresh model, whose tokens are all as likely
+    if abs(joined - once) > 0.05 * apart + _ROUNDING * abs(once) or apart < 10 * _ROUNDING * abs(once):
+        return None
+    return LossKind.SHIFTED if shifted else LossKind.LABELLED
+
+
+def _first_third(counted: torch.Tensor) -> torch.Tensor:
+    """The first third of the True ones, in each row, of which none loses all: MBart looks for the last label of each row."""
+    rows = counted if counted.ndim == 2 else counted.reshape(1, -1)
+    number, place = rows.sum(dim=1, keepdim=True), rows.cumsum(dim=1)
+    most = torch.where(number > 1, (number // 3).clamp(min=1), 0)
+    return (rows & (place <= most)).view(counted.shape)
+
+
+def _other_first(labels: torch.Tensor) -> torch.Tensor:
+    """Labels of tokens (rows, length), of which the first of each row is left out, or, where it is, a label of the row.
+
+    A loss of shifted labels stays as it is. HF knows which classes shift by their names (`_loss_shifts_labels`), and is wrong
+    for the decoders of pairs.
+    """
+    changed = labels.clone()
+    is_only = labels.ne(IGNORED).sum(dim=1) < 2
+    other = torch.where(labels[:, 0] == IGNORED, labels.amax(dim=1), IGNORED)
+    changed[:, 0] = torch.where(is_only, labels[:, 0], other)
+    return changed
 
 
 def _overrides(trainer: object, *methods: str) -> bool:
@@ -195,11 +237,33 @@ def _overrides(trainer: object, *methods: str) -> bool:
     return not all(module.startswith(("hf_dist.", "transformers.")) for module in owners)
 
 
-def of_all_labels(loss: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int) -> torch.Tensor:
+def count_of_labels(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
+    """How many are not left out; `shifted`: of those behind the first of each row."""
+    return ((labels[..., 1:] if shifted else labels) != IGNORED).sum()
+
+
+def of_all_labels(
+    loss: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int, shifted: bool
+) -> torch.Tensor:
     """The share of a mean over a microbatch's `labels` in the mean over all `num_items` labels of the window. Local."""
-    own = (labels != IGNORED).sum().to(loss.device)
+    own = count_of_labels(labels, shifted).to(loss.device)
     share = own / (num_items.to(loss.device) if isinstance(num_items, torch.Tensor) else num_items)
     return torch.where(own > 0, loss, torch.zeros_like(loss)) * share  # the mean over no labels is not a number
+
+
+def items_counted_otherwise(trainer: Any, window: Any) -> Any:
+    """The items of a window's batches with the first label of each row, if HF leaves it out, and without it, if HF does not.
+
+    None for a transformers that knows one way. Collective over the ranks that HF's own count gathers from.
+    """
+    shifts = getattr(trainer, "_loss_shifts_labels", None)
+    if shifts is None:
+        return None
+    trainer._loss_shifts_labels = not shifts
+    try:
+        return trainer._get_num_items_in_batch(window, trainer.args.device)
+    finally:
+        trainer._loss_shifts_labels = shifts
 
 
 def _is_empty(label: object) -> bool:

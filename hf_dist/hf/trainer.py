@@ -34,7 +34,15 @@ from hf_dist.hf.evaluation import (
     on_rows_of_the_set,
     rows_of_a_rank,
 )
-from hf_dist.hf.loss_probe import LABELS, LossKind, kind_of_loss, loss_kind_matters, of_all_labels
+from hf_dist.hf.loss_probe import (
+    LABELS,
+    MEANS_OF_LABELS,
+    LossKind,
+    items_counted_otherwise,
+    kind_of_loss,
+    loss_kind_matters,
+    of_all_labels,
+)
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.repeated_trainings import RepeatedTrainingsMixin, counted
 from hf_dist.hf.replicas import ReplicasMixin
@@ -63,9 +71,9 @@ class DistTrainerMixin(
     state: Any
     add_callback: Callable[..., None]
     _loss_is_known = False
-    _loss_is_mean = False
-    _loss_is_mixed = False
-    _loss_is_of_labels = False
+    _loss_kind = LossKind.UNDECIDED
+    _items_otherwise: Any = None
+    """Of this window, by the other way to count labels, while it is not known which of the two the loss is a mean of."""
     _last_shape: Any = None
     _draws_alike = False
 
@@ -186,7 +194,10 @@ class DistTrainerMixin(
         if self.dist is not None and self.dist.curriculum_learning.enabled:
             length = length_at(self.dist.curriculum_learning, self.state.global_step)
             epoch_iterator = cut_batches(epoch_iterator, length)
-        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        window, items = super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        asks = items is not None and self.dist is not None and not self._loss_is_known and loss_kind_matters(self)
+        self._items_otherwise = items_counted_otherwise(self, window) if asks else None
+        return window, items
 
     def _draw_alike(self) -> None:
         """Run once: TRL's GRPO seeds each process differently, so ranks that share rows would sample different tokens."""
@@ -200,8 +211,10 @@ class DistTrainerMixin(
         with self._in_replica():
             tell_router_loss(self, getattr(self, "current_gradient_accumulation_steps", 1))
         self._settle_loss(model, inputs)
-        if self._loss_is_mean:  # the rest of the first window still carries the number
+        if self._loss_kind == LossKind.MEAN:  # the rest of the first window still carries the number
             num_items_in_batch = None
+        elif self._loss_is_known and self._items_otherwise is not None:
+            num_items_in_batch = self._items_otherwise
         self._leave_if_told()
         with self._in_replica():  # HF multiplies a loss over those items by the number of processes
             loss = self._over_stages(super().training_step, model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -261,24 +274,29 @@ class DistTrainerMixin(
             kind = kind_of_loss(self, model, inputs)
         # A set without labels may be predicted before training. Training without labels goes on without.
         self._loss_is_known = kind > LossKind.MEAN_ALONE or (kind == LossKind.NONE and model.training)
+        self._loss_kind = kind
         if kind == LossKind.MEAN:
             self.model_accepts_loss_kwargs = False
-            self._loss_is_mean = True
-        self._loss_is_of_labels = kind == LossKind.LABELLED
-        self._loss_is_mixed = kind in (LossKind.MIXED, LossKind.MEAN_ALONE)
+        shifts = kind == LossKind.SHIFTED
+        if kind in MEANS_OF_LABELS and getattr(self, "_loss_shifts_labels", shifts) != shifts:
+            self._loss_shifts_labels = shifts  # HF counts the next windows so
+        elif self._loss_is_known:
+            self._items_otherwise = None
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """HF's. In training, means are weighted as one process weights the rows of a batch."""
         num_items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
-        if self._loss_is_mixed and num_items is not None and model.training:
+        is_mixed = self._loss_kind in (LossKind.MIXED, LossKind.MEAN_ALONE)
+        if is_mixed and num_items is not None and model.training:
             return self._mixed_loss(model, inputs, *args[:1], **{**kwargs, "num_items_in_batch": num_items})
         labels = inputs.get(LABELS) if isinstance(inputs, Mapping) else None  # HF's takes them out for some losses
         result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        if not self._loss_is_of_labels or num_items is None or labels is None or not model.training:
+        if self._loss_kind not in MEANS_OF_LABELS or num_items is None or labels is None or not model.training:
             return result
+        shifted = self._loss_kind == LossKind.SHIFTED
         if isinstance(result, tuple):
-            return of_all_labels(result[0], labels, num_items), *result[1:]
-        return of_all_labels(result, labels, num_items)
+            return of_all_labels(result[0], labels, num_items, shifted), *result[1:]
+        return of_all_labels(result, labels, num_items, shifted)
 
     def _mixed_loss(self, *args: Any, num_items_in_batch: Any, **kwargs: object) -> object:
         """A `LossKind.MIXED`. With a sum S over n items and a mean b, S / n + b / k is a k-th of the loss for n / k items."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.format_bytes import scaled, size_text
+from hf_dist.model_config import field, text_config
 from hf_dist.parallel.experts.spread import expert_counts, find_experts
 from hf_dist.sharding.placement import Placement, placements_for
 from hf_dist.sharding.precision import precision_for
@@ -110,11 +111,10 @@ def advice(rows: Sequence[ExpertTraffic], ep: int, tokens: int) -> list[str]:
 def _chosen(model: nn.Module) -> int | None:
     """Experts per token, from the model's config."""
     config: object = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return next((int(getattr(text, name)) for name in _CHOSEN if isinstance(getattr(text, name, None), int)), None)
+    text = text_config(config)
+    return next((int(n) for n in (field(text, name) for name in _CHOSEN) if isinstance(n, int)), None)
 
 
 def _width(model: nn.Module) -> int:
     config: object = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "hidden_size", 0) or 1 << 30)
+    return int(field(text_config(config), "hidden_size", 0) or 1 << 30)

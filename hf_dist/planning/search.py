@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from hf_dist.config import DistConfig
 from hf_dist.config.refusals import refused
 from hf_dist.dist.axes import Axes
 from hf_dist.errors import HfDistError, ModelError
+from hf_dist.model_config import field, text_config, values
 from hf_dist.parallel.experts.spread import expert_counts, expert_slices
 from hf_dist.parallel.local_sgd.outer import num_outer_states
 from hf_dist.parallel.sequence.split import heads_of
@@ -319,7 +321,7 @@ class Search:
 
     def _holders(self, layout: Layout, rank: int) -> int:
         """Number of groups shared with other stages: one if an embedding is also the head's weight."""
-        tied = getattr(_text_config(self.model), "tie_word_embeddings", False)
+        tied = field(text_config(getattr(self.model, "config", None)), "tie_word_embeddings", False)
         return int(layout.pp > 1 and bool(tied) and rank in (0, layout.pp - 1))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - a search lives as long as the command
@@ -344,16 +346,11 @@ class Search:
         return Axes({**{name: getattr(layout, name) for name in names}, "cp_shard": layout.cp})
 
 
-def _text_config(model: nn.Module) -> object:
-    config: object = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def shape_of(model: nn.Module) -> Shape:
     """The properties of a model that decide which sizes are possible."""
-    text, heads = _text_config(model), heads_of(model)
+    heads = heads_of(model)
     blocks = sum(not isinstance(module, nn.Embedding) for module in find_unit_modules(model).values())
-    keys = getattr(text, "num_key_value_heads", None) or heads
+    keys = math.gcd(*values(text_config(getattr(model, "config", None)), "num_key_value_heads")) or heads
     return Shape(blocks, heads, int(keys), tuple(expert_counts(model)))
 
 

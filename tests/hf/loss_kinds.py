@@ -13,7 +13,9 @@ from transformers import Trainer, TrainingArguments
 
 from tests.hf.on_ranks import record_of
 
-KINDS = ("counted", "auxiliary", "sum", "mean", "mixed")
+KINDS = ("counted", "auxiliary", "sum", "mean", "mixed", "shifted", "believed", "fresh")
+"""Shifted: a mean of labels without the first of each row. Believed: a mean of all, in a class that HF takes for shifted.
+Fresh: a mean of a model to which all classes are as likely. Looking (not among them): a mean that needs a label in each row."""
 ROWS, LENGTH, CLASSES = 12, 5, 7
 
 
@@ -24,13 +26,25 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
+        if kind == "believed":
+            self.loss_type = "ForCausalLM"
         self.embed, self.head = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
+        if kind == "fresh":
+            self.head.weight.data *= 1e-4
+            self.head.bias.data.zero_()
 
     def forward(self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         hidden = torch.tanh(self.embed(input_ids))
         logits = self.head(hidden)
         if labels is None:
             return {"logits": logits}
+        if self.kind == "looking" and not (labels != -100).any(dim=1).all():
+            raise IndexError("a row without labels")
+        if self.kind == "shifted":
+            return {
+                "loss": functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
+                "logits": logits,
+            }
         counted = self.kind in ("counted", "auxiliary", "mixed") and num_items_in_batch is not None
         loss = functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="sum" if counted or self.kind == "sum" else "mean"

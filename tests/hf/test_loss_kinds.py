@@ -33,6 +33,10 @@ JOBS: list[tuple[str, frozenset[int], int, int]] = [
         ("mean", UNLABELLED[0]),
         ("mixed", UNLABELLED[2]),
         ("wrapped", UNLABELLED[0]),
+        ("shifted", UNLABELLED[2]),
+        ("believed", UNLABELLED[2]),
+        ("fresh", frozenset()),
+        ("looking", frozenset()),
     )
     for batch in (1, 2)
 ]

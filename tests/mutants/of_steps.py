@@ -158,7 +158,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a mean of labels counts for its microbatch whatever its number of labels",
         "hf/loss_probe.py",
-        "return LossKind.LABELLED if over_labels else LossKind.MEAN",
+        "return over_labels or LossKind.MEAN",
         "return LossKind.MEAN",
         ("hf/test_loss_kinds.py",),
     ),

@@ -64,7 +64,7 @@ def test_the_broken_axis_is_named(name: str, tmp_path: Path) -> None:
 
 def job(layout: dict[str, Any], data_ranks: int, accumulation: int) -> Job:
     """Of two steps."""
-    return Job("", "X", layout, {}, "AdamW", {"lr": 1e-3}, 1.0, 2, data_ranks, accumulation)
+    return Job("", "X", layout, {}, "AdamW", {"lr": 1e-3}, 2, data_ranks, accumulation)
 
 
 def tried(whole: Job) -> dict[str, Part]:
@@ -160,5 +160,5 @@ def test_the_first_tensor_is_the_first_of_the_model_where_ranks_hold_every_other
     }
     ranks = [{**one, "differences": [dict.fromkeys(held, 1.0)]} for held in (names[2::2], names[1::2])]
     alone = {"plain": {"losses": [4.0, 3.0], "norms": [1.0, 0.1], "evaluation": 2.0}}
-    single = Job("", "X", {}, {}, "AdamW", {}, 0.0, 1, 1, 1)
+    single = Job("", "X", {}, {}, "AdamW", {}, 1, 1, 1)
     assert compare(single, alone, ranks).differs == names[1:]

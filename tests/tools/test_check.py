@@ -16,6 +16,7 @@ from click.testing import Result
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.errors import ConfigError, ModelError
 from hf_dist.hf.model_class import keep_layers
 from hf_dist.tools.check import Asked, outputs, prepare, prove
@@ -32,6 +33,7 @@ from tests.hf import own_losses
 from tests.parity.families import make_model
 from tests.tools.proofs import asked_for, start_fork_server
 
+ONE_RANK = MeshAxis("world", 1, 0, None)
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("llama", {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}),
@@ -233,7 +235,7 @@ def test_the_table_says_what_was_compared(tmp_path: Path) -> None:
 
 def job(**changes: Any) -> Job:
     """Of two steps."""
-    plain = Job("", "X", {"bf16": {"enabled": False}}, {}, "AdamW", {"lr": 1e-3}, 1.0, 2, 2, 1)
+    plain = Job("", "X", {"bf16": {"enabled": False}}, {}, "AdamW", {"lr": 1e-3}, 2, 2, 1)
     return replace(plain, **changes)
 
 
@@ -363,30 +365,39 @@ def test_wrong_options_are_named(options: dict[str, Any], words: str, kind: Any,
 
 
 def test_every_output_is_compared_but_those_that_a_layout_refuses(tmp_path: Path) -> None:
+    class Refused:
+        def detach(self) -> None:
+            raise ModelError("states: an earlier stage's")
+
+    class Model(torch.nn.Module):
+        config = SimpleNamespace()
+        states: Any = torch.zeros(2)
+
+        def forward(self, input_ids: torch.Tensor) -> dict[str, Any]:
+            return {"logits": torch.ones(2, 3), "states": [self.states], "routers": torch.ones(2, 3)}
+
     class Trainer:
-        model = SimpleNamespace(config=SimpleNamespace())
+        model, off, _prepare_inputs = Model(), 1.0, dict
+        dist_engine = SimpleNamespace(
+            evaluate=lambda batch, read: read(Trainer.model, batch), mesh=SimpleNamespace(control=ONE_RANK)
+        )
 
-        def predict(self, rows: Any, ignore_keys: Any = ()) -> Any:
-            if self.refuses and not ignore_keys:
-                raise ModelError("states: an earlier stage's")
-            first = torch.ones(2, 3) * self.off
-            return SimpleNamespace(
-                predictions=first.numpy() if ignore_keys else (first.numpy(), [torch.zeros(2).numpy()])
-            )
-
-        refuses, off = False, 1.0
+        def predict(self, rows: Any, ignore_keys: Any = None) -> Any:
+            given = {"logits": torch.ones(2, 3) * self.off, "states": [torch.zeros(2)], "routers": torch.ones(2, 3)}
+            return SimpleNamespace(predictions=[x for name, x in given.items() if name not in (ignore_keys or ())])
 
     trainer, rows, file = Trainer(), [{"input_ids": torch.zeros(1, 3)}], str(tmp_path / "outputs.safetensors")
-    names = ["logits", "states.0"]
+    names = {"logits": True, "states.0": True, "routers": False}
     whole, why = outputs.predicted(trainer, rows, names)
     outputs.keep(whole, file)
-    assert (list(whole), why) == (names, "")
-    assert outputs.differences(None, file) == {"logits": 0.0, "states.0": 0.0}
+    assert (list(whole), why) == (list(names), "")
+    assert outputs.names_in(file) == names
+    assert outputs.differences(whole, file) == {"logits": 0.0, "states.0": 0.0}
     trainer.off = 1.01
     assert outputs.differences(outputs.predicted(trainer, rows, names)[0], file)["logits"] == pytest.approx(0.01)
-    trainer.refuses = True
+    Model.states = Refused()
     found, why = outputs.predicted(trainer, rows, names)
-    assert (list(found), why) == (["logits"], "states: an earlier stage's")
+    assert (list(found), why) == (["logits", "routers"], "states: an earlier stage's")
     assert outputs.differences(found, file, refused=why).keys() == {"logits"}
     assert outputs.differences(found, file)["states.0"] == math.inf  # gone without a word
     assert len(outputs.few_rows(rows * 9, 1 << 24)) == 1

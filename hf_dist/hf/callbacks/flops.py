@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from hf_dist.hf.callbacks.tokens import text_config
+from hf_dist.model_config import field, text_config, values
 from hf_dist.sharding.param_slice import held_slice
 
 
@@ -57,13 +59,22 @@ def _per_token(model: nn.Module, expert_share: float) -> float:
 
 def _expert_share(config: object) -> float:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    total = next((n for n in (getattr(config, name, None) for name in names) if n), None)
-    visited = getattr(config, "num_experts_per_tok", None)
+    total = next((n for n in (field(config, name) for name in names) if n), None)
+    visited = field(config, "num_experts_per_tok")
     return visited / total if total and visited else 1.0
 
 
 def _per_pair(config: object) -> float:
-    layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
-    heads, head_size = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-    width = heads * head_size if isinstance(heads, int) and isinstance(head_size, int) else hidden
-    return 12.0 * layers * width if isinstance(layers, int) and isinstance(width, int) else 0.0
+    layers, hidden = field(config, "num_hidden_layers"), field(config, "hidden_size")
+    heads, sizes = values(config, "num_attention_heads"), values(config, "head_dim")
+    if not isinstance(layers, int):
+        return 0.0
+    if heads and sizes and all(isinstance(n, int) for n in heads + sizes):
+        of_layers = [math.prod(pair) for pair in zip(_each(heads, layers), _each(sizes, layers), strict=True)]
+        return 12.0 * sum(of_layers)
+    return 12.0 * layers * hidden if isinstance(hidden, int) else 0.0
+
+
+def _each(found: list[Any], layers: int) -> list[Any]:
+    """A value for each layer."""
+    return found if len(found) == layers else found[:1] * layers

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hf_dist.model_config import text_config
+
 IGNORED_LABEL = -100
 
 
@@ -55,11 +57,6 @@ class TokenCounter:
         samples, counts, self._samples, self._counts = self._samples, self._counts, 0, None
         tokens, pairs = (0, 0) if counts is None else counts.tolist()
         return samples, tokens, pairs
-
-
-def text_config(config: object) -> Any:
-    """The text part of an HF model's config, or `config` itself if there is no such part."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _num_rows(inputs: Mapping[str, object]) -> int:

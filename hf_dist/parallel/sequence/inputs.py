@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_dist.errors import ModelError
+from hf_dist.model_config import text_config
 from hf_dist.parallel.sequence.forward import SequenceAxes, SplitForward
 
 IGNORED = -100
@@ -62,7 +63,7 @@ class Arguments:
             for m in model.modules()
         )
         config: Any = getattr(model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = text_config(config)
         named = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         return cls(
             tuple(named),

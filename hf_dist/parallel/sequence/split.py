@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_dist.dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.model_config import field, text_config, values
 from hf_dist.parallel.sequence.forward import SequenceAxes, current, enter
 from hf_dist.parallel.sequence.inputs import OTHER_KINDS, Arguments, Cut, bound, cut_inputs
 from hf_dist.parallel.sequence.layout import layout_for
@@ -272,8 +273,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_atte
 def heads_of(model: nn.Module) -> int:
     """Query heads of a model's attention; 1 if its config does not tell."""
     config: object = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = [getattr(text, name, None) for name in _HEADS]
+    found = [n for name in _HEADS for n in values(text_config(config), name)]
     counts = [n for n in found if isinstance(n, int)]
     return math.gcd(*counts) if counts else 1
 
@@ -286,7 +286,7 @@ def refuse_by_config(model: nn.Module) -> None:
         raise ModelError(
             f"{_KEY}: {name} is not a transformers model, and its attention cannot be reached. Remove the key."
         )
-    if getattr(config.get_text_config(), "vocab_size", None) is None:
+    if field(text_config(config), "vocab_size") is None:
         raise ModelError(
             f"{_KEY}: {name} reads no tokens of a vocabulary, and only rows of tokens are split. Remove the key."
         )

@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_dist.dist import collectives
 from hf_dist.errors import HfDistError, ModelError
+from hf_dist.model_config import text_config
 from hf_dist.parallel.sequence.attention import packing_seen
 from hf_dist.parallel.sequence.forward import silenced
 from hf_dist.parallel.sequence.inputs import IGNORED
@@ -99,7 +100,7 @@ def _refusal(split: SplitSequence, problem: str) -> ModelError:
 def _tokens(split: SplitSequence, model: nn.Module) -> dict[str, torch.Tensor]:
     """Two rows of tokens. The first few have no labels, so that ranks have different counts of labels."""
     config: Any = split.model.config
-    text = config.get_text_config()
+    text = text_config(config)
     multiple = split.axes.layout.multiple
     most = int(getattr(text, "max_position_embeddings", None) or _TOKENS_PER_RANK * multiple)
     length = min(_TOKENS_PER_RANK, max(1, (most - 2) // multiple)) * multiple  # RoBERTa's positions begin at 2
@@ -242,7 +243,7 @@ def _changes(split: SplitSequence, model: nn.Module, batch: dict[str, torch.Tens
     ids = batch["input_ids"]
     rows, length = ids.shape
     config: Any = split.model.config
-    text = config.get_text_config()
+    text = text_config(config)
     width = next((getattr(text, n) for n in ("hidden_size", "d_model", "n_embd", "dim") if hasattr(text, n)), 0)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     draw = torch.Generator().manual_seed(1)

@@ -15,6 +15,7 @@ from torch import nn
 from hf_dist.errors import ModelError
 from hf_dist.memory.loss.lazy_logits import LazyLogits
 from hf_dist.memory.loss.vocabulary import VocabularySplit
+from hf_dist.model_config import field, text_config
 from hf_dist.parallel.tensor import tp_collectives
 from hf_dist.parallel.tensor.head import WholeHead
 from hf_dist.parallel.tensor.overlap import Crossed, splits_backward
@@ -302,7 +303,7 @@ class SplitModel:
             self._gather(name, module, is_head=False)
         elif style == "mla_kv_a_proj":
             config: Any = base.config
-            rotary_part(module, peers, self._off, config.get_text_config().qk_rope_head_dim)
+            rotary_part(module, peers, self._off, field(text_config(config), "qk_rope_head_dim"))
         elif style == "moe_tp_experts":
             experts(module, peers, self._off, self.replicated)
         elif style == "moe_identity_expert":

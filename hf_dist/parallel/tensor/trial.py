@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_dist.model_config import field, text_config
 from hf_dist.parallel.tensor.tiny import IMAGE, VOCAB
 
 __all__ = ["Batch", "trial_batches", "trial_input"]
@@ -92,7 +93,7 @@ class _Trial:
 
 
 def _ids(trial: _Trial) -> torch.Tensor:
-    vocabulary = min(VOCAB, getattr(trial.config.get_text_config(), "vocab_size", VOCAB) or VOCAB)
+    vocabulary = min(VOCAB, field(text_config(trial.config), "vocab_size", VOCAB) or VOCAB)
     ids = trial.integers(4, vocabulary - 8, trial.length)
     pad = getattr(trial.config, "pad_token_id", None) or 0
     eos = getattr(trial.config, "eos_token_id", None)

@@ -18,6 +18,7 @@ from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ConfigError, ModelError, Problem, TopologyError
 from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
+from hf_dist.model_config import text_config
 from hf_dist.tools.bench.asked import Asked
 from hf_dist.tools.bench.engines import ENGINES
 from hf_dist.tools.bench.work import LEARNING_RATE, Batch, Contender, Work
@@ -144,7 +145,7 @@ def _with_batches(work: Work, asked: Asked) -> Work:
     count = work.total_steps * work.window
     path = None if asked.data == "synthetic" else Path(asked.data)
     if path is None and "ForCausalLM" in type(model).__name__:
-        batches = _text(config.get_text_config().vocab_size, count, work.micro_batch, asked.seq)
+        batches = _text(text_config(config).vocab_size, count, work.micro_batch, asked.seq)
     else:
         options: dict[str, Any] = {"path": path, "tokenizer": asked.model}
         batches = microbatches(model, rows=work.micro_batch, count=count, seq=asked.seq, **options)

@@ -140,6 +140,8 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         f"{job.optimizer}, learning rate {job.optimizer_params.get('lr', 'its own')}; dropout is 0; data of {job.window} "
         "microbatches a step"
     ]
+    if job.said:
+        notes.append(job.said)
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")
     if TWICE in by_itself:
@@ -152,7 +154,7 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
             "ranks or microbatches trains another model than one batch"
         )
     if first.get("refused"):
-        notes.append(f"predict() gives the first output alone in this layout: {first['refused']}")
+        notes.append(f"predict() does not give every output in this layout: {first['refused']}")
     if first["skipped"]:
         notes.append(f"{first['skipped']} of {job.steps} steps were skipped by the loss scale")
     return Proof(rows, job.precision, notes, differs, differs_at)

@@ -1,4 +1,4 @@
-"""Microbatches for a check: rows of a file, or made up from the model's config. Ragged, with masked labels."""
+"""Microbatches for a check: rows of a file, or made up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.errors import ConfigError, ModelError, Problem
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.tools.check.made_up import IGNORED, Batch, labels_are_ids, made_up
 
-__all__ = ["Batch", "joined", "microbatches"]
-
-Batch = dict[str, torch.Tensor]
-IGNORED = -100
-"""The label of what counts for nothing."""
+__all__ = ["IGNORED", "Batch", "joined", "microbatches"]
 
 
 def microbatches(
@@ -37,9 +34,10 @@ def microbatches(
     """
     if path is None:
         generator = torch.Generator().manual_seed(0)
-        return [_made_up(model, rows, seq, generator, number * rows) for number in range(count)]
+        return [made_up(model, rows, seq, generator, number * rows) for number in range(count)]
+    takes_ids = labels_are_ids(model)
     endless = itertools.cycle(_rows_of_file(path, tokenizer))
-    return [_collate(list(itertools.islice(endless, rows)), seq, _labels_per_row(model), ragged) for _ in range(count)]
+    return [_collate(list(itertools.islice(endless, rows)), seq, takes_ids, ragged) for _ in range(count)]
 
 
 def joined(batches: Sequence[Mapping[str, torch.Tensor]]) -> Batch | None:
@@ -59,55 +57,6 @@ def joined(batches: Sequence[Mapping[str, torch.Tensor]]) -> Batch | None:
             return None
         found[name] = torch.cat(parts)
     return found
-
-
-def _labels_per_row(model: nn.Module) -> bool:
-    return any(word in type(model).__name__ for word in ("ForSequenceClassification", "ForImageClassification"))
-
-
-def _corners(vocabulary: int) -> list[int]:
-    """Ids at which a part of the vocabulary begins or ends, for 2, 4 and 8 ranks: few rows draw none of them by chance."""
-    borders = [-(-vocabulary // parts) * part for parts in (2, 4, 8) for part in range(1, parts)]
-    found = dict.fromkeys([x for border in borders for x in (border, border - 1)] + [vocabulary - 1])
-    return [x for x in found if 0 < x < vocabulary]
-
-
-def _made_up(model: nn.Module, rows: int, seq: int, generator: torch.Generator, first: int) -> Batch:
-    """`first`: the number of the first row, among those of all batches."""
-    config: Any = model.config
-    main = getattr(model, "main_input_name", "input_ids")
-
-    def draw(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(min(1, high - 1), high, shape, generator=generator)
-
-    if main == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        images = torch.randn(rows, getattr(config, "num_channels", 3), size, size, generator=generator)
-        return {"pixel_values": images, "labels": draw(config.num_labels, rows)}
-    if main != "input_ids":
-        raise ModelError(
-            f"{type(model).__name__} takes {main}, and such data cannot be made up. Pass --data FILE.jsonl with one "
-            "row per line, keys as the model's arguments, with labels"
-        )
-    vocabulary = config.get_text_config().vocab_size
-    seq = min(seq, getattr(config, "max_position_embeddings", None) or seq)
-    ids = draw(vocabulary, rows, seq)
-    corners = _corners(vocabulary)
-    corner = torch.tensor([corners[(first + row) % len(corners)] for row in range(rows)]) if corners else ids[:, 1]
-    ids[:, 1] = corner
-    lengths = torch.randint(max(2, seq // 2), seq + 1, (rows, 1), generator=generator)
-    mask = (torch.arange(seq)[None] < lengths).long()
-    batch = {"input_ids": ids * mask, "attention_mask": mask}
-    if _labels_per_row(model):
-        return {**batch, "labels": draw(config.num_labels, rows)}
-    if getattr(config, "is_encoder_decoder", False):
-        labels = draw(vocabulary, rows, max(2, seq // 2))
-        labels[:, 1] = corner
-        return {**batch, "labels": labels}
-    hidden = torch.rand(rows, seq, generator=generator) < 0.25
-    labels = ids.masked_fill(hidden | (mask == 0), IGNORED)
-    labels[:, 1] = ids[:, 1]
-    return {**batch, "labels": labels}
 
 
 def _rows_of_file(path: Path, tokenizer: str) -> list[dict[str, Any]]:
@@ -132,8 +81,11 @@ def _rows_of_file(path: Path, tokenizer: str) -> list[dict[str, Any]]:
     return [{**read(row["text"]), **rest} for row, rest in zip(rows, kept, strict=True)]
 
 
-def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool, ragged: bool) -> Batch:
-    """Rows cut or padded to `seq` (`ragged`: to the longest row, if that is shorter). A row without labels has its tokens."""
+def _collate(rows: list[dict[str, Any]], seq: int, takes_ids: bool, ragged: bool) -> Batch:
+    """Rows cut or padded to `seq` (`ragged`: to the longest row, if that is shorter).
+
+    `takes_ids`: a row without labels has its tokens.
+    """
     if ragged:
         seq = min(seq, max((len(v) for row in rows for v in row.values() if _is_flat(v)), default=seq))
     batch: dict[str, list[Any]] = {}
@@ -142,7 +94,7 @@ def _collate(rows: list[dict[str, Any]], seq: int, labels_per_row: bool, ragged:
         ids = row.get("input_ids")
         if ids is not None:
             row.setdefault("attention_mask", [1] * len(ids))
-            if not labels_per_row:
+            if takes_ids:
                 row.setdefault("labels", ids)
         for key, value in row.items():
             padding = [IGNORED if key == "labels" else 0] * seq

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from hf_dist.errors import ModelError
 from hf_dist.tools.check.data import IGNORED, joined
 
 __all__ = ["TOGETHER", "TWICE", "itself"]
@@ -24,20 +25,30 @@ def itself(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> d
     A batch normalisation mixes rows by design, and is left out.
     """
     pair = [dict(batch) for batch in batches[:2]]
-    first = [float(model(**batch).loss) for batch in pair]
+    first = [_loss(model, batch) for batch in pair]
     torch.rand(17)  # other random numbers than before
-    again = float(model(**pair[0]).loss)
+    again = _loss(model, pair[0])
     if not _near(again, first[0]):
         return {TWICE: (first[0], again)}
     both = joined(pair)
     mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     if len(pair) < 2 or both is None or mixes:
         return {}
-    together = float(model(**both).loss)
+    together = _loss(model, both)
     means = [sum(w * x for w, x in zip(weights, first, strict=True)) / sum(weights) for weights in _weights(pair)]
     if any(_near(together, mean) for mean in means):
         return {}
     return {TOGETHER: (together, min(means, key=lambda mean: abs(mean - together)))}
+
+
+def _loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> float:
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise ModelError(
+            f"{type(model).__name__} gives no loss for rows with {', '.join(sorted(batch))}. Pass --data FILE.jsonl with one "
+            "row per line, keys as the model's arguments, with its labels"
+        )
+    return float(loss)
 
 
 def _near(a: float, b: float) -> bool:

@@ -16,6 +16,7 @@ from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ModelError
 from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
+from hf_dist.model_config import field, text_config
 from hf_dist.tools.check.data import microbatches
 
 __all__ = ["Asked", "Job", "prepare"]
@@ -64,10 +65,16 @@ class Job:
     """The config for the same precision in one process."""
     optimizer: str
     optimizer_params: dict[str, Any]
-    clip: float
     steps: int
     data_ranks: int
     accumulation: int
+    said: str = ""
+    """What was changed in the user's config, and why."""
+
+    @property
+    def clip(self) -> float:
+        """The largest norm of a step's gradient."""
+        return float(self.layout["gradient_clipping"])
 
     @property
     def window(self) -> int:
@@ -103,6 +110,13 @@ def prepare(asked: Asked, folder: Path) -> Job:
     data_ranks = axes_of(read, asked.world).size("data")
     micro, accumulation = _batch(read, data_ranks)
     model, class_name = _model(asked)
+    said = ""
+    if accumulation > 1 and _routers_have_a_loss(model):
+        said = (
+            f"1 microbatch a step, not {accumulation}: the routers' loss is a product of means over the rows of a microbatch "
+            "(of all ranks), so that accumulation trains another model than one batch, in one process as well"
+        )
+        accumulation = 1
     window = data_ranks * accumulation
     batches = microbatches(
         model,
@@ -126,11 +140,18 @@ def prepare(asked: Asked, folder: Path) -> Job:
         alone=alone,
         optimizer=optimizer,
         optimizer_params=params,
-        clip=float(layout["gradient_clipping"]),
         steps=asked.steps,
         data_ranks=data_ranks,
         accumulation=accumulation,
+        said=said,
     )
+
+
+def _routers_have_a_loss(model: nn.Module) -> bool:
+    """Whether HF adds one to the loss: a config has a coefficient, and asks for the routers' logits."""
+    config: Any = model.config
+    text = text_config(config)
+    return bool(field(text, "router_aux_loss_coef") and field(text, "output_router_logits"))
 
 
 def _batch(read: DistConfig, data_ranks: int) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
         look = _looks_at(job, differences, reference="plain", keep="same")
         rows, parts = whole_step(job)
         alone = {**job.alone, "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": parts}
-        names = list(outputs.differences(None, _outputs_file(job, "plain")))
+        names = outputs.names_in(_outputs_file(job, "plain"))
         result["same"] = Training(job, job.steps + 1, alone, look, names=names)(_output(job))
         result["same"]["differences"] = differences
         given = result["same"].pop("outputs")
@@ -93,7 +93,7 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     differences: list[Differences] = []
     look = _looks_at(job, differences, reference=reference)
     expected = _outputs_file(job, reference)
-    names = list(outputs.differences(None, expected))
+    names = outputs.names_in(expected)
     found = Training(job, job.steps + 1, job.layout, look, save_at=job.steps, names=names)(_output(job))
     saved = checkpoint_of(_output(job), job.steps)
     resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps, evaluates=False)(_output(job), saved)
@@ -107,9 +107,27 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     if rank == 0:
         cls: Any = model_class(job.class_name)
         reread = cls.from_pretrained(saved, dtype=torch.float32)  # in half precision the masters
+        _keep_emptied_rows(reread, saved)
         result["reloaded"] = _differences(reread.named_parameters(), _weights_file(job, reference, job.steps))
         shutil.rmtree(_output(job), ignore_errors=True)
     return result
+
+
+@torch.no_grad()
+def _keep_emptied_rows(reread: nn.Module, saved: str) -> None:
+    """Give embeddings the row of padding that the checkpoint has: transformers empties it on loading some classes (Youtu), also
+    where the table is the head's, too, and the row is trained."""
+    for path, module in reread.named_modules():
+        if (
+            not isinstance(module, nn.Embedding)
+            or module.padding_idx is None
+            or module.weight[module.padding_idx].any()
+        ):
+            continue
+        for file in Path(saved).glob("*.safetensors"):
+            with safe_open(file, framework="pt") as weights:
+                if f"{path}.weight" in weights.keys():  # noqa: SIM118
+                    module.weight[module.padding_idx] = weights.get_tensor(f"{path}.weight")[module.padding_idx].float()
 
 
 def _looks_at(job: Job, differences: list[Differences], *, reference: str = "", keep: str = "") -> Look:

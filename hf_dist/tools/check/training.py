@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
 from hf_dist.hf.args import DistTrainingArguments
 from hf_dist.hf.trainer import DistTrainer
+from hf_dist.model_config import field, text_config
 from hf_dist.tools.check.data import Batch, joined
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.outputs import Outputs, few_rows, predicted
@@ -41,7 +42,7 @@ class Training:
     """The step after which a checkpoint is written; 0 for none."""
     evaluates: bool = True
     """Whether the rows of `one_row_more` are evaluated and predicted at the end."""
-    names: Sequence[str] | None = None
+    names: Mapping[str, bool] | None = None
     """Those of the model's outputs, which a process tells that has the whole model."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
@@ -68,7 +69,7 @@ class Training:
         outputs: tuple[Outputs, str] = ({}, "")
         if self.evaluates:
             config: Any = model.config
-            vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 1
+            vocabulary = field(text_config(config), "vocab_size") or 1
             outputs = predicted(trainer, few_rows(one_row_more(self.job), vocabulary), self.names)
         steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         return {
