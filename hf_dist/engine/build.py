@@ -56,6 +56,7 @@ from hf_dist.sharding.consistency import (
     tell_full_build,
 )
 from hf_dist.sharding.fit import check_fit
+from hf_dist.sharding.half_buffers import cast_in_forwards
 from hf_dist.sharding.placement import placements_for
 from hf_dist.sharding.precision import Precision, precision_for
 from hf_dist.sharding.quantised import prepare_quantised
@@ -188,6 +189,7 @@ def build_engine(
     cut, tensors = _cut(model, config, mesh, precision, example)
     compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # before sequences are split
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
+    cast_in_forwards(model, precision)
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)
     # After sharding: optimizer state is made for fragments, never for whole parameters.

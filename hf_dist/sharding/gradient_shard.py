@@ -27,12 +27,14 @@ _METADATA = {
         "is_sparse",
         "_version",
     )
-}
+} | {torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.is_complex, torch.is_complex}
 _PLAIN = (torch.Tensor.detach, torch.detach, _BASE.data.__get__)
 _IN_PLACE = {
     getattr(torch.Tensor, name)
     for name in ("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "neg_", "nan_to_num_")
 } | {torch.Tensor.__imul__, torch.Tensor.__itruediv__}
+_MOVES = (torch.Tensor.to, _BASE.data.__set__, torch._has_compatible_shallow_copy_type)
+"""What `module.to(dtype)` does with gradients; some forwards call it (Switch's router), and it changes nothing."""
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 _FOREACH: dict[Any, Any] = {
     torch._foreach_mul_: torch.Tensor.mul_,
@@ -74,6 +76,8 @@ class GradientShard(torch.Tensor):
                     return answer
                 if first._axis is None:
                     first._refuse_reading()
+                if func in _MOVES and first._stays(func, args[1:], kwargs):
+                    return first if func is torch.Tensor.to else True
                 if func in _PLAIN:  # detaching it has no effect: a gradient has no autograd history
                     return first
                 if func in _IN_PLACE and all(_is_number(x) for x in (*args[1:], *kwargs.values())):
@@ -96,6 +100,14 @@ class GradientShard(torch.Tensor):
             "p.grad supports norms, products with a number, clamp_ and zero_; torch.nn.utils.clip_grad_norm_ and "
             "clip_grad_value_ work. Call hf_dist.full_gradient(p) on every rank for the whole gradient."
         )
+
+    def _stays(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether a move to a dtype or device, or to another memory, leaves this part as it is."""
+        own = self.as_subclass(torch.Tensor)
+        if func is torch.Tensor.to:
+            moved: torch.Tensor = own.to(*args, **kwargs)
+            return moved is own
+        return isinstance(args[0], GradientShard) and args[0].data_ptr() == own.data_ptr()
 
     def _refuse_reading(self) -> None:
         raise ModelError(

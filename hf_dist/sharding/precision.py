@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Precision:
     autocast: torch.dtype | None = None
     """Target dtype of `torch.autocast` around forward (`torch_autocast`); None without autocast."""
     keep_fp32: frozenset[str] = frozenset()
-    """Full names of parameters that the model's author wants in fp32 whatever the compute dtype."""
+    """Full names of parameters and buffers that the model's author wants in fp32 whatever the compute dtype."""
     keeps_bits: bool = False
     """Whether frozen weights keep the bits that `compute` has no room for, because they are saved with those that train."""
     as_loaded: frozenset[str] = frozenset()
@@ -103,7 +104,7 @@ class Precision:
         if self.autocast is not None:
             rows.append(("autocast around forward", short(self.autocast)))
         if self.keep_fp32 and self.compute != torch.float32:
-            rows.append(("kept in float32 by the model's author", f"{len(self.keep_fp32)} parameters"))
+            rows.append(("kept in float32 by the model's author", f"{len(self.keep_fp32)} parameters and buffers"))
         if self.as_loaded:
             rows.append(("kept as loaded, below adapters", f"{len(self.as_loaded)} parameters"))
         return rows
@@ -160,9 +161,11 @@ def _kept_as_loaded(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 
 
 def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Names that the model's author wants in fp32 (HF's `_keep_in_fp32_modules*`; the non-strict list applies to fp16 only).
+    """Names of parameters and buffers that the model's author wants in fp32, as `from_pretrained` finds them.
 
-    BatchNorm's parameters too: its kernels accept half-precision inputs only with weights in the dtype of the statistics.
+    HF's `_keep_in_fp32_modules*` are patterns, found anywhere in a name (`mlp.gate.weight`, `build_glob_alternation`); the
+    non-strict list applies to fp16 only. BatchNorm's parameters and statistics too: its kernels accept half-precision inputs
+    only with weights in the dtype of the statistics.
     """
     if compute == torch.float32:
         return frozenset()
@@ -171,7 +174,7 @@ def _kept_in_fp32(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
         patterns.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         if compute == torch.float16:
             patterns.update(getattr(module, "_keep_in_fp32_modules", None) or ())
-    norms = {id(p) for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters()}
-    return frozenset(
-        n for n, p in model.named_parameters() if id(p) in norms or any(x in n.split(".") for x in patterns)
-    )
+    wanted = re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in sorted(patterns)) or "$^")
+    norms = {id(x) for m in model.modules() if isinstance(m, _BatchNorm) for x in (*m.parameters(), *m.buffers())}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return frozenset(name for name, x in named if id(x) in norms or wanted.search(name))

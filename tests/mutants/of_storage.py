@@ -389,8 +389,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "the limit of the worst tensor is that of all in half precision",
         "tools/check/limits.py",
-        "max(min(self.tensors[step], own), routed)",
-        "max(self.tensors[step], routed)",
+        "max(min(self.tensors[step], own), routed, ",
+        "max(self.tensors[step], routed, ",
         ("tools/test_check.py::test_one_wrong_tensor_is_found_in_half_precision_however_far_others_are",),
     ),
     Mutant(

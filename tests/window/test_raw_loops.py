@@ -408,6 +408,9 @@ def refusals(rank: int, world: int) -> list[str]:
         except ModelError as error:
             said.append(str(error))
     said.append(repr(model.first.weight.grad))
+    model.first.to(torch.float32)  # as Switch's router does in each forward; it changes nothing
+    with pytest.raises(ModelError, match=r"first.weight"):
+        model.first.weight.grad.to(torch.bfloat16)
     assert model.first.weight.grad.shape == (8, 8) and model.first.weight.grad.numel() == 64
     whole = hf_dist.full_gradient(model.first.weight)
     both = [torch.autograd.grad(loss_of(m := Blocks(), batch(r)), m.first.weight)[0] for r in range(world)]

@@ -12,9 +12,9 @@ from hf_dist.dist.spawn import run_ranks
 from hf_dist.tools.check.blame import Blamed, to_blame
 from hf_dist.tools.check.itself import TOGETHER, TWICE
 from hf_dist.tools.check.job import Job
-from hf_dist.tools.check.limits import FP32, limits, relative
+from hf_dist.tools.check.limits import FP32, ORDER, limits, relative, wider
 from hf_dist.tools.check.parts import Part, alone_parts, one_rank, parts_without_one
-from hf_dist.tools.check.runs import in_one_process, on_ranks
+from hf_dist.tools.check.runs import in_another_order, in_one_process, on_ranks
 
 __all__ = ["Proof", "Row", "compare", "prove"]
 
@@ -78,7 +78,10 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     if none is, the engine runs on one rank.
     """
     alone = run_ranks(in_one_process, 1, (job,), timeout)[0]
-    proof = compare(job, alone, run_ranks(on_ranks, world, (job,), timeout))
+    ranks = run_ranks(on_ranks, world, (job,), timeout)
+    proof = compare(job, alone, ranks)
+    if not proof.equal:  # then it is worth to learn how far rounding can go
+        proof = compare(job, alone, ranks, run_ranks(in_another_order, 1, (job,), timeout)[0])
     if proof.equal:
         return proof
 
@@ -100,14 +103,19 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     return replace(proof, blamed=single)
 
 
-def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Proof:
-    """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank."""
+def compare(
+    job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], other: Mapping[str, Any] | None = None
+) -> Proof:
+    """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank; `other`: that of
+    `in_another_order`, whose distances are allowed, too."""
     fp32 = job.precision == "fp32"
     expected = alone["plain"] if fp32 else alone["same"]
     first = ranks[0]
     cut = job.layout.get("tensor_parallel", {}).get("autotp_size", 1) > 1
     same = None if fp32 else alone["same"]
     allowed = limits(alone["plain"], same, job.steps, cut=cut, routed=alone.get("routed", ()))
+    if other is not None:
+        allowed = wider(allowed, expected, other)
     rows = [
         _numbers("loss", expected["losses"], first["losses"], allowed.losses),
         _numbers("gradient norm", expected["norms"], first["norms"], allowed.norms),
@@ -140,8 +148,11 @@ def compare(job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         f"{job.optimizer}, learning rate {job.optimizer_params.get('lr', 'its own')}; dropout is 0; data of {job.window} "
         "microbatches a step"
     ]
-    if job.said:
-        notes.append(job.said)
+    notes.extend(job.said)
+    if other is not None:
+        notes.append(
+            f"allowed is {ORDER:.0f} times what another order of a step's rows changes in one process, where that is more"
+        )
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")
     if TWICE in by_itself:

@@ -31,7 +31,7 @@ def itself(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> d
     if not _near(again, first[0]):
         return {TWICE: (first[0], again)}
     both = joined(pair)
-    mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
     if len(pair) < 2 or both is None or mixes:
         return {}
     together = _loss(model, both)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.values import is_auto
@@ -68,8 +70,8 @@ class Job:
     steps: int
     data_ranks: int
     accumulation: int
-    said: str = ""
-    """What was changed in the user's config, and why."""
+    said: tuple[str, ...] = ()
+    """What was changed in the user's config or model, and why."""
 
     @property
     def clip(self) -> float:
@@ -90,6 +92,9 @@ class Job:
         """The same model on every call: weights of the folder, in fp32, in training mode (its config sets dropout to 0)."""
         cls: Any = model_class(self.class_name)
         model: nn.Module = cls.from_pretrained(f"{self.folder}/model", dtype=torch.float32)
+        for module in _normalisations(model):
+            module.eval()
+            module.train = types.MethodType(_stay, module)  # type: ignore[method-assign]
         return model.train()
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -110,9 +115,14 @@ def prepare(asked: Asked, folder: Path) -> Job:
     data_ranks = axes_of(read, asked.world).size("data")
     micro, accumulation = _batch(read, data_ranks)
     model, class_name = _model(asked)
-    said = ""
+    said = []
+    if _normalisations(model):
+        said.append(
+            "batch normalisations have fixed statistics: those of a batch depend on which rows are in it, so that any number "
+            "of data ranks or microbatches trains another model than one batch"
+        )
     if accumulation > 1 and _routers_have_a_loss(model):
-        said = (
+        said.append(
             f"1 microbatch a step, not {accumulation}: the routers' loss is a product of means over the rows of a microbatch "
             "(of all ranks), so that accumulation trains another model than one batch, in one process as well"
         )
@@ -143,8 +153,17 @@ def prepare(asked: Asked, folder: Path) -> Job:
         steps=asked.steps,
         data_ranks=data_ranks,
         accumulation=accumulation,
-        said=said,
+        said=tuple(said),
     )
+
+
+def _normalisations(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of a module's `train`."""
+    return module
 
 
 def _routers_have_a_loss(model: nn.Module) -> bool:

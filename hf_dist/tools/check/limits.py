@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["FP32", "Limits", "limits", "relative"]
+__all__ = ["FP32", "ORDER", "Limits", "limits", "relative", "wider"]
 
 FP32 = 1e-5
 """Largest relative difference in fp32."""
 TENSOR = 2.0
 """In 28 right layouts of six families in bf16 the farthest tensor was at 1.6 times its distance (2.2 with cut matrices)."""
+ORDER = 4.0
+"""A layout adds in many orders, and one other order of rows is one sample of what that does to a model."""
 STUDENT = {3: 12.9, 4: 8.6, 5: 6.9, 6: 6.0, 7: 5.4, 8: 5.0, 10: 4.6, 20: 3.9}
 """Steps -> multiple of the rms of so many samples that another sample exceeds once in a thousand times (Student's t)."""
 
@@ -35,16 +37,18 @@ class Limits:
 
     outputs: Mapping[str, float] = field(default_factory=dict)
     """Of each output of the model."""
+    reordered: Mapping[str, float] = field(default_factory=dict)
+    """Of each tensor and output, whatever the others say: `ORDER` times its distance in another order of rows."""
 
     def of_output(self, name: str) -> float:
         """For one output of the model."""
-        return max(self.outputs.get(name, FP32), self.routed)
+        return max(self.outputs.get(name, FP32), self.routed, self.reordered.get(name, 0.0))
 
     def of(self, name: str, step: int = -1) -> float:
         """For one tensor after a step."""
         routed = self.routed if name in self.beside_router else 0.0
         own = self.own[step].get(name, math.inf) if self.own else math.inf
-        return max(min(self.tensors[step], own), routed)
+        return max(min(self.tensors[step], own), routed, self.reordered.get(name, 0.0))
 
 
 def limits(
@@ -79,6 +83,20 @@ def limits(
         apart * _likely(choices) if choices else 0.0,
         frozenset(name for names in routed for name in names),
         {name: max(FP32, TENSOR * apart * value) for name, value in same.get("outputs", {}).items()},
+    )
+
+
+def wider(found: Limits, expected: Mapping[str, Any], other: Mapping[str, Any]) -> Limits:
+    """`found`, or as far as one process in `expected` is from one in another order of rows, `ORDER` times."""
+    tensors: dict[str, float] = {}
+    for after in (*other["differences"], other["outputs"]):
+        for name, value in after.items():
+            tensors[name] = max(tensors.get(name, 0.0), ORDER * value)
+    return replace(
+        found,
+        losses=max(found.losses, ORDER * max(_distances(expected["losses"], other["losses"]))),
+        norms=max(found.norms, ORDER * max(_distances(expected["norms"], other["norms"]))),
+        reordered=tensors,
     )
 
 

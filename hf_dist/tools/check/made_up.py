@@ -22,6 +22,10 @@ _DISCRIMINATORS = ("ElectraForPreTraining", "FunnelForPreTraining")
 """They tell tokens that were replaced: a label of 0 or 1 for each that the mask shows. The mean over all that are shown ignores
 -100, so that rows of unequal lengths make another mean in each microbatch: rows are full."""
 _CHOICES = 2
+_SIDE = 64
+"""Of an image for a net of convolutions, which takes any."""
+_AS_LONG = ("FSMT",)
+"""Their decoders read the input's ids, so that the labels are as long."""
 _PLACES = ("start_positions", "end_positions")
 
 
@@ -78,8 +82,10 @@ def _vocabulary(config: object) -> int:
 
 def _images(model: nn.Module, rows: int, generator: torch.Generator) -> Batch:
     config: Any = model.config
-    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-    images = torch.randn(rows, getattr(config, "num_channels", 3), size, size, generator=generator)
+    vision = field(config, "vision_config", config)
+    size = field(vision, "image_size", _SIDE)
+    height, width = (size, size) if isinstance(size, int) else size[-2:]
+    images = torch.randn(rows, field(vision, "num_channels", 3), height, width, generator=generator)
     return {"pixel_values": images, "labels": _draw(config.num_labels, generator, rows)}
 
 
@@ -128,7 +134,8 @@ def _labels(model: nn.Module, batch: Batch, corner: torch.Tensor, generator: tor
         labels = _draw(config.num_labels, generator, rows, seq)
         return {**found, "labels": labels.masked_fill(hidden | (mask == 0), IGNORED)}
     if getattr(config, "is_encoder_decoder", False):
-        labels = _draw(_vocabulary(config), generator, rows, max(2, seq // 2))
+        length = seq if name.startswith(_AS_LONG) else max(2, seq // 2)
+        labels = _draw(_vocabulary(config), generator, rows, length)
         labels[:, 1] = corner
         return {**found, "labels": labels}
     labels = ids.masked_fill(hidden | (mask == 0), IGNORED)

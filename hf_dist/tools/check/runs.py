@@ -24,9 +24,9 @@ from hf_dist.sharding.full_params import all_tensors
 from hf_dist.tools.check import outputs
 from hf_dist.tools.check.itself import itself
 from hf_dist.tools.check.job import Job
-from hf_dist.tools.check.training import Look, Training, checkpoint_of, whole_step
+from hf_dist.tools.check.training import Look, Training, alone_config, checkpoint_of
 
-__all__ = ["in_one_process", "on_ranks", "quiet", "routed_parameters"]
+__all__ = ["in_another_order", "in_one_process", "on_ranks", "quiet", "routed_parameters"]
 
 Differences = dict[str, float]
 """Parameter, in the model's order -> norm of its difference to one process, relative to the norm in one process."""
@@ -56,6 +56,11 @@ def quiet() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
+def _leave_job() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # or accelerate would wrap the model
+        os.environ.pop(name, None)
+
+
 @quiet()
 def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
@@ -64,8 +69,7 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     with its distance from `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is
     fp16. `itself`: what differs without a layout.
     """
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # or accelerate would wrap the model
-        os.environ.pop(name, None)
+    _leave_job()
     result: dict[str, Any] = {"itself": itself(job.make_model(), job.batches())}
     result["plain"] = Training(job, job.steps + 1, look=_looks_at(job, [], keep="plain"))(_output(job))
     outputs.keep(result["plain"].pop("outputs"), _outputs_file(job, "plain"))
@@ -73,10 +77,8 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
         AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
         differences: list[Differences] = []
         look = _looks_at(job, differences, reference="plain", keep="same")
-        rows, parts = whole_step(job)
-        alone = {**job.alone, "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": parts}
         names = outputs.names_in(_outputs_file(job, "plain"))
-        result["same"] = Training(job, job.steps + 1, alone, look, names=names)(_output(job))
+        result["same"] = Training(job, job.steps + 1, alone_config(job), look, names=names)(_output(job))
         result["same"]["differences"] = differences
         given = result["same"].pop("outputs")
         result["same"]["outputs"] = outputs.differences(given, _outputs_file(job, "plain"))
@@ -84,6 +86,24 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     if job.precision == "fp16":
         result["routed"] = routed_parameters(job.make_model())
     return result
+
+
+@quiet()
+def in_another_order(rank: int, world: int, job: Job) -> dict[str, Any]:
+    """One process that the layout is compared with, with the rows of each step in reverse and all weights a rounding away.
+
+    Its losses and norms, and the `differences` of its tensors and `outputs` from those of `in_one_process`.
+    """
+    _leave_job()
+    reference = "plain" if job.precision == "fp32" else "same"
+    config = None if job.precision == "fp32" else alone_config(job)
+    differences: list[Differences] = []
+    look = _looks_at(job, differences, reference=reference)
+    expected = _outputs_file(job, reference)
+    training = Training(job, job.steps + 1, config, look, names=outputs.names_in(expected), otherwise=True)
+    found = training(_output(job))
+    result: dict[str, Any] = {key: found[key] for key in ("losses", "norms")}
+    return {**result, "differences": differences, "outputs": outputs.differences(found["outputs"], expected)}
 
 
 @quiet()

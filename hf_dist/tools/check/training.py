@@ -22,7 +22,7 @@ from hf_dist.tools.check.data import Batch, joined
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.outputs import Outputs, few_rows, predicted
 
-__all__ = ["Look", "Training", "checkpoint_of", "clip", "one_row_more", "rows_of", "whole_step"]
+__all__ = ["Look", "Training", "alone_config", "checkpoint_of", "clip", "one_row_more", "rows_of", "whole_step"]
 
 
 Look = Callable[[int, nn.Module, Engine | None], None]
@@ -44,12 +44,16 @@ class Training:
     """Whether the rows of `one_row_more` are evaluated and predicted at the end."""
     names: Mapping[str, bool] | None = None
     """Those of the model's outputs, which a process tells that has the whole model."""
+    otherwise: bool = False
+    """Whether the rows of each step come in reverse, and all weights begin a rounding away."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
         """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and at the
         end the loss of an `evaluation` (NaN if HF computes none, as for a forward whose signature names no labels) and the
         `outputs` of a prediction, with why some were `refused`."""
         model = self.job.make_model()
+        if self.otherwise:
+            _move(model)
         optimizer = self.job.make_optimizer(model)
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         looks = _Looks(self)
@@ -57,7 +61,7 @@ class Training:
         trainer = made(
             model=model,
             args=self._arguments(folder),
-            train_dataset=rows_of(self.job.batches()),
+            train_dataset=self._rows(),
             eval_dataset=one_row_more(self.job),
             data_collator=_collate,
             optimizers=(optimizer, constant),
@@ -80,6 +84,13 @@ class Training:
             "outputs": outputs[0],
             "refused": outputs[1],
         }
+
+    def _rows(self) -> list[Batch]:
+        batches = self.job.batches()
+        rows, step = rows_of(batches), len(rows_of(batches[:1])) * self.job.window
+        if not self.otherwise:
+            return rows
+        return [row for i in range(0, len(rows), step) for row in reversed(rows[i : i + step])]
 
     def _arguments(self, folder: str) -> Any:
         common: dict[str, Any] = dict(
@@ -118,6 +129,12 @@ def whole_step(job: Job) -> tuple[int, int]:
     if any(joined(step) is None for step in steps):
         return rows, job.window
     return rows * job.window, 1
+
+
+def alone_config(job: Job) -> dict[str, Any]:
+    """For one process in the layout's precision, with all rows of a step in one batch, if they can be."""
+    rows, parts = whole_step(job)
+    return {**job.alone, "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": parts}
 
 
 class _Sequential:
@@ -168,6 +185,15 @@ class _Looks(TrainerCallback):
         control.should_save = state.global_step == self._training.save_at
         self._training.look(state.global_step, self.trainer.model, getattr(self.trainer, "dist_engine", None))
         return control
+
+
+@torch.no_grad()
+def _move(model: nn.Module) -> None:
+    """All weights by up to a unit in the last place of fp32: a net of kinks then tells how far rounding takes it."""
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.mul_(1 + 2**-23 * (2 * torch.rand(p.shape, generator=draw) - 1))
 
 
 def rows_of(batches: list[Batch]) -> list[Batch]:
