@@ -32,8 +32,7 @@ def cast_in_forwards(model: nn.Module, precision: Precision) -> list[str]:
     found = []
     for path, part in _hugging_face_models(model):
         full = {name: f"{path}.{name}" if path else name for name in _tables(part)}
-        in_checkpoints = part.state_dict().keys()  # to which authors' wishes apply
-        names = [name for name in full if name not in in_checkpoints or full[name] not in precision.keep_fp32]
+        names = [name for name in full if not _is_saved(part, name) or full[name] not in precision.keep_fp32]
         if any(not name.endswith(_FREQUENCIES) for name in names):
             half = _half(part, compute)
             found += [(full[name], part, name) for name in names if name in half]
@@ -58,6 +57,12 @@ def _hugging_face_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _tables(model: nn.Module) -> list[str]:
     """Names of the buffers in fp32."""
     return [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+
+
+def _is_saved(model: nn.Module, name: str) -> bool:
+    """Whether checkpoints have this buffer; authors' lists of fp32 weights are for what they have."""
+    owner, _, buffer = name.rpartition(".")
+    return buffer not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
 def _half(model: nn.Module, compute: torch.dtype) -> set[str]:

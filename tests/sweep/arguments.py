@@ -173,7 +173,7 @@ def words_of(model: Any, batch: Batch, split: Layout) -> Words:
         for output, (heard, reason) in outputs.items():
             if argument != "return_dict":
                 say(f"-> {output}", heard, reason)
-    for argument in takes:
+    for argument in dict.fromkeys([*takes, *(name for name in words if not name.startswith("-> "))]):
         words.setdefault(argument, ("unknown", "no value is made for it"))
         why = not_taken(type(model).__name__, argument)
         if words[argument][0] in NO_VALUE and why:

@@ -42,7 +42,8 @@ def modal_changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
                 changes["pixel_values_images", ""] = older | {"pixel_values_images": change["pixel_values"]}
             for name, value in CHOICES.items():
                 changes.setdefault((name, ""), change | {name: getattr(model.config, name, value)})
-            break
+            if "image_patches" not in takes:  # Fuyu takes two forms
+                break
     return changes
 
 
@@ -56,18 +57,26 @@ CHOICES: dict[str, Any] = {
 
 def _running(model: Any, batch: Batch, modality: str, given: Batch) -> Batch | None:
     """The change of a batch with which the plain model runs, if there is one."""
-    counts = [_vectors(model, modality, given), 0, *range(1, 26)]
+    counts = [_vectors(model, modality, given), 0, *range(1, 26), 32, 64]
     for count in counts:
         change = given | (_with_places(batch, modality, count) if count else {})
-        try:
-            with torch.no_grad():
-                model(**{k: v for k, v in (batch | change).items() if v is not None})
-        except Exception:
-            if counts[0] > 0 and count:
-                return None
-            continue
-        return change
+        for tried in (change, change | _types(modality, change)):
+            try:
+                with torch.no_grad():
+                    model(**{k: v for k, v in (batch | tried).items() if v is not None})
+            except Exception:
+                continue
+            return tried
+        if counts[0] > 0 and count:
+            return None
     return None
+
+
+def _types(modality: str, change: Batch) -> Batch:
+    """Which tokens stand for an image or a video, for classes that ask for it beside a grid."""
+    ids = change.get("input_ids")
+    number = {"image": 1, "video": 2}.get(modality)
+    return {} if ids is None or number is None else {"mm_token_type_ids": number * (ids == TOKENS[modality]).int()}
 
 
 def _with_places(batch: Batch, modality: str, count: int) -> Batch:
@@ -141,6 +150,8 @@ def _images(model: Any, rows: int) -> Iterator[Batch]:
     seen = torch.ones(rows, 1, side, side, dtype=torch.long)
     yield {"pixel_values": pixels[:, None], "pixel_attention_mask": seen}
     yield {"pixel_values": pixels}
+    if isinstance(getattr(config, "input_size", None), int):
+        yield {"pixel_values": normal(rows, 3, config.input_size, config.input_size)}
     yield {"pixel_values": pixels, "image_sizes": sizes}
     yield {"pixel_values": pixels, "image_sizes": sizes.tolist()}
     yield {"pixel_values": tiles, "image_sizes": sizes}
@@ -160,6 +171,7 @@ def _images(model: Any, rows: int) -> Iterator[Batch]:
         "cross_attention_mask": torch.ones(rows, 12, 1, 4, dtype=torch.long),
     }
     yield {"pixel_values": normal(rows, frames, side, side, 3)}
+    yield {"pixel_values": normal(rows, frames, patch, patch, 3)}
 
 
 def _videos(model: Any, rows: int) -> Iterator[Batch]:
@@ -186,5 +198,9 @@ def _sounds(model: Any, rows: int) -> Iterator[Batch]:
             yield {"input_features": sounds, "input_features_mask": mask}
             yield {"input_features": sounds, "input_features_mask": mask.bool()}
             yield {"input_features": sounds, "feature_attention_mask": mask}
+    frames = torch.randint(
+        0, 16, (rows, 5, _part(config, "audio_config", "n_mel_bins", 80)), generator=torch.Generator()
+    )
+    yield {"audio_input_ids": frames, "audio_input_ids_mask": torch.ones(rows, 5, dtype=torch.long)}
     bins = _part(config, "encoder_config", "input_dim", 160)
     yield {"input_features": normal(rows, 45, bins)}

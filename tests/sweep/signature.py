@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, MoEModelOutput
 
 from tests.sweep.modalities import modal_changes
 from tests.sweep.tiny import tiny_batches
@@ -133,6 +133,14 @@ def _with_cached_pair(model: Any, batch: Batch) -> Any:
     return model(input_ids=ids, decoder_input_ids=targets[:, PREFIX:], past_key_values=first.past_key_values)
 
 
+def _a_decoder_token_later(model: Any, batch: Batch) -> Any:
+    """One token of the decoder, then another."""
+    ids, targets = batch["input_ids"], batch["input_ids"].flip(1)
+    with torch.no_grad():
+        first = model(input_ids=ids, decoder_input_ids=targets[:, :1], use_cache=True)
+    return model(input_ids=ids, decoder_input_ids=targets[:, 1:2], past_key_values=first.past_key_values)
+
+
 STATES = ("cache_params", "state", "mems", "cache")
 """What recurrent models return for their next tokens, under the name by which their forward takes it."""
 
@@ -157,6 +165,7 @@ CACHED: dict[str, Call] = {
     "a token later": _a_token_later,
     "a given cache": _into_cache,
     "after a decoder's prefix": _with_cached_pair,
+    "a decoder's token later": _a_decoder_token_later,
 }
 """How a cache comes to be given; a model takes one of them or several."""
 
@@ -212,8 +221,14 @@ def _of_encoders(batch: Batch, width: int, hidden: int) -> dict[tuple[str, str],
     mask[:, -1] = 0
     return {
         ("encoder_hidden_states", ""): {"encoder_hidden_states": states},
+        ("encoder_hidden_states", "as long"): {"encoder_hidden_states": states[:, :length]},
+        ("encoder_attention_mask", "as long"): {
+            "encoder_hidden_states": states[:, :length],
+            "encoder_attention_mask": seen[:, -length:],
+        },
         ("encoder_attention_mask", ""): {"encoder_hidden_states": states, "encoder_attention_mask": seen},
         ("encoder_outputs", ""): {"encoder_outputs": BaseModelOutput(last_hidden_state=states[:, :length])},
+        ("encoder_outputs", "of experts"): {"encoder_outputs": MoEModelOutput(last_hidden_state=states[:, :length])},
         ("decoder_input_ids", ""): {"decoder_input_ids": targets.flip(1)},
         ("decoder_attention_mask", ""): {"decoder_attention_mask": mask},
         ("decoder_inputs_embeds", ""): {
@@ -247,6 +262,7 @@ def _of_tokens(model: Any, ids: torch.Tensor, width: int) -> dict[tuple[str, str
     contrasts = {f"{which}_{name}": value for which in ("attack", "labels") for name, value in {
         "input_ids": ids.flip(1), "input_shape_ids": first, "input_pronunciation_ids": first,
         "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}.items()}  # fmt: skip
+    proteins = {"protein_input_ids": ids % 16 + 4, "protein_attention_mask": torch.ones_like(ids)}
     looked_at = {"cross_attention_states": torch.randn(rows, 6, width, generator=drawn(12))}
     return {
         **{(name, ""): {name: first} for name in ONE_PER_TOKEN},
@@ -258,6 +274,7 @@ def _of_tokens(model: Any, ids: torch.Tensor, width: int) -> dict[tuple[str, str
             "cross_attention_mask": torch.zeros(rows, 1, length, 6),
             "full_text_row_masked_out_mask": torch.ones(rows, 1, length, 1),
         },
+        **{(name, ""): proteins for name in proteins},
         ("bbox", ""): {"bbox": torch.cat([boxes, boxes + 5], dim=-1)},
         ("lengths", ""): {"lengths": torch.full((rows,), length), "attention_mask": None},
         ("question_lengths", ""): {"question_lengths": torch.full((rows, 1), 3)},

@@ -51,6 +51,11 @@ def with_modal_fields(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
                 changed[name] = tiny
         if name == "vision_feature_layer" and isinstance(value, list | tuple):
             changed[name] = tuple(-2 for _ in value)
+    reads, made = changed.get("projector_config"), changed.get("encoder_config")
+    if (
+        isinstance(reads, dict) and isinstance(made, dict) and "hidden_dim" in made
+    ):  # Granite's projector reads the encoder
+        changed["projector_config"] = {**reads, "encoder_hidden_size": made["hidden_dim"]}
     return changed
 
 

@@ -26,6 +26,8 @@ __all__ = ["Asked", "Job", "prepare"]
 LEARNING_RATE = 1e-3
 EPS = 1e-3
 """Least eps for Adam and similar: where a gradient is zero in theory, a smaller eps turns rounding into full steps."""
+_ROUTERS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Coefficients of a routers' loss, JetMoe's last."""
 _SAME_PRECISION = (
     "bf16",
     "fp16",
@@ -170,7 +172,7 @@ def _routers_have_a_loss(model: nn.Module) -> bool:
     """Whether HF adds one to the loss: a config has a coefficient, and asks for the routers' logits."""
     config: Any = model.config
     text = text_config(config)
-    return bool(field(text, "router_aux_loss_coef") and field(text, "output_router_logits"))
+    return any(field(text, name) for name in _ROUTERS) and bool(field(text, "output_router_logits"))
 
 
 def _batch(read: DistConfig, data_ranks: int) -> tuple[int, int]:
