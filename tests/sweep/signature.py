@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -198,7 +199,12 @@ def _changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
         **{(name, str(value)): {name: value} for name in FLAGS for value in (True, False)},
     }
     hidden = getattr(model.config, "hidden_size", None) or width
-    return sides | _of_encoders(batch, width, hidden) | _of_tokens(model, ids, width) | modal_changes(model, batch)
+    return (
+        sides
+        | _of_encoders(batch, width, hidden)
+        | _of_tokens(model, ids, width)
+        | modal_changes(copy.deepcopy(model), batch)
+    )
 
 
 def _width(model: Any) -> int:
