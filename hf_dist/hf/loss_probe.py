@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from hf_dist.dist import collectives
 from hf_dist.engine.engine import Engine
 from hf_dist.log import say_once
+from hf_dist.parallel.experts.router_loss import has_coefficient
 from hf_dist.tensors import pytree
 
 __all__ = [
@@ -85,7 +86,7 @@ def loss_kind_matters(trainer: Any) -> bool:
 def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     """What the loss of the model is, as far as the batches of all ranks can tell. Every rank of the job calls it.
 
-    Up to six forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
+    Up to seven forwards without gradient, in evaluation mode, if any rank has labels. Draws no random numbers.
     """
     axis = trainer.dist_engine.mesh.control
     asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), LABELS, "return_loss"))
@@ -172,7 +173,7 @@ def _counted(trainer: Any, prepared: Any, once: float, half: float) -> LossKind:
 
 def _has_router_loss(trainer: Any) -> bool:
     """A mixture's: `hf_dist.router_loss` says how that term is counted."""
-    return bool(getattr(getattr(trainer.model, "config", None), "router_aux_loss_coef", None))
+    return has_coefficient(getattr(trainer.model, "config", None))
 
 
 def _mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tensor) -> LossKind | None:
@@ -187,14 +188,20 @@ def _mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tenso
         and [name for name in trainer.label_names or [LABELS] if prepared.get(name) is not None] == [LABELS]
         and not _overrides(trainer, "compute_loss")
     )
-    if not all(collectives.all_gather_object(trainer.dist_engine.mesh.control, can_be_masked)):
+    of_tokens = can_be_masked and isinstance(labels, torch.Tensor) and labels.ndim == 2
+    everyone = collectives.all_gather_object(trainer.dist_engine.mesh.control, (can_be_masked, of_tokens))
+    if not all(can for can, _ in everyone):
         return None
     assert isinstance(labels, torch.Tensor)
 
     def value(of: torch.Tensor) -> float:
         return _value(trainer.dist_engine, {**prepared, LABELS: of}, count)
 
-    shifted = labels.ndim == 2 and value(_other_first(labels)) == once
+    # Ranks whose labels differ in shape run as many forwards all the same.
+    with_first, without = (
+        (value(of) for of in _first_and_last(labels)) if all(tokens for _, tokens in everyone) else (0, 1)
+    )
+    shifted = with_first == without
     counted = labels.ne(IGNORED)
     if shifted:
         counted[:, 0] = False
@@ -204,8 +211,9 @@ def _mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tenso
     if not sizes[0] or not all(map(math.isfinite, values)):
         return None
     joined = sum(size * v for size, v in zip(sizes, values, strict=True)) / sum(sizes)
-    apart = abs(values[0] - values[1])  # little in a fresh model, whose tokens are all as likely
-    if abs(joined - once) > 0.05 * apart + _ROUNDING * abs(once) or apart < 10 * _ROUNDING * abs(once):
+    # Little in a fresh model, to which all tokens are as likely, and 0 for a loss that does not look at labels.
+    apart = abs(values[0] - values[1])
+    if not apart or abs(joined - once) > 0.05 * apart + _ROUNDING * abs(once):
         return None
     return LossKind.SHIFTED if shifted else LossKind.LABELLED
 
@@ -218,17 +226,22 @@ def _first_third(counted: torch.Tensor) -> torch.Tensor:
     return (rows & (place <= most)).view(counted.shape)
 
 
-def _other_first(labels: torch.Tensor) -> torch.Tensor:
-    """Labels of tokens (rows, length), of which the first of each row is left out, or, where it is, a label of the row.
+def _first_and_last(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels of tokens (rows, length): of each row that of the first token and the last one, and the last one alone.
 
-    A loss of shifted labels stays as it is. HF knows which classes shift by their names (`_loss_shifts_labels`), and is wrong
-    for the decoders of pairs.
+    A loss of shifted labels is the same for both. Two labels a row, because among many a first one changes a fresh model's
+    mean by less than fp32 tells. A row without a label behind its first token stays as it is in both. HF knows which classes
+    shift by their names (`_loss_shifts_labels`), and is wrong for the decoders of pairs.
     """
-    changed = labels.clone()
-    is_only = labels.ne(IGNORED).sum(dim=1) < 2
-    other = torch.where(labels[:, 0] == IGNORED, labels.amax(dim=1), IGNORED)
-    changed[:, 0] = torch.where(is_only, labels[:, 0], other)
-    return changed
+    counted = labels.ne(IGNORED)
+    counted[:, 0] = False
+    place = counted * torch.arange(labels.shape[1], device=labels.device)
+    last = counted & (place == place.amax(dim=1, keepdim=True))
+    without = torch.where(counted.any(dim=1, keepdim=True), labels.masked_fill(~last, IGNORED), labels)
+    both = without.clone()
+    first = torch.where(labels[:, 0] == IGNORED, labels.amax(dim=1), labels[:, 0])
+    both[:, 0] = torch.where(counted.any(dim=1), first, labels[:, 0])
+    return both, without
 
 
 def _overrides(trainer: object, *methods: str) -> bool:

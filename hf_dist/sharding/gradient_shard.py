@@ -74,10 +74,10 @@ class GradientShard(torch.Tensor):
                     return func(first)
                 if (answer := first._shape_answer(func, args[1:])) is not None:
                     return answer
-                if first._axis is None:
-                    first._refuse_reading()
                 if func in _MOVES and first._stays(func, args[1:], kwargs):
                     return first if func is torch.Tensor.to else True
+                if first._axis is None:
+                    first._refuse_reading()
                 if func in _PLAIN:  # detaching it has no effect: a gradient has no autograd history
                     return first
                 if func in _IN_PLACE and all(_is_number(x) for x in (*args[1:], *kwargs.values())):

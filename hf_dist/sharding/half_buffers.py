@@ -69,7 +69,7 @@ def _half(model: nn.Module, compute: torch.dtype) -> set[str]:
     """The tables that a new model of the class has in `compute`; none if it cannot be built again from its config."""
     made: Any = type(model)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # a class's own code may draw
             other = made._from_config(copy.deepcopy(model.config), dtype=compute)  # which sets that of its parts, too
         return {name for name, buffer in other.named_buffers() if buffer.dtype == compute}
     except Exception:  # whatever a model's own code raises

@@ -80,6 +80,7 @@ def test_the_loss_of_a_run_is_that_of_all_ranks_also_after_the_last_log(outcomes
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(kind="mixed", rows=frozenset({0}), batch=1)  # the first rows leave the mean alone
+@example(kind="fresh", rows=frozenset(), batch=2)  # the losses of two thirds differ by a few roundings
 @given(kind=st.sampled_from(KINDS), rows=st.frozensets(st.integers(0, 7), max_size=3), batch=st.sampled_from([1, 2]))
 def test_accumulation_equals_the_joined_batch(kind: str, rows: frozenset[int], batch: int, tmp_path: Path) -> None:
     equal(

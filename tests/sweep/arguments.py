@@ -83,25 +83,10 @@ def _may_cross(name: str) -> bool:
 
 def examine(task: str, name: str, layout: Callable[[Callable[[], Any], Batch], Layout]) -> tuple[str, str]:
     """(outcome, detail) of one class: `equal` or `WRONG` with the words as JSON; refused, failed or not built with why."""
-    import transformers
-
-    problem = ""
-    try:
-        extra = {"is_decoder": True, "add_cross_attention": True} if name.endswith(CROSSING) else {}
-        candidates = list(builders(getattr(transformers, name.removesuffix(CROSSING)), extra))
-    except Exception as error:  # its default config is not valid
-        return "not built", short(error)
-    for candidate in candidates:
-        build = functools.partial(sharding.fresh, candidate)
-        try:
-            model = build()
-            batch = first_batch(task, model)
-            plain(model, *_first_trial(model, batch))
-            break
-        except Exception as error:
-            problem = problem or short(error)
-    else:
-        return "not built", problem
+    built = first_running(task, name)
+    if isinstance(built, str):
+        return "not built", built
+    build, model, batch = built
     try:
         words = words_of(model, batch, layout(build, batch))
         if any(word == "WRONG" for word, _ in words.values()):
@@ -111,6 +96,28 @@ def examine(task: str, name: str, layout: Callable[[Callable[[], Any], Batch], L
     except Exception as error:
         return "failed", short(error)
     return judged(words)
+
+
+def first_running(task: str, name: str) -> tuple[Callable[[], Any], Any, Batch] | str:
+    """(how it is built, the model, its batch) of the first tiny copy that trains on its batch; why there is none."""
+    import transformers
+
+    problem = ""
+    try:
+        extra = {"is_decoder": True, "add_cross_attention": True} if name.endswith(CROSSING) else {}
+        candidates = list(builders(getattr(transformers, name.removesuffix(CROSSING)), extra))
+    except Exception as error:  # its default config is not valid
+        return short(error)
+    for candidate in candidates:
+        build = functools.partial(sharding.fresh, candidate)
+        try:
+            model = build()
+            batch = first_batch(task, model)
+            plain(model, *_first_trial(model, batch))
+            return build, model, batch
+        except Exception as error:
+            problem = problem or short(error)
+    return problem
 
 
 Words = dict[str, tuple[str, str]]

@@ -23,11 +23,14 @@ from torch import nn
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import MeshAxis, ParallelMesh
 from hf_dist.log import say_once
+from hf_dist.model_config import field, text_config
 
-__all__ = ["RouterLoss", "balance", "router_loss_for"]
+__all__ = ["RouterLoss", "balance", "has_coefficient", "router_loss_for"]
 
 _NAME = "load_balancing_loss_func"
 _STOCK = "_hf_dist_stock"
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Fields of configs by which models multiply the loss, the last one JetMoe's."""
 
 _running: RouterLoss | None = None
 """The `RouterLoss` of the model whose forward is running."""
@@ -148,6 +151,12 @@ class RouterLoss:
         value = output.get("aux_loss") if self._divided != 1 and isinstance(output, dict) else None
         if isinstance(value, torch.Tensor):  # the value reported beside the loss stays the plain mean
             output["aux_loss"] = value * self._divided
+
+
+def has_coefficient(config: object) -> bool:
+    """Whether a model with this config can add the loss to its own; `output_router_logits` turns it on. Local."""
+    text = text_config(config)
+    return any(field(text, name) for name in _COEFFICIENTS)
 
 
 def router_loss_for(

@@ -22,7 +22,7 @@ def itself(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> d
     """Name of a comparison -> the two losses, for those that differ. Local; four forwards in training mode.
 
     Two batches of microbatches are one batch to a process, so its loss is a mean of theirs: of rows, of labels, or of means.
-    A batch normalisation mixes rows by design, and is left out.
+    A batch normalisation has fixed statistics here (`Job.make_model`).
     """
     pair = [dict(batch) for batch in batches[:2]]
     first = [_loss(model, batch) for batch in pair]
@@ -31,8 +31,7 @@ def itself(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> d
     if not _near(again, first[0]):
         return {TWICE: (first[0], again)}
     both = joined(pair)
-    mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
-    if len(pair) < 2 or both is None or mixes:
+    if len(pair) < 2 or both is None:
         return {}
     together = _loss(model, both)
     means = [sum(w * x for w, x in zip(weights, first, strict=True)) / sum(weights) for weights in _weights(pair)]

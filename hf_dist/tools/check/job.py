@@ -19,6 +19,7 @@ from hf_dist.config.values import is_auto
 from hf_dist.errors import ModelError
 from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
 from hf_dist.model_config import field, text_config
+from hf_dist.parallel.experts.router_loss import has_coefficient
 from hf_dist.tools.check.data import microbatches
 
 __all__ = ["Asked", "Job", "prepare"]
@@ -26,8 +27,6 @@ __all__ = ["Asked", "Job", "prepare"]
 LEARNING_RATE = 1e-3
 EPS = 1e-3
 """Least eps for Adam and similar: where a gradient is zero in theory, a smaller eps turns rounding into full steps."""
-_ROUTERS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Coefficients of a routers' loss, JetMoe's last."""
 _SAME_PRECISION = (
     "bf16",
     "fp16",
@@ -171,8 +170,7 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 def _routers_have_a_loss(model: nn.Module) -> bool:
     """Whether HF adds one to the loss: a config has a coefficient, and asks for the routers' logits."""
     config: Any = model.config
-    text = text_config(config)
-    return any(field(text, name) for name in _ROUTERS) and bool(field(text, "output_router_logits"))
+    return has_coefficient(config) and bool(field(text_config(config), "output_router_logits"))
 
 
 def _batch(read: DistConfig, data_ranks: int) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def _tokens(
     lengths = torch.randint(seq if is_full else max(3, seq // 2), seq + 1, (rows, 1), generator=generator)
     mask = (torch.arange(seq)[None] < lengths).long()
     end = getattr(config, "eos_token_id", None)
-    if config.is_encoder_decoder and _has_one_per_row(type(model).__name__) and isinstance(end, int):
+    if field(config, "is_encoder_decoder", False) and _has_one_per_row(type(model).__name__) and isinstance(end, int):
         ids[ids == end] = 1 if end != 1 else 2  # they look for the end of a sentence, the same number in each row
         ids[torch.arange(rows), lengths[:, 0] - 1] = end
     return {"input_ids": ids * mask, "attention_mask": mask}, corner
@@ -133,7 +133,7 @@ def _labels(model: nn.Module, batch: Batch, corner: torch.Tensor, generator: tor
     if "TokenClassification" in name:
         labels = _draw(config.num_labels, generator, rows, seq)
         return {**found, "labels": labels.masked_fill(hidden | (mask == 0), IGNORED)}
-    if getattr(config, "is_encoder_decoder", False):
+    if field(config, "is_encoder_decoder", False):
         length = seq if name.startswith(_AS_LONG) else max(2, seq // 2)
         labels = _draw(_vocabulary(config), generator, rows, length)
         labels[:, 1] = corner
