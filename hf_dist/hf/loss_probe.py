@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_dist.dist import collectives
-from hf_dist.engine.engine import Engine
 from hf_dist.log import say_once
 from hf_dist.parallel.experts.router_loss import has_coefficient
 from hf_dist.tensors import pytree
@@ -26,10 +25,8 @@ from hf_dist.tensors import pytree
 __all__ = [
     "MEANS_OF_LABELS",
     "LossKind",
-    "items_counted_otherwise",
     "kind_of_loss",
     "loss_kind_matters",
-    "of_all_labels",
 ]
 
 _RELATIVE = 1e-3
@@ -67,18 +64,35 @@ class LossKind(IntEnum):
 
 
 MEANS_OF_LABELS = (LossKind.LABELLED, LossKind.SHIFTED)
+_OF_LABELS = (
+    "returns the mean over the labels of a batch, whatever num_items_in_batch is: the losses of microbatches and ranks are "
+    "weighted by their numbers of labels, as one process weights the rows of a batch"
+)
+_SAID = {
+    LossKind.MEAN: "returns mean losses and ignores num_items_in_batch: they are averaged over microbatches and ranks; nothing "
+    "to do, unless microbatches count different numbers of tokens (then pass compute_loss_func)",
+    LossKind.LABELLED: _OF_LABELS,
+    LossKind.SHIFTED: _OF_LABELS,
+    LossKind.SUM: "returns the sum of its rows' losses, whatever num_items_in_batch is: they are added up over microbatches "
+    "and ranks, as one process adds up the rows of a batch",
+    LossKind.MIXED: "adds a mean to a loss that counts items: the mean is averaged over microbatches and ranks, as in one "
+    "process that runs all rows at once (transformers adds it up over microbatches)",
+}
+"""What the log says, behind the class's name."""
 
 
 def loss_kind_matters(trainer: Any) -> bool:
-    """Whether the Trainer will rely on `num_items_in_batch` in a layout where that matters. The same on every rank.
+    """Whether microbatches or ranks of several losses become one, so that it counts what the loss is. The same on every rank.
 
-    False for TRL's trainers: they compute the loss from logits themselves, and some generate while they prepare a batch.
+    False for TRL's trainers: they compute the loss from logits themselves, and some generate while they prepare a batch. False
+    where a class of the user computes a loss for a model that does not say that it counts items, or says how it is scaled.
     """
     return bool(
-        trainer.model_accepts_loss_kwargs
+        (trainer.model_accepts_loss_kwargs or not _overrides(trainer, "compute_loss", "training_step"))
         and not any(c.__module__.startswith("trl.") and "compute_loss" in vars(c) for c in type(trainer).__mro__)
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
+        and not getattr(trainer, "loss_is_scaled_for_ga", None)
         and (trainer.accelerator.num_processes > 1 or trainer.args.gradient_accumulation_steps > 1)
     )
 
@@ -99,26 +113,8 @@ def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     kind = LossKind(max(collectives.all_gather_object(axis, int(_found(trainer, model, inputs)))))
     if kind <= LossKind.MEAN_ALONE and not asked:
         return LossKind.NONE
-    if kind == LossKind.MEAN:
-        say_once(
-            f"{type(model).__name__} returns mean losses and ignores num_items_in_batch: they are averaged over microbatches "
-            "and ranks; nothing to do, unless microbatches count different numbers of tokens (then pass compute_loss_func)"
-        )
-    if kind in MEANS_OF_LABELS:
-        say_once(
-            f"{type(model).__name__} returns the mean over the labels of a batch and ignores num_items_in_batch: the losses of "
-            "microbatches and ranks are weighted by their numbers of labels, as one process weights the rows of a batch"
-        )
-    if kind == LossKind.MIXED:
-        say_once(
-            f"{type(model).__name__} adds a mean to a loss that counts items: the mean is averaged over microbatches and "
-            "ranks, as in one process that runs all rows at once (transformers adds it up over microbatches)"
-        )
-    if kind == LossKind.SUM:
-        say_once(
-            f"{type(model).__name__} returns the sum of its rows' losses, whatever num_items_in_batch is: they are added up "
-            "over microbatches and ranks, as one process adds up the rows of a batch"
-        )
+    if kind in _SAID and (kind != LossKind.MEAN or trainer.model_accepts_loss_kwargs):
+        say_once(f"{type(model).__name__} {_SAID[kind]}")
     return kind
 
 
@@ -130,7 +126,7 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     was_training = model.training
     model.eval()
     try:
-        once, half = (_value(trainer.dist_engine, prepared, n) for n in (count, 2 * count))
+        once, half = (_value(trainer, prepared, n) for n in (count, 2 * count))
         counted = math.isfinite(once + half) and not math.isclose(once, half, rel_tol=_RELATIVE)
         # Rows that are there twice double a sum. Only if no rank has seen that the number of items counts, and if on all of
         # them every tensor has its rows first: lengths of packed sequences, say, cannot be repeated with them.
@@ -139,7 +135,7 @@ def _found(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
             kind = _counted(trainer, prepared if all(in_rows) else None, once, half)
             return kind if counted else LossKind.UNDECIDED
         doubled = {key: _twice(value) for key, value in prepared.items()}
-        twice = _value(trainer.dist_engine, doubled, count) if all(in_rows) else once
+        twice = _value(trainer, doubled, count) if all(in_rows) else once
         over_labels = _mean_of_labels(trainer, prepared, once, count)
     finally:
         model.train(was_training)
@@ -167,7 +163,7 @@ def _counted(trainer: Any, prepared: Any, once: float, half: float) -> LossKind:
         return LossKind.COUNTED
     doubled = {key: _twice(value) for key, value in prepared.items()}
     count = torch.tensor(7.0, device=trainer.args.device)
-    twice, of_more = (_value(trainer.dist_engine, doubled, n) for n in (count, 2 * count))
+    twice, of_more = (_value(trainer, doubled, n) for n in (count, 2 * count))
     return LossKind.MIXED if has_rest and math.isclose(2 * of_more - twice, rest, rel_tol=0.1) else LossKind.COUNTED
 
 
@@ -195,7 +191,7 @@ def _mean_of_labels(trainer: Any, prepared: Any, once: float, count: torch.Tenso
     assert isinstance(labels, torch.Tensor)
 
     def value(of: torch.Tensor) -> float:
-        return _value(trainer.dist_engine, {**prepared, LABELS: of}, count)
+        return _value(trainer, {**prepared, LABELS: of}, count)
 
     # Ranks whose labels differ in shape run as many forwards all the same.
     with_first, without = (
@@ -250,48 +246,20 @@ def _overrides(trainer: object, *methods: str) -> bool:
     return not all(module.startswith(("hf_dist.", "transformers.")) for module in owners)
 
 
-def count_of_labels(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
-    """How many are not left out; `shifted`: of those behind the first of each row."""
-    return ((labels[..., 1:] if shifted else labels) != IGNORED).sum()
-
-
-def of_all_labels(
-    loss: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int, shifted: bool
-) -> torch.Tensor:
-    """The share of a mean over a microbatch's `labels` in the mean over all `num_items` labels of the window. Local."""
-    own = count_of_labels(labels, shifted).to(loss.device)
-    share = own / (num_items.to(loss.device) if isinstance(num_items, torch.Tensor) else num_items)
-    return torch.where(own > 0, loss, torch.zeros_like(loss)) * share  # the mean over no labels is not a number
-
-
-def items_counted_otherwise(trainer: Any, window: Any) -> Any:
-    """The items of a window's batches with the first label of each row, if HF leaves it out, and without it, if HF does not.
-
-    None for a transformers that knows one way. Collective over the ranks that HF's own count gathers from.
-    """
-    shifts = getattr(trainer, "_loss_shifts_labels", None)
-    if shifts is None:
-        return None
-    trainer._loss_shifts_labels = not shifts
-    try:
-        return trainer._get_num_items_in_batch(window, trainer.args.device)
-    finally:
-        trainer._loss_shifts_labels = shifts
-
-
 def _is_empty(label: object) -> bool:
     """Whether no token is labelled; an auxiliary loss that is left then tells nothing."""
     return isinstance(label, torch.Tensor) and not label.is_floating_point() and bool((label == -100).all())
 
 
-def _value(engine: Engine, prepared: Any, count: torch.Tensor) -> float:
-    """The loss; NaN without one."""
+def _value(trainer: Any, prepared: Any, count: torch.Tensor) -> float:
+    """The loss for so many items, if the model is one that may be told; NaN without a loss."""
+    told = {"num_items_in_batch": count} if trainer.model_accepts_loss_kwargs else {}
 
     def forward(model: Any, batch: Any) -> torch.Tensor | None:
         with _WideLosses():
-            return _loss(model(**batch, num_items_in_batch=count))
+            return _loss(model(**batch, **told))
 
-    loss = engine.evaluate(prepared, forward)
+    loss = trainer.dist_engine.evaluate(prepared, forward)
     return math.nan if loss is None else float(loss)
 
 

@@ -34,22 +34,14 @@ from hf_dist.hf.evaluation import (
     on_rows_of_the_set,
     rows_of_a_rank,
 )
-from hf_dist.hf.loss_probe import (
-    LABELS,
-    MEANS_OF_LABELS,
-    LossKind,
-    items_counted_otherwise,
-    kind_of_loss,
-    loss_kind_matters,
-    of_all_labels,
-)
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.repeated_trainings import RepeatedTrainingsMixin, counted
 from hf_dist.hf.replicas import ReplicasMixin
-from hf_dist.hf.router_loss import parts_of_window, tell_router_loss
+from hf_dist.hf.router_loss import tell_router_loss
 from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.training_loop import LoopOfTrainer
 from hf_dist.hf.trl import TrlMixin
+from hf_dist.hf.window_loss import WindowLoss
 from hf_dist.log import warn_once
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
@@ -70,12 +62,12 @@ class DistTrainerMixin(
     accelerator: Any
     state: Any
     add_callback: Callable[..., None]
-    _loss_is_known = False
-    _loss_kind = LossKind.UNDECIDED
-    _items_otherwise: Any = None
-    """Of this window, by the other way to count labels, while it is not known which of the two the loss is a mean of."""
     _last_shape: Any = None
     _draws_alike = False
+
+    @functools.cached_property
+    def _window_loss(self) -> WindowLoss:
+        return WindowLoss()
 
     @property
     def dist(self) -> DistConfig | None:
@@ -195,8 +187,8 @@ class DistTrainerMixin(
             length = length_at(self.dist.curriculum_learning, self.state.global_step)
             epoch_iterator = cut_batches(epoch_iterator, length)
         window, items = super().get_batch_samples(epoch_iterator, *args, **kwargs)
-        asks = items is not None and self.dist is not None and not self._loss_is_known and loss_kind_matters(self)
-        self._items_otherwise = items_counted_otherwise(self, window) if asks else None
+        with self._in_replica():
+            self._window_loss.count(self, window)
         return window, items
 
     def _draw_alike(self) -> None:
@@ -211,10 +203,6 @@ class DistTrainerMixin(
         with self._in_replica():
             tell_router_loss(self, getattr(self, "current_gradient_accumulation_steps", 1))
         self._settle_loss(model, inputs)
-        if self._loss_kind == LossKind.MEAN:  # the rest of the first window still carries the number
-            num_items_in_batch = None
-        elif self._loss_is_known and self._items_otherwise is not None:
-            num_items_in_batch = self._items_otherwise
         self._leave_if_told()
         with self._in_replica():  # HF multiplies a loss over those items by the number of processes
             loss = self._over_stages(super().training_step, model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -267,42 +255,22 @@ class DistTrainerMixin(
         return contextlib.nullcontext() if tiled is None else tiled.only_loss_is_read()
 
     def _settle_loss(self, model: nn.Module, inputs: Any) -> None:
-        """Ask every batch until one can tell, on any rank, what kind of loss the model has; all ranks agree."""
-        if self.dist is None or self._loss_is_known or not loss_kind_matters(self):
-            return
         with self._only_loss_is_read():
-            kind = kind_of_loss(self, model, inputs)
-        # A set without labels may be predicted before training. Training without labels goes on without.
-        self._loss_is_known = kind > LossKind.MEAN_ALONE or (kind == LossKind.NONE and model.training)
-        self._loss_kind = kind
-        if kind == LossKind.MEAN:
-            self.model_accepts_loss_kwargs = False
-        shifts = kind == LossKind.SHIFTED
-        if kind in MEANS_OF_LABELS and getattr(self, "_loss_shifts_labels", shifts) != shifts:
-            self._loss_shifts_labels = shifts  # HF counts the next windows so
-        elif self._loss_is_known:
-            self._items_otherwise = None
+            self._window_loss.settle(self, model, inputs)
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """HF's. In training, means are weighted as one process weights the rows of a batch."""
-        num_items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
-        is_mixed = self._loss_kind in (LossKind.MIXED, LossKind.MEAN_ALONE)
-        if is_mixed and num_items is not None and model.training:
-            return self._mixed_loss(model, inputs, *args[:1], **{**kwargs, "num_items_in_batch": num_items})
-        labels = inputs.get(LABELS) if isinstance(inputs, Mapping) else None  # HF's takes them out for some losses
-        result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        if self._loss_kind not in MEANS_OF_LABELS or num_items is None or labels is None or not model.training:
-            return result
-        shifted = self._loss_kind == LossKind.SHIFTED
-        if isinstance(result, tuple):
-            return of_all_labels(result[0], labels, num_items, shifted), *result[1:]
-        return of_all_labels(result, labels, num_items, shifted)
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """HF's. In training, losses of all kinds are weighted as one process weights the rows of a batch."""
 
-    def _mixed_loss(self, *args: Any, num_items_in_batch: Any, **kwargs: object) -> object:
-        """A `LossKind.MIXED`. With a sum S over n items and a mean b, S / n + b / k is a k-th of the loss for n / k items."""
-        parts = parts_of_window(self, getattr(self, "current_gradient_accumulation_steps", 1))
-        result = super().compute_loss(*args, num_items_in_batch=num_items_in_batch / parts, **kwargs)  # type: ignore[misc]
-        return (result[0] / parts, *result[1:]) if isinstance(result, tuple) else result / parts
+        def stock(num_items: Any) -> Any:
+            return super(DistTrainerMixin, self).compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs, num_items_in_batch=num_items, **kwargs
+            )
+
+        if self.dist is None or not model.training:
+            return stock(num_items_in_batch)
+        return self._window_loss.of_microbatch(self, stock, inputs, num_items_in_batch)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As HF's, but each sample counts once and the loss equals that of one process, on any number of ranks.

@@ -14,6 +14,8 @@ from transformers import Trainer, TrainingArguments
 from tests.hf.on_ranks import record_of
 
 KINDS = ("counted", "auxiliary", "sum", "mean", "mixed", "shifted", "believed", "fresh")
+UNTOLD = ("mean", "shifted", "sum")
+"""Also of classes that are not told the number of items: because they say so, or because their forward names all it takes."""
 """Shifted: a mean of labels without the first of each row. Believed: a mean of all, in a class that HF takes for shifted.
 Fresh: a mean of a model to which all classes are as likely. Looking (not among them): a mean that needs a label in each row."""
 ROWS, LENGTH, CLASSES = 12, 5, 7
@@ -59,11 +61,35 @@ class Net(nn.Module):
 class Wrapped(Net):
     """A mean, of a forward that names no labels."""
 
-    def __init__(self) -> None:
-        super().__init__("mean")
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         return super().forward(*args, **kwargs)
+
+
+class Declining(Net):
+    """Says that it does not count items, and must not be told them."""
+
+    accepts_loss_kwargs = False
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        if "num_items_in_batch" in kwargs:
+            raise TypeError("num_items_in_batch")
+        return super().forward(input_ids, labels)
+
+
+class Closed(Net):
+    """Takes nothing but what it names."""
+
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, labels)
+
+
+CLASSES_OF = {"wrapped": Wrapped, "declining": Declining, "closed": Closed}
+
+
+def model_of(kind: str) -> Net:
+    """Of `kind`, or of a class and a kind: "closed sum"."""
+    first, _, rest = kind.partition(" ")
+    return CLASSES_OF[first](rest or "mean") if first in CLASSES_OF else Net(kind)
 
 
 def rows(unlabelled: frozenset[int]) -> list[dict[str, torch.Tensor]]:
@@ -101,7 +127,7 @@ def outcome(
         num_train_epochs=1, logging_steps=logging_steps, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         optim="sgd", max_grad_norm=1e6, remove_unused_columns=kind != "wrapped", **more,
     )  # fmt: skip
-    trainer = InOrder(model=Wrapped() if kind == "wrapped" else Net(kind), args=args, train_dataset=rows(unlabelled))
+    trainer = InOrder(model=model_of(kind), args=args, train_dataset=rows(unlabelled))
     if kind == "sum":  # an evaluation and a prediction without labels before: neither decides for training
         trainer.predict([{"input_ids": row["input_ids"]} for row in rows(unlabelled)[:4]])
     run = trainer.train()

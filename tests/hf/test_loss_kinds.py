@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_dist import DistTrainer
 from hf_dist.hf.loss_probe import _in_rows
-from tests.hf.loss_kinds import KINDS, Net, outcome, rows
+from tests.hf.loss_kinds import KINDS, UNTOLD, Net, outcome, rows
 from tests.hf.on_ranks import Job, found, outcomes_by_world
 from tests.window.test_raw_loops import RELATIVE
 
@@ -37,6 +37,7 @@ JOBS: list[tuple[str, frozenset[int], int, int]] = [
         ("believed", UNLABELLED[2]),
         ("fresh", frozenset()),
         ("looking", frozenset()),
+        *((f"{cls} {kind}", UNLABELLED[2]) for cls in ("declining", "closed") for kind in UNTOLD),
     )
     for batch in (1, 2)
 ]
@@ -81,7 +82,12 @@ def test_the_loss_of_a_run_is_that_of_all_ranks_also_after_the_last_log(outcomes
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(kind="mixed", rows=frozenset({0}), batch=1)  # the first rows leave the mean alone
 @example(kind="fresh", rows=frozenset(), batch=2)  # the losses of two thirds differ by a few roundings
-@given(kind=st.sampled_from(KINDS), rows=st.frozensets(st.integers(0, 7), max_size=3), batch=st.sampled_from([1, 2]))
+@example(kind="closed sum", rows=frozenset(), batch=1)
+@given(
+    kind=st.sampled_from((*KINDS, *(f"declining {kind}" for kind in UNTOLD))),
+    rows=st.frozensets(st.integers(0, 7), max_size=3),
+    batch=st.sampled_from([1, 2]),
+)
 def test_accumulation_equals_the_joined_batch(kind: str, rows: frozenset[int], batch: int, tmp_path: Path) -> None:
     equal(
         outcome(tmp_path, kind, rows, batch, STEP // batch, ours=True),
