@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,13 +52,27 @@ def objective(call: Call, model: Any, batch: Batch, found: Found, skip: frozense
     return total
 
 
+@contextmanager
+def no_state(*models: Any) -> Iterator[None]:
+    """Attributes that a forward leaves for the next one are forgotten: Qwen's `rope_deltas`, of the images of a batch."""
+    before = [(module, dict(vars(module))) for model in models for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and attributes.get(name) is not value:
+                    setattr(module, name, attributes.get(name))
+
+
 def plain(model: Any, call: Call, batch: Batch, skip: frozenset[str] = frozenset()) -> Found:
     """Of one process."""
     model.zero_grad()
     found = Found()
-    total = objective(call, model, copy.deepcopy(batch), found, skip)
-    if total.requires_grad:
-        total.backward()
+    with no_state(model):
+        total = objective(call, model, copy.deepcopy(batch), found, skip)
+        if total.requires_grad:
+            total.backward()
     found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return found
 
@@ -86,7 +101,8 @@ def staged(build: Callable[[], Any], batch: Batch) -> Layout:
             seen.append(Found())
             return objective(call, model, one, seen[-1]) / 2
 
-        run_local(models, schedule, [given, copy.deepcopy(given)], function)  # models write into their inputs
+        with no_state(*(staged.model for staged in models)):
+            run_local(models, schedule, [given, copy.deepcopy(given)], function)  # models write into their inputs
         return Found(seen[-1].outputs, seen[-1].refused, summed_gradients(models))
 
     return run
@@ -143,9 +159,10 @@ def parted(build: Callable[[], Any], batch: Batch, mesh: Any) -> Layout:
         assert split.enabled  # and it lives as long as this function: the model's hooks do not hold it
         model.zero_grad()
         found = Found()
-        total = objective(call, model, copy.deepcopy(given), found)
-        if total.requires_grad:
-            total.backward()
+        with no_state(model):
+            total = objective(call, model, copy.deepcopy(given), found)
+            if total.requires_grad:
+                total.backward()
         for name, param in model.named_parameters():
             mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
             collectives.all_reduce(mesh.cp, mine.view(-1), op="mean").wait()

@@ -20,6 +20,10 @@ TOKENS = {"image": VOCAB - 1, "video": VOCAB - 2, "audio": VOCAB - 3}
 SIDE, PATCH, FRAMES = 64, 16, 2
 
 
+PLACES = "places"
+"""How many tokens a form of an input needs, where the model does not say."""
+
+
 def normal(*shape: int) -> torch.Tensor:
     """The same on every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(8))
@@ -32,7 +36,7 @@ def modal_changes(model: Any, batch: Batch) -> dict[tuple[str, str], Batch]:
     for modality, forms in (("image", _images), ("video", _videos), ("audio", _sounds)):
         for form in forms(model, len(batch["input_ids"])):
             given = {name: value for name, value in form.items() if name in takes}
-            change = _running(model, batch, modality, given) if given else None
+            change = _running(model, batch, modality, given, form.get(PLACES)) if given else None
             if change is None:
                 continue
             changes |= {(name, ""): change for name in given if (name, "") not in changes}
@@ -55,9 +59,9 @@ CHOICES: dict[str, Any] = {
 """Of the parts that look at images, as the config has them: others give another number of vectors."""
 
 
-def _running(model: Any, batch: Batch, modality: str, given: Batch) -> Batch | None:
+def _running(model: Any, batch: Batch, modality: str, given: Batch, places: int | None) -> Batch | None:
     """The change of a batch with which the plain model runs, if there is one."""
-    counts = [_vectors(model, modality, given), 0, *range(1, 26), 32, 64]
+    counts = [places] if places else [_vectors(model, modality, given), 0, *range(1, 26), 32, 64]
     for count in counts:
         change = given | (_with_places(batch, modality, count) if count else {})
         for tried in (change, change | _types(modality, change)):
@@ -107,7 +111,10 @@ def _encoded(model: Any, modality: str, given: Batch) -> Any:
 
 
 def _pooled(encoded: Any) -> Any:
-    return encoded if isinstance(encoded, torch.Tensor | list | tuple) else getattr(encoded, "pooler_output", None)
+    if isinstance(encoded, torch.Tensor | list | tuple):
+        return encoded
+    pooled = getattr(encoded, "pooler_output", None)
+    return getattr(encoded, "last_hidden_state", None) if pooled is None else pooled  # Fuyu has no other
 
 
 def _vectors(model: Any, modality: str, given: Batch) -> int:
@@ -125,7 +132,7 @@ def _features(model: Any, batch: Batch, modality: str, change: Batch) -> dict[tu
         return {}
     drawn = torch.randn_like(pooled) if isinstance(pooled, torch.Tensor) else [torch.randn_like(p) for p in pooled]
     text = {k: v for k, v in change.items() if k in ("input_ids", "attention_mask", "labels")}
-    ready = {modality: BaseModelOutputWithPooling(pooler_output=drawn)}  # type: ignore[arg-type]  # HF's are lists too
+    ready = {modality: BaseModelOutputWithPooling(last_hidden_state=drawn, pooler_output=drawn)}  # type: ignore[arg-type]  # HF's are lists too
     return {
         ("mm_encoder_outputs", modality): text | {"mm_encoder_outputs": ready},
         ("image_hidden_states", modality): text | {"image_hidden_states": drawn},
@@ -150,6 +157,10 @@ def _images(model: Any, rows: int) -> Iterator[Batch]:
     seen = torch.ones(rows, 1, side, side, dtype=torch.long)
     yield {"pixel_values": pixels[:, None], "pixel_attention_mask": seen}
     yield {"pixel_values": pixels}
+    if "mim_labels" in inspect.signature(model.forward).parameters:
+        yield _masked_images(rows, pixels, _part(config, "image_config", "patch_size", PATCH))
+    if "image_pixel_values" in inspect.signature(model.forward).parameters:
+        yield _image_and_crop(rows, tiles, config.vision_config)
     if isinstance(getattr(config, "input_size", None), int):
         yield {"pixel_values": normal(rows, 3, config.input_size, config.input_size)}
     yield {"pixel_values": pixels, "image_sizes": sizes}
@@ -172,6 +183,35 @@ def _images(model: Any, rows: int) -> Iterator[Batch]:
     }
     yield {"pixel_values": normal(rows, frames, side, side, 3)}
     yield {"pixel_values": normal(rows, frames, patch, patch, 3)}
+
+
+def _image_and_crop(rows: int, tiles: torch.Tensor, vision: Any) -> Batch:
+    """Phi 4's: each side of n patches gives n/2 rows of n/2 vectors and one between them, and one is between the two."""
+    patches = vision.image_size // vision.patch_size
+    return {
+        "image_pixel_values": tiles,
+        "image_sizes": torch.full((rows, 2), vision.crop_size),
+        "image_attention_mask": torch.ones(rows, 2, patches, patches, dtype=torch.long),
+        PLACES: rows * (2 * (patches // 2) * (patches // 2 + 1) + 1),
+    }
+
+
+def _masked_images(rows: int, pixels: torch.Tensor, patch: int) -> Batch:
+    """Beside a text of 12 tokens: Flava's, of which some patches and tokens are masked, and pairs that do not belong."""
+    side = pixels.shape[-1] // patch
+    masked = normal(rows, side, side) > 0
+    return {
+        "pixel_values": pixels,
+        "image_attention_mask": torch.zeros(rows, 1, 1, side * side + 1),  # added as it is
+        "bool_masked_pos": masked,
+        "codebook_pixel_values": torch.rand(rows, 3, 8 * side, 8 * side, generator=torch.Generator().manual_seed(8)),
+        "mim_labels": torch.arange(rows * side * side).reshape(rows, side, side),
+        "mlm_labels": torch.arange(rows * 12).reshape(rows, 12) % 50,
+        "itm_labels": torch.arange(rows) % 2,
+        "input_ids_masked": torch.arange(rows * 12).reshape(rows, 12) % 50 + 1,
+        "skip_unmasked_multimodal_encoder": False,
+        "return_loss": True,
+    }
 
 
 def _videos(model: Any, rows: int) -> Iterator[Batch]:
@@ -202,5 +242,11 @@ def _sounds(model: Any, rows: int) -> Iterator[Batch]:
         0, 16, (rows, 5, _part(config, "audio_config", "n_mel_bins", 80)), generator=torch.Generator()
     )
     yield {"audio_input_ids": frames, "audio_input_ids_mask": torch.ones(rows, 5, dtype=torch.long)}
+    bins = _part(config, "audio_config", "input_size", 80)
+    lengths = torch.full((rows,), 4)
+    yield {"audio_input_features": normal(rows, 32, bins), "audio_embed_sizes": lengths,
+           "audio_attention_mask": torch.ones(rows, 4, dtype=torch.bool), PLACES: 4 * rows}  # fmt: skip
     bins = _part(config, "encoder_config", "input_dim", 160)
+    # Granite's: a window of 15 frames gives 3 vectors.
+    yield {"input_features": normal(rows, 45, bins), "input_features_mask": torch.ones(rows, 9, dtype=torch.bool)}
     yield {"input_features": normal(rows, 45, bins)}

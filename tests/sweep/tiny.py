@@ -35,6 +35,7 @@ MODAL: dict[str, Any] = {
     "mm_tokens_per_image": 4,
     "projection_dim|output_dim|out_hidden_size": 32,
     "vision_output_dim": 192,
+    "ext_pw_out_channel|depthwise_separable_out_channel|nemo_conv_channels": 32,
     "image_grid_pinpoints": [[64, 64], [64, 128], [128, 64]],
 }
 """Fields by name: tokens that stand for images and sounds are in the vocabulary, and images give few of them."""
@@ -51,6 +52,8 @@ def with_modal_fields(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
                 changed[name] = tiny
         if name == "vision_feature_layer" and isinstance(value, list | tuple):
             changed[name] = tuple(-2 for _ in value)
+    if getattr(config, "downsample_rate", None) and changed.get("window_size"):  # Granite's windows are divided by it
+        changed["window_size"] = 3 * config.downsample_rate
     reads, made = changed.get("projector_config"), changed.get("encoder_config")
     if (
         isinstance(reads, dict) and isinstance(made, dict) and "hidden_dim" in made

@@ -21,7 +21,11 @@ def _nothing(rank: int, world: int) -> None:
 
 
 def asked_for(folder: Path, family: str, config: dict[str, Any], *, layers: int = 3, **options: Any) -> Asked:
-    """A model of that family and a config in `folder`. `layers`: of a mixture."""
-    make_model(family, layers=layers).save_pretrained(folder / "tiny")  # type: ignore[operator]
+    """A model of that family and a config in `folder`. `layers`: of a mixture. "qwen3_moe, routers": with their loss."""
+    name, _, routers = family.partition(", ")
+    model: Any = make_model(name, layers=layers)
+    if routers:
+        model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.1
+    model.save_pretrained(folder / "tiny")
     (folder / "ds.json").write_text(json.dumps(config))
     return Asked(str(folder / "tiny"), folder / "ds.json", **{"world": 2, "steps": 2, "seq": 12, **options})

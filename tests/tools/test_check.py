@@ -24,7 +24,7 @@ from hf_dist.tools.check.compare import compare
 from hf_dist.tools.check.data import microbatches
 from hf_dist.tools.check.itself import TOGETHER, TWICE, itself
 from hf_dist.tools.check.job import Job
-from hf_dist.tools.check.limits import FP32, limits
+from hf_dist.tools.check.limits import FP32, limits, wider
 from hf_dist.tools.check.runs import _differences
 from hf_dist.tools.check.training import clip
 from hf_dist.tools.cli import app
@@ -312,6 +312,20 @@ def test_a_choice_of_a_router_may_differ_in_fp16() -> None:
     assert allowed.of("dense", 0) == pytest.approx(math.sqrt(2) * 5e-4)
     assert limits(plain, same, 3, cut=False).of("layers.1.gate") == pytest.approx(2 * math.sqrt(2) * 3e-4)  # its own
     assert limits(plain, None, 3, cut=True).of("layers.1.gate") == FP32
+
+
+def test_another_order_of_rows_may_widen_a_limit_and_never_narrow_it() -> None:
+    plain = {"losses": [4.0], "norms": [1.0]}
+    near, far = {"bias": 1e-6, "a": 1e-4, "b": 1e-4}, {"bias": 1e-5, "a": 1e-4, "b": 1e-4}
+    same = {**plain, "differences": [near, near, far]}
+    other = {**plain, "differences": [{"bias": 1e-7, "a": 2e-4, "b": 1e-5}], "outputs": {"logits": 1e-3}}
+    before = limits(plain, same, 3, cut=False)
+    allowed = wider(before, same, other)
+    assert allowed.of("a") == pytest.approx(max(before.of("a"), 4 * 2e-4, 12.9 * 1e-4))
+    assert allowed.of("bias") == pytest.approx(max(before.of("bias"), 4 * 1e-5, 12.9 * math.sqrt(1.02e-10 / 3)))
+    assert allowed.of_output("logits") == pytest.approx(4e-3) and allowed.losses == before.losses
+    alone = {**plain, "differences": [{"bias": 1e-9, "a": 1e-9}], "outputs": {}}
+    assert wider(limits(plain, None, 1, cut=False), plain, alone).of("bias") == FP32
 
 
 def test_the_reference_norm_is_right_where_torchs_own_is_not() -> None:

@@ -15,7 +15,7 @@ from hf_dist.tools.check import prepare, prove
 from tests.covering import FULL_GRID
 from tests.tools.proofs import asked_for, start_fork_server
 
-FAMILIES = ("llama", "bert", "t5", "gpt2", "qwen3_moe")
+FAMILIES = ("llama", "bert", "t5", "gpt2", "qwen3_moe", "qwen3_moe, routers")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero3": {"zero_optimization": {"stage": 3}},
@@ -30,7 +30,7 @@ CASES = [
     for layout in LAYOUTS
     for half in (False, True)
     # A tiny expert's width does not divide; only a mixture has experts.
-    if (family == "qwen3_moe" or layout != "experts") and (family, layout) != ("qwen3_moe", "matrices")
+    if layout != ("matrices" if "moe" in family else "experts")
 ]
 FEW = [("bert", "matrices", True)]
 """What `test_check.py` lacks: half precision with cut matrices, of a class other than decoders."""

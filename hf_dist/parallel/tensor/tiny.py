@@ -52,6 +52,7 @@ FIXED: list[tuple[str, Any]] = [
     (r"forced_(bos|eos)_token_id", 2),
     (r"mamba_d_state|state_size|ssm_state_size", 8),
     (r"mamba_expand|expand", 2),
+    (r"mamba_d_ssm", 64),
     (r"use_cache", False),
     (r"output_router_logits", True),
     (r"index_topk", 4),

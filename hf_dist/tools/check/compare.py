@@ -113,7 +113,8 @@ def compare(
     first = ranks[0]
     cut = job.layout.get("tensor_parallel", {}).get("autotp_size", 1) > 1
     same = None if fp32 else alone["same"]
-    allowed = limits(alone["plain"], same, job.steps, cut=cut, routed=alone.get("routed", ()))
+    routed = alone.get("routed", ()) if job.precision == "fp16" or other is not None else ()
+    allowed = limits(alone["plain"], same, job.steps, cut=cut, routed=routed)
     if other is not None:
         allowed = wider(allowed, expected, other)
     rows = [

@@ -61,14 +61,14 @@ def limits(
 ) -> Limits:
     """`plain`, `same`: `losses` and `norms` of one process in fp32 and in the layout's precision, None if that is fp32; `same`
     has the `differences` of its tensors from `plain` by step, too. `cut`: whether the layout cuts matrices. `routed`: names
-    of the experts' and the router's tensors, by layer, if the precision is fp16.
+    of the experts' and the router's tensors, by layer, if one sample does not tell how many tokens change their expert.
 
     Both the layout and one process round, and variances add. Where matrices are cut, each part of a sum is rounded, and the
     sum: three times the variance. A tensor's distance is a sum over many roundings, and one sample tells that of the worst
     tensor. Another tensor's may be small by chance, so `TENSOR` times the largest of its own after any step counts, or the
-    median of all. Not so beside a router in fp16: now and then rounding sends one token to another expert, in one run and not
-    in the other. The worst tensor of each layer after each step is a sample of that. In bf16 so many tokens change that one
-    sample tells their number.
+    median of all. Not so beside a router: now and then rounding sends one token to another expert, in one run and not in the
+    other. The worst tensor of each layer after each step is a sample of that. In bf16 many tokens change, so that one sample
+    mostly tells their number: the caller names no routers until something differs.
     """
     if same is None:
         return Limits(FP32, FP32, [FP32] * steps)
@@ -87,11 +87,19 @@ def limits(
 
 
 def wider(found: Limits, expected: Mapping[str, Any], other: Mapping[str, Any]) -> Limits:
-    """`found`, or as far as one process in `expected` is from one in another order of rows, `ORDER` times."""
-    tensors: dict[str, float] = {}
-    for after in (*other["differences"], other["outputs"]):
+    """`found`, or as far as one process in `expected` is from one in another order of rows, `ORDER` times.
+
+    A tensor with few elements (a bias of two classes) may be near by chance: the median of all counts, too, and in half
+    precision how far its own distances after each step make likely.
+    """
+    tensors = {name: ORDER * value for name, value in other["outputs"].items()}
+    for after in other["differences"]:
+        least = statistics.median(after.values())
         for name, value in after.items():
-            tensors[name] = max(tensors.get(name, 0.0), ORDER * value)
+            tensors[name] = max(tensors.get(name, 0.0), ORDER * max(value, least))
+    for name in expected["differences"][0] if "differences" in expected else ():
+        likely = _likely([after[name] for after in expected["differences"]])
+        tensors[name] = max(tensors.get(name, 0.0), likely)
     return replace(
         found,
         losses=max(found.losses, ORDER * max(_distances(expected["losses"], other["losses"]))),

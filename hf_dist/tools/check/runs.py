@@ -65,9 +65,9 @@ def _leave_job() -> None:
 def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
 
-    `plain`: the stock Trainer in fp32, all rows of a step in one batch. `same`: one process in the precision of the config,
-    with its distance from `plain`; only if the precision is not fp32. `routed`: names of tensors beside routers, only if it is
-    fp16. `itself`: what differs without a layout.
+    `plain`: the stock Trainer in fp32, all rows of a step in one batch. If the precision is not fp32, `same`: one process in
+    the precision of the config, with its distance from `plain`; and `routed`: names of tensors beside routers. `itself`: what
+    differs without a layout.
     """
     _leave_job()
     result: dict[str, Any] = {"itself": itself(job.make_model(), job.batches())}
@@ -83,7 +83,7 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
         given = result["same"].pop("outputs")
         result["same"]["outputs"] = outputs.differences(given, _outputs_file(job, "plain"))
         outputs.keep(given, _outputs_file(job, "same"))
-    if job.precision == "fp16":
+    if job.precision != "fp32":
         result["routed"] = routed_parameters(job.make_model())
     return result
 
