@@ -47,13 +47,13 @@ from hf_dist.hf.optimizer import DistOptimizer, set_beside
 from hf_dist.hf.parallelism import given_parallelism, with_parallelism
 from hf_dist.hf.peft import inactive_adapters_trainable, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
-from hf_dist.hf.router_loss import cover_trl
 from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_keyword
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.hf.training_loop import MicrobatchCount, TrainingLoop
 from hf_dist.hf.trl_heads import let_trl_read_heads
 from hf_dist.hf.vllm_sync import let_vllm_gather
+from hf_dist.hf.window_loss import cover_trl
 from hf_dist.memory.activation import set_up_checkpointing
 from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.ownership import check_owner, shards_of

@@ -37,11 +37,10 @@ from hf_dist.hf.evaluation import (
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.repeated_trainings import RepeatedTrainingsMixin, counted
 from hf_dist.hf.replicas import ReplicasMixin
-from hf_dist.hf.router_loss import tell_router_loss
 from hf_dist.hf.signatures import show_stock
 from hf_dist.hf.training_loop import LoopOfTrainer
 from hf_dist.hf.trl import TrlMixin
-from hf_dist.hf.window_loss import WindowLoss
+from hf_dist.hf.window_loss import WindowLoss, tell_router_loss
 from hf_dist.log import warn_once
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler

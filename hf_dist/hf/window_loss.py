@@ -6,16 +6,17 @@ it averages. Any other kind is a mean to HF here, and weighted.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_dist.engine.engine import Engine
 from hf_dist.hf.loss_probe import IGNORED, LABELS, MEANS_OF_LABELS, LossKind, kind_of_loss, loss_kind_matters
-from hf_dist.hf.router_loss import parts_of_window
 
-__all__ = ["WindowLoss"]
+__all__ = ["WindowLoss", "cover_trl", "tell_router_loss"]
 
 
 class WindowLoss:
@@ -59,7 +60,7 @@ class WindowLoss:
         """What `compute_loss(num_items)` finds, the loss (or the first of a tuple) weighted so that HF's average over the
         window is the loss of its rows together. Local; in training.
         """
-        parts = parts_of_window(trainer, getattr(trainer, "current_gradient_accumulation_steps", 1))
+        parts = _parts(trainer, getattr(trainer, "current_gradient_accumulation_steps", 1))
         labels = _labels(inputs)  # HF's takes them out for some losses
         if self.kind in (LossKind.MIXED, LossKind.MEAN_ALONE) and num_items is not None:
             # With a sum S over n items and a mean b, S / n + b / k is a k-th of the loss for n / k items.
@@ -73,6 +74,27 @@ class WindowLoss:
         share = parts * _counts(labels)[shifted] / self._labels[int(shifted)].to(labels.device)
         # The mean over no labels is not a number.
         return _first(result, lambda loss: torch.where(share > 0, loss, torch.zeros_like(loss)) * share.to(loss.device))
+
+
+def tell_router_loss(trainer: Any, steps: int) -> None:
+    """Undo HF's scaling of a mixture's routers' loss beside one that counts items: times the ranks, not divided by the window's
+    `steps`. Local."""
+    engine = trainer.dist_engine
+    if engine is not None and engine.router_loss is not None:
+        engine.router_loss.parts = _parts(trainer, steps)
+
+
+def cover_trl(engine: Engine) -> None:
+    """Cover TRL's own forwards, which use Mixtral's function for the routers' loss of every family. Local."""
+    if engine.router_loss is not None and "trl" in sys.modules:
+        from transformers.models.mixtral import modeling_mixtral
+
+        engine.router_loss.take_over(modeling_mixtral)
+
+
+def _parts(trainer: Any, steps: int) -> int:
+    """Microbatches of all ranks whose losses HF adds up, where a loss counts the items of a window of `steps`. Local."""
+    return int(steps * (trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1))
 
 
 def _labels(batch: Any) -> torch.Tensor | None:

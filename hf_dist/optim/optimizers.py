@@ -125,7 +125,10 @@ class Optimizers:
 
     def take_writes(self) -> bool:
         """Whether user code has written elements of the param groups, which are taken."""
-        return any([member.take_writes() for member in self.members])
+        taken = False
+        for member in self.members:  # each takes its own, also after one that has some
+            taken |= member.take_writes()
+        return taken
 
     def note_written(self) -> None:
         """Take the elements as they are for those of the last step."""

@@ -7,6 +7,7 @@ as `weight.t()`, and gradients would be silently wrong.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -221,7 +222,7 @@ class FlatGroup:
         """Start to fill `full` with the current weights, unless it already holds them. Collective over `axes.shard`."""
         if self.full.is_current:
             return
-        self.full.gather(lambda: self.rest.fill(self.full.values, self.axes.shard))
+        self.full.gather(functools.partial(self.rest.fill, self.full.values, self.axes.shard))
         self.full.version = self.rest.version
 
     def wait_unshard(self) -> None:

@@ -134,7 +134,7 @@ def _twin(cls: type) -> type:
 def guard(param: torch.Tensor) -> None:
     """Refuse reads of `param`, or of an alias of it, from now on. Call `set_owner` first. Local."""
     if not isinstance(param, _Guard):
-        param.__class__ = guarded_class(type(param))
+        param.__class__ = _twin(type(param))
 
 
 def unguard(param: torch.Tensor) -> None:

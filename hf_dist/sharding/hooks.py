@@ -240,8 +240,10 @@ class Passes:
 
         def notify() -> None:
             passes, reached = me(), them()
-            if passes is not None and reached is not None:
-                passes._inputs_reached(reached, unit_call)
+            # Only in the backward that has reached the outputs of the call: a retained graph can run backward again.
+            if passes is not None and reached is not None and unit_call.started_in == passes._num_backwards:
+                reached.open_calls -= 1
+                passes._check_complete(reached)
 
         passed = dict(zip(map(id, inputs), post_backward(notify, *inputs), strict=True))
         return map_plain(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
@@ -331,11 +333,6 @@ class Passes:
         self.prefetch.issue(self.orders.backward.reach(unit.index))
         unit.wait_unshard()
         self.prefetch.ahead(self.orders.backward, unit.index)
-
-    def _inputs_reached(self, unit: ShardUnit, call: Call) -> None:
-        if call.started_in == self._num_backwards:
-            unit.open_calls -= 1
-            self._check_complete(unit)
 
     def _gradient_ready(self, unit: ShardUnit, group: int, index: int) -> None:
         self._begin_backward()

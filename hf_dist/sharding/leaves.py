@@ -42,7 +42,7 @@ def in_fp32(value: Any) -> object:
 def map_plain(fn: Callable[[Any], object], value: Any) -> object:
     """Apply `fn` to the leaves of tuples, lists and dicts. Any other object is a leaf."""
     if type(value) in (tuple, list):
-        return type(value)(map_plain(fn, item) for item in value)
+        return type(value)([map_plain(fn, item) for item in value])
     if type(value) is dict:
         return {key: map_plain(fn, item) for key, item in value.items()}
     return fn(value)

@@ -15,7 +15,6 @@ from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.comm_limits import InFlightLimits
 from hf_dist.sharding.counts import count_whole
 from hf_dist.sharding.gradient_access import GroupAccess
-from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import axes_by_name, held_between_stages
 from hf_dist.sharding.guard import check_still_frozen, refuse_moves
 from hf_dist.sharding.hooks import Passes
@@ -70,6 +69,10 @@ class ShardedModel:
             more.setdefault(name, []).append(held_between_stages(axis))
         axes = axes_by_name(mesh, more, cuts, second)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes, sliced)
+        self.groups = [group for unit in self.units for group in unit.groups]
+        """All of them, unit by unit."""
+        self.trainable_groups = [group for group in self.groups if group.trainable]
+        """Those whose parameters are trained."""
         self._remains = Remains(containers(model, self.units))
         self.root = self.units[0]
         if sliced is not None:
@@ -111,16 +114,6 @@ class ShardedModel:
         """Whether no rank has all weights."""
         cut = any(self.mesh.axes.size(axis) > 1 for axis in ("pp", "tp", "ep"))
         return cut or (self.placements.params is Placement.SHARD and self.mesh.shard.size > 1)
-
-    @property
-    def groups(self) -> list[FlatGroup]:
-        """All groups, unit by unit."""
-        return [g for u in self.units for g in u.groups]
-
-    @property
-    def trainable_groups(self) -> list[FlatGroup]:
-        """Groups whose parameters are trained, unit by unit."""
-        return [g for g in self.groups if g.trainable]
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes at rest, by tier: weights, masters, offloaded gradients and transfer buffers. Local."""

@@ -45,9 +45,9 @@ def resumed(
 ) -> dict[str, Any]:
     """Resume from a checkpoint of another program and train to the end, or to step `last`."""
     said: list[str] = []
-    import hf_dist.hf.checkpointing as checkpointing
+    import hf_dist.hf.resuming as resuming
 
-    checkpointing.say = said.append
+    resuming.say = said.append
     trainer = dist_trainer(recipe, stage, folder, per_device_train_batch_size=micro, max_steps=6, **changes)
     trainer.add_callback(StopsAfter(last))
     trainer.train(resume_from_checkpoint=checkpoint)

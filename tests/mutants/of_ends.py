@@ -95,7 +95,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "weights of another program are read under the names in memory only",
-        "hf/checkpointing.py",
+        "hf/resuming.py",
         "plan = plan if plan is not None else self._plan_of_files(engine, directory)",
         "plan = plan",
         ("checkpoint/test_foreign.py",),

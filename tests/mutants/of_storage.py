@@ -174,7 +174,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a schedule of another program goes on without its rates",
-        "hf/checkpointing.py",
+        "hf/resuming.py",
         "load_schedule(self.lr_scheduler, schedule, own_options=True)",
         "load_schedule(self.lr_scheduler, schedule, own_options=False)",
         ("checkpoint/test_foreign.py::test_a_run_of_fsdp_goes_on",),

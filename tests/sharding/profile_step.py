@@ -58,7 +58,7 @@ def install(clock: Clock) -> None:
     from hf_dist.sharding.window_gradient import WindowGradient
 
     for hook in (
-        *("_enter", "_leave", "_touch_root", "_pre_forward", "_post_forward", "_pre_backward", "_inputs_reached"),
+        *("_enter", "_leave", "_touch_root", "_pre_forward", "_post_forward", "_pre_backward"),
         *("_gradient_ready", "_begin_backward", "_finish_backward"),
     ):
         clock.wrap(Passes, hook, "hooks, order, bookkeeping")

@@ -137,7 +137,7 @@ def test_the_trainer_weighs_it_as_one_process(
 
 @pytest.mark.parametrize(("averages", "parts"), [(True, 6), (False, 3)])
 def test_ranks_count_only_where_hf_multiplies_by_them(averages: bool, parts: int) -> None:
-    from hf_dist.hf.router_loss import tell_router_loss
+    from hf_dist.hf.window_loss import tell_router_loss
 
     router = SimpleNamespace(parts=None)
     trainer = SimpleNamespace(
