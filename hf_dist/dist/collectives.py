@@ -94,6 +94,7 @@ def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
 
     Collective over `axis`. Sends (size - 1) parts per rank.
     """
+    # One rank: nothing to send, and the caller's buffer is the result. So one process runs the same code as many.
     if axis.group is None:
         return Handle([])
     part = full.numel() // axis.size
@@ -146,6 +147,7 @@ def _scatter_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str)
         out.copy_(full)
         return Handle([])
     code, before, after = _mean_of(full.dtype, axis.size) if op == "mean" else (dist.ReduceOp.SUM, 1, 1.0)
+    # In place: the caller gave the buffer away, and a copy would be as large as the weights of a block.
     if before != 1:
         full.mul_(1.0 / before)
     # NCCL reduces into the dtype that it sends: a wider result needs its own buffer first.
@@ -226,6 +228,7 @@ def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle
 
 
 def _exchange_whole(axis: MeshAxis, tensor: torch.Tensor, op: str) -> Handle:
+    # Both ranks add the same two numbers, so the results are bitwise equal, as a ring's are.
     other = torch.empty_like(tensor)
     peer = 1 - axis.rank
     works = [dist.irecv(other, group=axis.reduce_group, group_src=peer)]
@@ -276,6 +279,7 @@ def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
         host = torch.empty(received.shape, dtype=received.dtype)
         works = [dist.isend(sent.cpu(), group=axis.group, group_dst=to)]
         works.append(dist.irecv(host, group=axis.group, group_src=source))
+        # Both before the copy: the receive fills `host` in the background.
         for work in works:
             _block_on(work)
         received.copy_(host)
@@ -325,6 +329,7 @@ def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
     """Every rank's small picklable `item`, by coordinate. Collective, blocking; for set-up and checks, not for steps."""
     if axis.group is None:
         return [item]
+    # A pickle of each rank's length: torch sends the lengths first, so these are two collectives.
     count_start()
     items: list[Any] = [None] * axis.size
     dist.all_gather_object(items, item, group=axis.group)
@@ -337,6 +342,7 @@ def begin_gather(axis: MeshAxis, row: bytes) -> tuple[list[torch.Tensor], Any]:
     Collective over `axis`, whose group must use gloo.
     """
     count_start()
+    # Equal lengths, so that one collective is enough: it runs beside training, and is polled.
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     rows = [torch.empty_like(own) for _ in range(axis.size)]
     return rows, dist.all_gather(rows, own, group=axis.group, async_op=True)

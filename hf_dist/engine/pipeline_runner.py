@@ -88,14 +88,17 @@ def cut_model(
     batch = _shared(mesh, example.batch)
     num_stages = config.stages * config.virtual_stages
     split = plan_stages(model, batch, num_stages, method=config.partition_method, run=example.run)
+    # A model that differs between ranks (code that reads the rank) is cut in other places: found here, not in a hang.
     plans = collectives.all_gather_object(mesh.world, (split.plan.bounds, sorted(split.plan.owners.items())))
     if any(plan != plans[0] for plan in plans):
         raise ModelError("the ranks cut the model differently; build it from the same configuration on every rank")
+    # Interleaved stages go round the ranks (Megatron-LM): rank r has the stages r, r + size, ...
     stages = tuple(range(mesh.pp.rank, num_stages, mesh.pp.size))
     holders: dict[str, MeshAxis] = {}
     made: dict[tuple[int, ...], MeshAxis] = {}
     for shared in split.plan.shared:
         ranks = tuple(sorted({stage % mesh.pp.size for stage in shared.stages}))
+        # Stages of one rank share the parameter itself, and autograd adds up its gradient.
         if len(ranks) == 1:
             continue
         if ranks not in made:
@@ -106,8 +109,10 @@ def cut_model(
             holders[shared.names[0]] = replace(made[ranks])
     # Before the cut: checkpoints, plans and counts need the names and shapes of all stages.
     whole = meta_twin(model)
+    # Weakly: the cut frees what other ranks have. Of one that an optimizer still holds, `name_elsewhere` knows the name.
     references = {name: weakref.ref(p) for name, p in model.named_parameters()}
     visits = Visits(model, split.plan, mesh.pp, precision.compute_dtype)
+    # `AbsentWeights` is made before the stages that it asks, and they keep it: one of the two has to be weak.
     running: weakref.ref[StagedModel] | None = None
 
     def passes_over() -> bool:
@@ -132,6 +137,7 @@ def _shared(mesh: ParallelMesh, make: Callable[[], Mapping[str, object]]) -> Map
             made = make()
         except Exception as error:  # whatever a user's loader raises
             failure, made = error, str(error) if isinstance(error, ModelError) else f"rank 0: {error!r}"
+    # Also after a failure, which the others learn this way: they are waiting for a batch.
     made = collectives.broadcast_object(mesh.world, made)
     if failure is not None:
         raise failure
@@ -219,6 +225,7 @@ class Pipeline:
         # Now, on all ranks in one order: NCCL connects at the first message, which in the middle of a schedule is a deadlock.
         self.transport.connect()
         refuse_state_dict(sharded.model)
+        # HF's training_step calls `accelerator.backward` in the middle of a forward action; the schedule wants it later.
         self._losses: list[torch.Tensor] | None = None  # passed to `backward` while a window runs
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._windows = self._evaluations = 0
@@ -231,6 +238,7 @@ class Pipeline:
     def schedule(self, num_microbatches: int, train: bool = True) -> Schedule:
         """Every rank's actions for `num_microbatches`, including sends and receives. Local."""
         key = (train, num_microbatches)
+        # A last window of an epoch is shorter, and an evaluation has no backward: a few schedules per run, each made once.
         if key not in self._schedules:
             size, virtual = self.mesh.pp.size, self.config.virtual_stages
             if train:
@@ -284,6 +292,7 @@ class Pipeline:
         seeds dropout.
         """
         schedule = self.schedule(len(microbatches))
+        # Two stages with different microbatches train on rows whose labels belong to others, and nothing else would show it.
         if self._checks():
             compare_batches(self.mesh.pp, microbatches)
         run = ScheduleRun(
@@ -310,6 +319,7 @@ class Pipeline:
         self._evaluations += 1
         if self._checks():
             compare_batches(self.mesh.pp, [batch])
+        # The same run as in training, with a schedule that has forwards only: there is no second way through the stages.
         run = ScheduleRun(self.staged, schedule, rank, self.transport, _ZeroHooks(self.sharded, schedule, rank))
         results = run.run([batch], function)
         return self.from_last(results[0])
@@ -322,6 +332,7 @@ class Pipeline:
     def share_loss(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the last stage's `values`, 0D, on every rank of the pipeline. Collective over pp."""
         # float64: the sum of many losses keeps all digits of fp32.
+        # The first stages have no loss, and HF logs and compares one on every rank.
         message = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.pp.rank == self.last:
             message.copy_(torch.stack([v.detach().double().reshape(()) for v in values]).sum())
@@ -350,6 +361,7 @@ class Pipeline:
     @contextmanager
     def _random_numbers(self, step: int) -> Iterator[None]:
         """Seed dropout differently on every stage, then restore the generators: collators need them equal on all ranks."""
+        # Of the step as well: a resumed run continues with the dropout that it would have had.
         text = f"{torch.initial_seed()} {step} {self.mesh.pp.rank}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
@@ -393,6 +405,7 @@ class _ZeroHooks(Hooks):
             # A unit of several stages of this rank (a tied embedding) gets gradients until the last of them is done.
             for other in self.open:
                 finishing -= set(self.sharded.passes.kinds[other].units)
+        # Before the stage's autograd runs: a split backward runs twice, and neither run sees the beginning of the other.
         self.sharded.passes.begin_backward(finishing)
 
     def after_backward(self, stage: int, microbatch: int, is_last: bool) -> None:

@@ -78,9 +78,11 @@ class FragmentedOptimizer:
         self._whole = WholeStep(self._step_tensors, self.calls) if stepping is Stepping.WHOLE else None
         self._all_in_place = sight.keeps_places or sight.skips_missing
         self._narrowing = functools.partial(Narrowed, optimizer, keeps_places=sight.keeps_places)
+        # An optimizer that must see whole tensors (Shampoo, SOAP) has them at owners, so no fragments beside them.
         everything = [] if self._whole else make_fragments(sharded.trainable_groups, self.calls)
         self._by_owner = {(id(f.group), f.index): f for f in everything}
         self._muon = MuonStep(optimizer, self._by_owner) if stepping is Stepping.MUON else None
+        # By identity: equal parameters are common (zeros), and comparing tensors compares elements.
         self._positions = {id(p): (g, i) for g in sharded.groups for i, p in enumerate(g.params)}
         self.param_names: list[list[str]] = []
         """Full names of each param group's parameters, on all ranks, in the optimizer's original order."""
@@ -91,6 +93,7 @@ class FragmentedOptimizer:
             self._cut_group(group)
         # Groups that differ between ranks would step one parameter with two learning rates, without an error.
         check_same_params(self.param_names, sharded.mesh)
+        # Some optimizers keep lists of their own (SAM, Lookahead): those get the stand-ins, too.
         follow(optimizer, self.stands)
         everything = list(self._by_owner.values())
         # `start_anew` goes back to these: classes like Adagrad make states when they are made, and expect them.
@@ -109,6 +112,7 @@ class FragmentedOptimizer:
         self._open: deque[StepBatch] = deque()  # fetched, perhaps still being written to disk
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
         # States on the host are stepped by the CPU, where one fused kernel reads every state once.
+        # Only if the user has not chosen: `fused=False` and `foreach=True` stay.
         if sharded.mesh.device.type != "cpu" and not self.on_device:
             prefer_fused(optimizer)
         for batch in self.batches:
@@ -139,6 +143,7 @@ class FragmentedOptimizer:
             fragment, name = self._fragment_of(p)
             names.append(name)
             if fragment is None:
+                # Of no elements, so that the param groups have as many entries on every rank, in the model's order.
                 stand = StandIn.of(p, torch.empty(0, device=self.sharded.mesh.device), self.calls, is_stepped=False)
             else:
                 stand = fragment.tensor
@@ -175,6 +180,7 @@ class FragmentedOptimizer:
         found = [self._positions[id(p)] for p in group["params"] if id(p) in self._positions]
         twice = [flat.layout.slots[i].name for flat, i in found if flat.layout.slots[i].name in known]
         if twice:
+            # torch refuses before it adds the group; ours looks after torch has added it.
             self.optimizer.param_groups.pop()
             raise ValueError(f"some parameters appear in more than one parameter group, the first is {twice[0]}")
         check_still_frozen(flat for flat, _ in found if not flat.trainable)
@@ -196,6 +202,7 @@ class FragmentedOptimizer:
 
     @contextmanager
     def _stepping(self, scaling: StepScaling | None = None) -> Iterator[None]:
+        # For this call only, also after an error: torch's kernels read both from the optimizer, and would at the next step.
         with self.calls.marked(), (scaling or StepScaling()).given_to(self.optimizer):
             yield
 
@@ -262,6 +269,7 @@ class FragmentedOptimizer:
             group.write_back()
 
     def _step_tensors(self, tensors: Sequence[Fragment]) -> None:
+        # Once per window: options that user code sets between two batches of one step would hold for some of them only.
         if self._narrowed is None:
             self._narrowed = self._narrowing()
         with self._narrowed.to(tensors), self._stepping():
@@ -292,6 +300,7 @@ class FragmentedOptimizer:
 
     def switch(self, mode: str) -> None:
         """Call the optimizer's method `mode` (train, eval), which may write weights. Local; then call `weights_changed()`."""
+        # Schedule-free optimizers move all weights between two points: states on disk have to come to memory for it, too.
         narrowed = self._narrowing()
         for batch in self.batches:
             with self.opened(batch), narrowed.to(batch.fragments), self.calls.marked():
@@ -349,6 +358,7 @@ class FragmentedOptimizer:
     @contextmanager
     def opened(self, batch: StepBatch) -> Iterator[None]:
         """Inside, `optimizer.state` has the states of `batch` and memory its masters, readable and writable. Local."""
+        # Not through `_open`: nobody steps, so nothing is read ahead.
         batch.swap_in(self.optimizer)
         try:
             yield
@@ -416,6 +426,7 @@ class FragmentedOptimizer:
                 f"the checkpoint's optimizer has {len(saved['param_groups'])} param groups, this one has "
                 f"{len(self.optimizer.param_groups)}; resume with the same optimizer settings"
             )
+        # Before the new states, the old ones go: a class that the checkpoint lacks a state of must not step with the old one.
         for batch in self.batches:
             with self.opened(batch):
                 self.forget(batch)

@@ -63,10 +63,12 @@ class FlatGroup:
         self.placements = placements
         self.precision = precision
         self.axes = axes
+        # All of a group or none: `units.py` groups by it. Thawed later, it has no masters, so `check_still_frozen` raises.
         self.trainable = self.params[0].requires_grad
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
         self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size)
+        # What gradients travel in. One rank sends nothing, and keeps the wider dtype.
         wire = precision.wire(axes.shard.size)
         self.window = WindowGradient(
             self.params, self.layout, mesh.device, accumulated=precision.grads, wire=wire, divisor=axes.divisor
@@ -74,6 +76,7 @@ class FlatGroup:
         self.pins = 0
         """Blocks that want the full weights to stay."""
         self._stays_whole = False  # user code has read the weights outside of a pass, which this rank can gather alone
+        # Norms and biases of a cut model are on every rank along `tp` and have nothing to join.
         self.share = sliced if axes.parts is mesh.tp else None
         """What all groups with slices share of a model cut along `tp`; None for other groups."""
         self.slices: list[list[TensorSlice]] | None = None
@@ -98,6 +101,7 @@ class FlatGroup:
 
     # The default stays when the interpreter ends, where names of modules are None.
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A model may outlive its engine: a rank that can gather alone leaves its parameters their elements.
         if self._built and not ends():
             leave_elements(self)
 
@@ -155,6 +159,7 @@ class FlatGroup:
             view = self.full.view(index)
             if not streamed and self.is_replicated:
                 view.copy_(p.detach())
+            # Not a new parameter: the optimizer, tied modules and user code keep the object.
             p.data = view
 
     def _gather_streamed(self) -> None:
@@ -220,6 +225,7 @@ class FlatGroup:
 
     def unshard(self) -> None:
         """Start to fill `full` with the current weights, unless it already holds them. Collective over `axes.shard`."""
+        # Also inside `gathered`, or at a second use in one pass: the elements are there.
         if self.full.is_current:
             return
         self.full.gather(functools.partial(self.rest.fill, self.full.values, self.axes.shard))
@@ -254,6 +260,7 @@ class FlatGroup:
         Each rank takes its own elements: as in plain data parallelism, every rank must write the same values.
         """
         full = self.full
+        # Nobody could write while the guard was on, and packed weights are read only.
         if not full.writable or full.state is not WeightState.READABLE or not full.writes.happened:
             return
         # Elements of a tensor that user code put in the place of `p.data` come back into the flat buffer first.
@@ -301,6 +308,7 @@ class FlatGroup:
         outdated, self.full.version = self.full.version != self.rest.version, self.rest.version
         if not self.trainable and not (outdated and self.at_rest.separate):
             return
+        # The block would end with weights of before the step, and a modifier would write them over the stepped ones.
         if self.pins:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if not self.is_replicated:
@@ -308,6 +316,7 @@ class FlatGroup:
             self.rest.forget_second()  # on all ranks alike, even on a rank that stepped no element
             self.full.free()
             return
+        # Gathered in the next forward, not here: several groups travel while the first block computes.
         self.full.outdate()
         if self._stays_whole:
             self.unshard()
@@ -362,6 +371,7 @@ class FlatGroup:
         Collective over `axes.shard`, in the same order on every rank. A parameter without a gradient contributes zeros.
         """
         full = self.window.take()
+        # Stage 0: every rank steps everything, so every rank needs all of the gradient.
         if self.placements.optim is not Placement.SHARD:
             handle, out = collectives.all_reduce(self.axes.shard, full), full
         elif self.axes.shard.size == 1:
@@ -385,6 +395,7 @@ class FlatGroup:
 
     def multiply_gradient(self, factor: float) -> None:
         """Multiply all gradients of the window so far by `factor`, reduced or not. Local."""
+        # Both parts: a window may be clipped between two of its backwards, when some units have been reduced already.
         self.window.multiply(factor)
         if self.grad is not None:
             self.grad.mul_(factor)

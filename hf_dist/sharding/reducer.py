@@ -18,6 +18,7 @@ from hf_dist.sharding.order import IssueOrder
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.unit import ShardUnit
 
+# One travels while the next is filled. More would only hold memory: a link does one at a time.
 MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
@@ -75,11 +76,13 @@ class Reducer:
         """Called when all gradients of `unit` have arrived. Reduces the next units of the order that are complete."""
         if not self.reduces(unit.index):
             return
+        # What was seen becomes the common order, and a unit that completes twice (retained graphs) has one place in it.
         if unit.index not in self.order.seen:
             self.order.seen.append(unit.index)
         # Not in order of readiness: ranks finish units in different orders, and reductions must pair up on all of them.
         while (index := self.order.peek()) is not None and (self.units[index].complete or not self.reduces(index)):
             self.order.advance()
+            # What this backward does not reduce (another pipeline stage's units) is passed over, not waited for.
             if self.reduces(index):
                 self._reduce(self.units[index])
 
@@ -102,21 +105,25 @@ class Reducer:
         return sum(g.layout.numel for g in unit.trainable)
 
     def _reduce(self, unit: ShardUnit) -> None:
+        # The oldest first: it was issued first on every rank, so it ends first.
         while not self.has_room(unit) or len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._in_flight.popleft()[-1].wait()
         if any(id(group) in self._followed for group in unit.trainable):
             self.drain()  # one more backward than announced adds to a gradient that a collective is combining
         for group in unit.trainable:
             handle = group.reduce()
+            # Only the last reduction of a window has all of the gradient, so only that one is combined over further axes.
             if unit.index in self.finishing:
                 handle = self._finished(group, handle)
             self._in_flight.append((group, group.layout.numel, handle))
+        # DeepSpeed's `overlap_comm: false`: nothing computes while gradients travel.
         if not self.max_numel:
             self.drain_reductions()
 
     def _finished(self, group: FlatGroup, handle: Handle) -> Handle:
         """Add the follow-up of a group's last reduction of the window: further axes, or the optimizer step in backward."""
         if group.axes.then:
+            # A second backward would add to the shard that the collective is reading (see `_reduce`).
             self._followed.add(id(group))
             # As a follow-up of the reduce-scatter's handle: the host need not wait between the two axes.
             return Handle([handle], functools.partial(self._combine, group, 0))
@@ -130,6 +137,7 @@ class Reducer:
         if index == len(group.axes.then) or self._dropping:
             return
         row = group.axes.then[index]
+        # Several ranks hold these weights (tied ones of two stages), and each ends its backwards at another time.
         if row.at_end:  # so are all later rows
             waiting = [(group, later) for later in group.axes.then[index:]]
             self._at_end += [pair for pair in waiting if pair not in self._at_end]  # several schedules may have run
@@ -138,6 +146,7 @@ class Reducer:
             self._combining.append(Handle([combine(group, row)], functools.partial(self._combine, group, index + 1)))
 
     def _note_sum(self, group: FlatGroup, row: Combination) -> None:
+        # After the sum every rank has the total. If backward goes on, all but the first begin at zero, or it counts twice.
         if row.operation == "sum" and row.axis.rank > 0:
             self._added_up.append(group)
 
@@ -149,6 +158,7 @@ class Reducer:
         """Reduce the gradients left by backwards that were not announced as the last of the window. Collective over dp."""
         rest = [unit for unit in reversed(self.units) if unit.trainable and unit.index in self._unfinished]
         self._unfinished.clear()
+        # A loop that announced every backward as not the last (`no_sync`) and then steps: the window ends here all the same.
         self.finishing = range(len(self.units))
         for unit in rest:
             # At stages 0 and 1 gradients wait unreduced in the window's buffer; at 2 and 3 each backward has reduced them.
@@ -172,6 +182,7 @@ class Reducer:
         """Groups with a complete gradient while other reductions are in flight; empty if none is in flight. Local."""
         if not self._in_flight:
             return []
+        # These can be stepped, or measured for the norm, while the others travel.
         flying = {id(group) for group, _, _ in self._in_flight}
         done = (unit for unit in self.units if unit.index not in self._unfinished)
         return [g for unit in done for g in unit.trainable if id(g) not in flying and not g.axes.then]
@@ -187,6 +198,7 @@ class Reducer:
         while self._combining:
             self._combining.popleft().wait()
         self._followed.clear()
+        # Gradients on the host: the copies from the device are under way when the reductions are done.
         self.link.wait_host()
 
     def finish(self) -> None:
@@ -212,6 +224,7 @@ class Reducer:
 
     def drop(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, or set those that exist to zero. Local."""
+        # A follow-up would send what nobody wants, and ranks that raised elsewhere would send other numbers of them.
         self._dropping = True  # skip the follow-ups of reductions
         try:
             self.drain()
