@@ -400,6 +400,15 @@ def test_no_file_is_called_utils() -> None:
     check(problems, "Name the file after what is in it.")
 
 
+def test_every_module_is_named_in_the_readme_of_its_folder() -> None:
+    problems = []
+    for path in python_files("hf_dist"):
+        page = next(folder / "README.md" for folder in path.parents if (folder / "README.md").is_file())
+        if not path.stem.startswith("__") and path.name not in page.read_text(encoding="utf-8"):
+            problems.append(f"{relative(path)}: {relative(page)}")
+    check(problems, "Say in that README, in one row, what is in the module.")
+
+
 def test_top_level_holds_only_the_known_names() -> None:
     names = {path.relative_to(REPO).parts[0] for path in repository_files()}
     unknown = sorted(name for name in names - TOP_LEVEL if not name.startswith("."))
