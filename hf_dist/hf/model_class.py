@@ -5,11 +5,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig
 
 from hf_dist.errors import ConfigError, Problem
 
-__all__ = ["architecture_of", "keep_layers", "model_class", "model_config", "new_model", "without_dropout"]
+__all__ = [
+    "architecture_of",
+    "keep_layers",
+    "model_class",
+    "model_config",
+    "new_model",
+    "without_dropout",
+    "without_dropout_modules",
+]
 
 _LAYER_KEYS = (
     "num_hidden_layers",
@@ -73,6 +82,13 @@ def without_dropout(config: object) -> None:
         for name, value in list(vars(part).items()):
             if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
+
+
+def without_dropout_modules(model: nn.Module) -> None:
+    """The same for modules whose rate no field of the config has: heads for tokens drop a tenth where it has none (Llama)."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
 
 
 def _parts(config: object) -> list[Any]:

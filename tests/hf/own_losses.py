@@ -42,6 +42,17 @@ class Centred(Own):
         return hidden - hidden.mean(dim=(0, 1), keepdim=True)
 
 
+class Padded(Own):
+    """Sees later tokens only if some row of the batch is padded, as PaliGemma without `token_type_ids`."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        self.shifts = not attention_mask.all()
+        return super().forward(input_ids, labels, attention_mask)
+
+    def changed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 20 * hidden.roll(-1, dims=1) if self.shifts else hidden
+
+
 class Summed(Own):
     """A sum over tokens."""
 

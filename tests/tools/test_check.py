@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.errors import ConfigError, ModelError
-from hf_dist.hf.model_class import keep_layers
+from hf_dist.hf.model_class import keep_layers, without_dropout_modules
 from hf_dist.tools.check import Asked, outputs, prepare, prove
 from hf_dist.tools.check.compare import compare
 from hf_dist.tools.check.data import microbatches
@@ -111,16 +111,14 @@ def test_a_loss_that_is_wrong_by_less_than_one_in_a_thousand_is_found_in_bf16(tm
 
 
 def itself_of(model: Any) -> dict[str, tuple[float, float]]:
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    without_dropout_modules(model)
     return itself(model.train(), microbatches(model, rows=2, count=2, seq=12))
 
 
 @pytest.mark.parametrize(
     ("cls", "what"),
     [(own_losses.Own, ""), (own_losses.Random, TWICE), (own_losses.Centred, TOGETHER), (own_losses.Summed, TOGETHER),
-     (own_losses.Negatives, TOGETHER)],
+     (own_losses.Negatives, TOGETHER), (own_losses.Padded, TOGETHER)],
 )  # fmt: skip
 def test_a_loss_that_no_layout_can_equal_is_told(cls: Any, what: str) -> None:
     torch.manual_seed(0)

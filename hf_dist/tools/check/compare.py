@@ -162,8 +162,8 @@ def compare(
         )
     if TOGETHER in by_itself and not all(row.equal for row in rows):  # sums are added up rightly
         notes.append(
-            "the loss depends on which rows are in one batch (in-batch negatives, statistics of the batch): any number of data "
-            "ranks or microbatches trains another model than one batch"
+            "the loss depends on which rows are in one batch (in-batch negatives, statistics of the batch, padding in it): any "
+            "number of data ranks or microbatches trains another model than one batch"
         )
     if first.get("refused"):
         notes.append(f"predict() does not give every output in this layout: {first['refused']}")

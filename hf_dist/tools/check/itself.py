@@ -24,7 +24,7 @@ def itself(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> d
     Two batches of microbatches are one batch to a process, so its loss is a mean of theirs: of rows, of labels, or of means.
     A batch normalisation has fixed statistics here (`Job.make_model`).
     """
-    pair = [dict(batch) for batch in batches[:2]]
+    pair = [dict(batch) for batch in _unlike(batches)]
     first = [_loss(model, batch) for batch in pair]
     torch.rand(17)  # other random numbers than before
     again = _loss(model, pair[0])
@@ -38,6 +38,13 @@ def itself(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> d
     if any(_near(together, mean) for mean in means):
         return {}
     return {TOGETHER: (together, min(means, key=lambda mean: abs(mean - together)))}
+
+
+def _unlike(batches: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[Mapping[str, torch.Tensor]]:
+    """The first two, or the first one and one without padding: transformers makes no mask for it, and some classes then look
+    at other tokens (PaliGemma)."""
+    full = [batch for batch in batches[1:] if bool(batch.get("attention_mask", torch.zeros(1)).all())]
+    return [*batches[:1], *(full[:1] or batches[1:2])]
 
 
 def _loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> float:

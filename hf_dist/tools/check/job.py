@@ -17,7 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hf_dist.config import DistConfig, axes_of, load_config, read_config
 from hf_dist.config.values import is_auto
 from hf_dist.errors import ModelError
-from hf_dist.hf.model_class import architecture_of, keep_layers, model_class, model_config, new_model, without_dropout
+from hf_dist.hf.model_class import (
+    architecture_of,
+    keep_layers,
+    model_class,
+    model_config,
+    new_model,
+    without_dropout,
+    without_dropout_modules,
+)
 from hf_dist.model_config import field, text_config
 from hf_dist.parallel.experts.router_loss import has_coefficient
 from hf_dist.tools.check.data import microbatches
@@ -90,9 +98,10 @@ class Job:
         return next((name for name in ("bf16", "fp16") if self.layout.get(name, {}).get("enabled")), "fp32")
 
     def make_model(self) -> nn.Module:
-        """The same model on every call: weights of the folder, in fp32, in training mode (its config sets dropout to 0)."""
+        """The same model on every call: weights of the folder, in fp32, in training mode, without dropout."""
         cls: Any = model_class(self.class_name)
         model: nn.Module = cls.from_pretrained(f"{self.folder}/model", dtype=torch.float32)
+        without_dropout_modules(model)
         for module in _normalisations(model):
             module.eval()
             module.train = types.MethodType(_stay, module)  # type: ignore[method-assign]
