@@ -39,11 +39,14 @@ class WindowLoss:
         self._labels = None
         if not self._asks(trainer) and self.kind not in MEANS_OF_LABELS:
             return
-        batches = [batch[LABELS] for batch in window if _labels(batch) is not None]
-        own = torch.tensor([[sum(_counts(labels)[shifted] for labels in batches) for shifted in (0, 1)]])
         args = trainer.args
+        own = torch.zeros(1, 2, dtype=torch.long, device=args.device)
+        for batch in window:
+            labels = _labels(batch)
+            if labels is not None:  # on the device: the host does not wait for the numbers
+                own += torch.stack(_counts(labels)).to(args.device)
         if args.average_tokens_across_devices and args.world_size > 1:
-            own = trainer.accelerator.gather(own.to(args.device)).sum(dim=0, keepdim=True)
+            own = trainer.accelerator.gather(own).sum(dim=0, keepdim=True)
         self._labels = own[0]
 
     def settle(self, trainer: Any, model: nn.Module, inputs: Any) -> None:
@@ -71,9 +74,13 @@ class WindowLoss:
         if self.kind not in MEANS_OF_LABELS or labels is None or self._labels is None:
             return result
         shifted = self.kind == LossKind.SHIFTED
-        share = parts * _counts(labels)[shifted] / self._labels[int(shifted)].to(labels.device)
-        # The mean over no labels is not a number.
-        return _first(result, lambda loss: torch.where(share > 0, loss, torch.zeros_like(loss)) * share.to(loss.device))
+        share = parts * _counts(labels)[shifted].to(self._labels.device) / self._labels[int(shifted)]
+
+        def weighted(loss: torch.Tensor) -> torch.Tensor:
+            own = share.to(loss.device)
+            return torch.where(own > 0, loss, torch.zeros_like(loss)) * own  # the mean over no labels is not a number
+
+        return _first(result, weighted)
 
 
 def tell_router_loss(trainer: Any, steps: int) -> None:

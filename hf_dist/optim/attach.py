@@ -111,12 +111,15 @@ class FragmentedOptimizer:
         self._narrowed: Narrowed | None = None  # of this window; has the options of param groups before its first step
         self._open: deque[StepBatch] = deque()  # fetched, perhaps still being written to disk
         self._batch_of = {id(f): batch for batch in self.batches for f in batch.fragments}
+        self._rest_states()
+
+    def _rest_states(self) -> None:
         # States on the host are stepped by the CPU, where one fused kernel reads every state once.
         # Only if the user has not chosen: `fused=False` and `foreach=True` stay.
-        if sharded.mesh.device.type != "cpu" and not self.on_device:
-            prefer_fused(optimizer)
+        if self.sharded.mesh.device.type != "cpu" and not self.on_device:
+            prefer_fused(self.optimizer)
         for batch in self.batches:
-            if any(f.tensor in optimizer.state for f in batch.fragments):
+            if any(f.tensor in self.optimizer.state for f in batch.fragments):
                 with self.opened(batch):  # moves existing states to the tier where new ones will rest
                     pass
 
