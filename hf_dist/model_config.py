@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["field", "text_config", "values"]
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: object) -> Any:
     """The text part of a model's config, the decoder's of two; `config` itself if there is no such part."""
     if not hasattr(config, "get_text_config"):
         return config
@@ -34,6 +34,6 @@ def values(config: object, name: str) -> list[Any]:
     return [value for value in found if value is not None]
 
 
-def field(config: object, name: str, default: Any = None) -> Any:
+def field(config: object, name: str, default: object = None) -> Any:
     """A field, the first layer's where they differ, or `default`."""
     return next(iter(values(config, name)), default)

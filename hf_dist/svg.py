@@ -127,7 +127,7 @@ class Picture:
         for words in self._words:
             weight = "bold" if words.bold else "normal"
             family = "monospace" if words.mono else "sans-serif"
-            look: dict[str, Any] = {"fontsize": self.size * 72 / _DPI, "weight": weight, "family": family}
+            look: dict[str, object] = {"fontsize": self.size * 72 / _DPI, "weight": weight, "family": family}
             text = words.text.replace("$", r"\$")
             panel.text(words.x, words.y, text, ha=places[words.anchor], va="baseline", **look)
         figure.savefig(path)

@@ -37,9 +37,9 @@ def _member(kind: object, name: object) -> object:
     raise pickle.UnpicklingError(f"an attribute {name!r} of {kind!r} has no place in the metadata of a checkpoint")
 
 
-def _found() -> dict[tuple[str, str], Any]:
+def _found() -> dict[tuple[str, str], object]:
     """Everything that a pickle of metadata may name."""
-    found: dict[tuple[str, str], Any] = {
+    found: dict[tuple[str, str], object] = {
         ("torch", "Size"): torch.Size,
         ("torch", "device"): torch.device,
         ("torch.serialization", "_get_layout"): _get_layout,

@@ -58,7 +58,7 @@ class Description:
     step: int | None = None
     hf_dist: str | None = None
     """Version that wrote it."""
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, object] = field(default_factory=dict)
     """Ranks, ZeRO stage, precision and batch of the run that saved it."""
     weights: Mapping[str, Any] = field(default_factory=dict)
     """Files, tensors, elements, bytes, and elements by dtype of the safetensors files."""
@@ -74,7 +74,7 @@ class Description:
         """Whether nothing is missing."""
         return not self.problems
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values."""
         return {**asdict(self), "complete": self.complete}
 
@@ -123,7 +123,7 @@ def describe(path: Path) -> Description:
     )
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint(path: Path) -> dict[str, object]:
     try:
         stock = (path / folder.TRAINER_STATE).is_file() and not (path / folder.MANIFEST).exists()
         complete = stock or not folder.incomplete(path)
@@ -141,7 +141,7 @@ def _trainer_step(path: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _weights(path: Path, found: list[Path], problems: list[str]) -> dict[str, Any]:
+def _weights(path: Path, found: list[Path], problems: list[str]) -> dict[str, object]:
     numel: dict[str, int] = {}
     tensors = 0
     files = [p for p in found if folder.STATE not in p.relative_to(path).parts]
@@ -177,7 +177,7 @@ def _missing_from_index(path: Path) -> list[str]:
     return problems
 
 
-def _state(path: Path, problems: list[str]) -> dict[str, Any]:
+def _state(path: Path, problems: list[str]) -> dict[str, object]:
     try:
         stored = dcp.stored_tensors(path)
     except CheckpointError as error:

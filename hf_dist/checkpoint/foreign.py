@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -170,7 +169,7 @@ def _load_universal(engine: Stateful, directory: Path) -> Imported:
     shapes = _shapes(engine)
     imported = Imported(UNIVERSAL, weights=True, notes=["weight decay and betas, which are this run's"])
     tensors: dict[str, torch.Tensor] = {}
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, object]] = {}
     step = _trainer_step(directory)
     for name in shapes:
         folder = zero / name

@@ -156,7 +156,7 @@ def _made(path: Path, token: str) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, object] | None:
     """What the file says; {} for one that is being written or damaged; None if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

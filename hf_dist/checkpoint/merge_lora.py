@@ -30,7 +30,7 @@ _REMEDY = (
     "Merge it with PEFT, in memory for the whole model: PeftModel.from_pretrained(base, adapter).merge_and_unload()."
 )
 # Settings that change the arithmetic, with the values that do not. PiSSA, OLoRA and similar also change the base weights.
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
+_PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
     "lora_bias": (False, None),
@@ -139,7 +139,7 @@ def _config(adapter: Path) -> dict[str, Any]:
     path = adapter / "adapter_config.json"
     if not path.is_file():
         raise CheckpointError(f"--merge-lora: {adapter} holds no adapter (no adapter_config.json)")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return config
 
 

@@ -107,7 +107,7 @@ class Trail:
         self._roots: dict[int, str] = {}
         self._copies: dict[int, list[_Copy]] = {}  # by offset of the target
         self._cast: set[int] = set()  # storages whose elements changed dtype
-        self._keep: list[Any] = []  # keeps storages alive, so that no id is reused
+        self._keep: list[object] = []  # keeps storages alive, so that no id is reused
 
     def add_root(self, name: str, tensor: torch.Tensor) -> None:
         """Name the whole storage of `tensor` `name`, as a root."""
@@ -232,7 +232,7 @@ class Provenance(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         self._trail.note(func, result, args)
         return result

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 
-def raw() -> dict[str, Any]:
+def raw() -> dict[str, object]:
     """The current state of the generators, in their own formats. Takes microseconds. Local."""
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),

@@ -58,7 +58,7 @@ class RecordedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise CheckpointError(f"a weight conversion writes into a stored tensor ({func})")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -63,7 +63,7 @@ class SaveRequest:
     """Writes the trainer state and similar files. Called on rank 0 with the working folder."""
     on_every_rank: Callable[[Path], None] = lambda _: None
     """Called on all ranks with the working folder, before the weights are written."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
     """Entries for the manifest: step, layout, arguments."""
     own_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Values of this rank alone, such as random states."""
@@ -77,7 +77,7 @@ class SaveRequest:
 class _Snapshot:
     parts: list[OwnedPart]
     state: dict[str, FlatSlice | torch.Tensor]
-    common: dict[str, Any]
+    common: dict[str, object]
     trained: frozenset[str]
 
 
@@ -236,7 +236,7 @@ class CheckpointWriter:
         """The tensors to write; with a background thread, host copies that the next step does not touch."""
         pairs = list(owned_parts(engine.sharded, self._take))
         state: dict[str, FlatSlice | torch.Tensor] = {}
-        common: dict[str, Any] = {}
+        common: dict[str, object] = {}
         if request.training_state:
             state = saved_state(engine, pairs, self._take)
             rank = self.mesh.world.rank

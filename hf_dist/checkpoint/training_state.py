@@ -49,7 +49,7 @@ Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Global shape and dtype of the stored tensors, by the names above."""
 Read = Callable[[dict[str, "FlatSlice | torch.Tensor"]], None]
 """Fills tensors by name."""
-Scalars = list[tuple[dict[str, Any], str, torch.Tensor]]
+Scalars = list[tuple[dict[str, object], str, torch.Tensor]]
 """Values to put into an optimizer's state after reading: (state of one parameter, key, value)."""
 
 
@@ -76,10 +76,10 @@ class Stateful(Protocol):
     def verifies_checkpoints(self) -> bool:
         """Whether the bytes of a checkpoint are compared with their digests before it is loaded."""
 
-    def plain_state(self) -> dict[str, Any]:
+    def plain_state(self) -> dict[str, object]:
         """Numbers and strings, equal on every rank."""
 
-    def load_plain_state(self, state: dict[str, Any]) -> None:
+    def load_plain_state(self, state: dict[str, object]) -> None:
         """Restore the plain state, except the optimizer's options."""
 
     def zero_grad(self) -> None:
@@ -360,7 +360,7 @@ def optimizer_targets(
     targets: dict[str, FlatSlice | torch.Tensor] = {}
     for fragment in some:
         slot, first = fragment.slot, fragment.first
-        state: dict[str, Any] = {}
+        state: dict[str, object] = {}
         device = fragment.tensor.device
         if any(is_part(key) for _, key in keys.get(fragment.name, ())):
             state = fragments.structure(fragment)
@@ -383,7 +383,7 @@ def optimizer_targets(
     return targets
 
 
-def write_common(folder: Path, state: dict[str, Any]) -> None:
+def write_common(folder: Path, state: dict[str, object]) -> None:
     """Write the plain values. One rank calls it."""
     torch.save(state, folder / COMMON)
 
@@ -391,7 +391,7 @@ def write_common(folder: Path, state: dict[str, Any]) -> None:
 def read_common(folder: Path) -> dict[str, Any]:
     """The plain values. Only tensors, numbers and strings are unpickled."""
     try:
-        common: dict[str, Any] = torch.load(folder / COMMON, map_location="cpu", weights_only=True)
+        common: dict[str, object] = torch.load(folder / COMMON, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise their own types
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(f"{folder / COMMON} cannot be read ({type(error).__name__}: {reason})") from error

@@ -98,7 +98,7 @@ class WeightFile:
     @cached_property
     def header(self) -> bytes:
         """Length, JSON and padding: everything before the data."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in self.tensors:
             begin, end = end, end + tensor.nbytes
@@ -133,7 +133,7 @@ class WeightPlan:
     """All weight files of a folder."""
 
     files: tuple[WeightFile, ...]
-    indexes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    indexes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Contents of the index files (`model.safetensors.index.json`), by path in the folder."""
 
     @classmethod
@@ -177,7 +177,7 @@ class WeightPlan:
     def join(cls, plans: Iterable[tuple[str, WeightPlan]]) -> WeightPlan:
         """Combine several plans in one folder, each below a path ("" for the folder itself)."""
         files: list[WeightFile] = []
-        indexes: dict[str, Mapping[str, Any]] = {}
+        indexes: dict[str, Mapping[str, object]] = {}
         for below, plan in plans:
             files += [WeightFile(below + file.name, file.tensors) for file in plan.files]
             indexes.update({below + name: content for name, content in plan.indexes.items()})
@@ -198,7 +198,7 @@ class WeightPlan:
                     found.setdefault(piece.param, []).append((extent, piece))
         return {name: tuple(extents) for name, extents in found.items()}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values that `from_json` accepts."""
         return {
             "version": VERSION,
@@ -223,7 +223,7 @@ class WeightPlan:
         return cls(files, dict(plan["indexes"]))
 
 
-def _pieces(tensor: StoredTensor) -> list[Any]:
+def _pieces(tensor: StoredTensor) -> list[object]:
     if tensor.pieces == (Piece.whole(tensor.pieces[0].param, tensor.numel),):
         return [tensor.pieces[0].param]
     return [[p.param, p.sizes, p.offset, p.strides, p.target_offset, p.target_strides] for p in tensor.pieces]

@@ -183,7 +183,7 @@ def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str
     part = out.numel()
     # Each peer's part apart: additions then have a fixed order, and a run repeats bitwise, whoever arrives first.
     received = in_huge_pages(torch.empty((axis.size - 1) * part, dtype=full.dtype))
-    works: list[Any] = []
+    works: list[object] = []
     for step in range(1, axis.size):
         to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
         slot = received.narrow(0, (step - 1) * part, part)
@@ -325,13 +325,13 @@ def transfer(axis: MeshAxis, tensor: torch.Tensor, source: int, target: int) -> 
         tensor.copy_(wire)
 
 
-def all_gather_object(axis: MeshAxis, item: Any) -> list[Any]:
+def all_gather_object(axis: MeshAxis, item: object) -> list[Any]:
     """Every rank's small picklable `item`, by coordinate. Collective, blocking; for set-up and checks, not for steps."""
     if axis.group is None:
         return [item]
     # A pickle of each rank's length: torch sends the lengths first, so these are two collectives.
     count_start()
-    items: list[Any] = [None] * axis.size
+    items: list[object] = [None] * axis.size
     dist.all_gather_object(items, item, group=axis.group)
     return items
 
@@ -359,7 +359,7 @@ def gather_rows(axis: MeshAxis, row: bytes) -> list[bytes]:
     return [bytes(found.tolist()) for found in rows]
 
 
-def broadcast_object(axis: MeshAxis, item: Any, source: int = 0) -> Any:
+def broadcast_object(axis: MeshAxis, item: object, source: int = 0) -> Any:
     """The small picklable `item` of coordinate `source`. Collective, blocking."""
     if axis.group is None:
         return item
@@ -376,7 +376,7 @@ def barrier(axis: MeshAxis) -> None:
         dist.barrier(group=axis.group)
 
 
-def _through_host(tensor: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Handle:
+def _through_host(tensor: torch.Tensor, run: Callable[[torch.Tensor], object]) -> Handle:
     """gloo with GPU tensors (several test ranks on one GPU): copies through host memory, blocking."""
     host = tensor.cpu()
     run(host)

@@ -58,7 +58,7 @@ class GroupLease:
         self.names: Counter[str] = Counter()
         """Name -> number of groups made with these ranks and this label."""
         self.groups: list[dist.ProcessGroup] = []
-        self.under_way: set[Any] = set()
+        self.under_way: set[object] = set()
         """Collectives that were started but not waited for. The groups end after them: a slower rank still needs this rank's
         data."""
         # NCCL communicators live until the process ends: destroying one waits for all its ranks.

@@ -88,8 +88,8 @@ def _stack(pid: int | None, rank: int, file: str) -> str:
     return f"[rank {rank}] does not answer"
 
 
-def _collect(pipes: list[Connection], patience: Patience) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(pipes: list[Connection], patience: Patience) -> list[object]:
+    results: dict[int, object] = {}
     while len(results) < len(pipes):
         open_pipes = [p for rank, p in enumerate(pipes) if rank not in results]
         for pipe in wait(open_pipes, timeout=_LOOK_SECONDS):

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +62,7 @@ from hf_dist.sharding.quantised import prepare_quantised
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.tied_views import TiedView, separated
 
-LrScheduler = Any
+LrScheduler = object
 """An object with `step()`, or a function that makes one from the optimizer."""
 
 

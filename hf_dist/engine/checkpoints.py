@@ -108,7 +108,7 @@ class EngineCheckpoints(Stateful):
         """Describes how this model is written to disk."""
         return model_files(self.sharded, self.config.checkpoint.max_shard_size)
 
-    def layout_facts(self) -> dict[str, Any]:
+    def layout_facts(self) -> dict[str, object]:
         """Facts about the saving run, for human readers; a resume does not use them."""
         return {
             "world_size": self.mesh.world.size,
@@ -120,7 +120,7 @@ class EngineCheckpoints(Stateful):
             "global_batch": self.batch.train,
         }
 
-    def plain_state(self) -> dict[str, Any]:
+    def plain_state(self) -> dict[str, object]:
         """The numbers and strings of the training state, equal on every rank. Local."""
         optimizer = None
         if self.optimizer is not None and self.fragments is not None:

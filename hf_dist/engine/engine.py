@@ -290,7 +290,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
             return self.runner.run_window(microbatches, step, loss_scale=self.loss_scale, number=self.global_steps)
 
     def train_batch(
-        self, data_iter: Iterator[object], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+        self, data_iter: Iterator[object], loss: Callable[[nn.Module, object], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """One optimizer step on the next `gradient_accumulation_steps` microbatches; their mean loss over all data ranks.
 
@@ -311,7 +311,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         return self._mean(total, len(window))
 
     def eval_batch(
-        self, data_iter: Iterator[object], loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+        self, data_iter: Iterator[object], loss: Callable[[nn.Module, object], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Mean loss of the next `gradient_accumulation_steps` microbatches over all data ranks, no gradient. Collective."""
         was_training = self.model.training
@@ -321,7 +321,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         self.train(was_training)
         return self._mean(total, len(window))
 
-    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, object], object]) -> Any:
         """The result of `function(model, batch)`, which runs the model once, without gradient. Every rank calls it."""
         return self.runner.evaluate(batch, function)
 
@@ -351,7 +351,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
 
     def stepped_by_hand(
         self, closure: Callable[[], object] | None, optimizer: torch.optim.Optimizer, max_norm: float | None = None
-    ) -> Any:
+    ) -> object:
         """Called by the torch optimizer's `step`. Gradients stay until `zero_grad`, and the schedule is the caller's.
 
         `max_norm`: clip to this norm, 0 for none; by default that of the config. The backward of `closure` adds to the

@@ -62,8 +62,8 @@ _CHECK_EVERY = 64
 class Example:
     """A batch like those of training (rank 0's is used), and how training calls the model with it."""
 
-    batch: Callable[[], Mapping[str, Any]]
-    run: Callable[[nn.Module, Any], Any] | None = None
+    batch: Callable[[], Mapping[str, object]]
+    run: Callable[[nn.Module, Any], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def cut_model(
     return CutModel(split, staged, PipelineShare(names, holders, elsewhere, whole), visits)
 
 
-def _shared(mesh: ParallelMesh, make: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:
+def _shared(mesh: ParallelMesh, make: Callable[[], Mapping[str, object]]) -> Mapping[str, object]:
     """Rank 0's batch on every rank. Collective over world. What fails on rank 0 fails on all, so none waits for the batch."""
-    made: Mapping[str, Any] | str | None = None
+    made: Mapping[str, object] | str | None = None
     failure: Exception | None = None
     if mesh.world.rank == 0:
         try:
@@ -147,7 +147,7 @@ def _shared(mesh: ParallelMesh, make: Callable[[], Mapping[str, object]]) -> Map
     return made
 
 
-def example_of(model: nn.Module) -> dict[str, Any]:
+def example_of(model: nn.Module) -> dict[str, object]:
     """A small batch from an HF model's `dummy_inputs`, with labels for its loss. Local.
 
     Raises `ModelError` for a model without `dummy_inputs`.
@@ -160,7 +160,7 @@ def example_of(model: nn.Module) -> dict[str, Any]:
         )
     main = getattr(model, "main_input_name", "input_ids")
     if main == "input_ids" and "input_ids" in inputs and "labels" not in inputs:
-        config: Any = model.config
+        config: object = model.config
         per_row = "ForSequenceClassification" in type(model).__name__
         rows = inputs["input_ids"].shape[:1] if per_row else inputs["input_ids"].shape
         inputs["labels"] = torch.zeros(rows, dtype=torch.long)
@@ -283,7 +283,7 @@ class Pipeline:
         return self.share_loss(values)
 
     def train(
-        self, microbatches: Sequence[object], function: Callable[[nn.Module, Any], torch.Tensor], step: int
+        self, microbatches: Sequence[object], function: Callable[[nn.Module, object], torch.Tensor], step: int
     ) -> None:
         """Forward and backward of one window; leaves the reduced gradients in the sharded model. Collective over world.
 
@@ -310,7 +310,7 @@ class Pipeline:
             run.run(microbatches, function)
         self._windows += 1
 
-    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, object], object]) -> object:
         """The last stage's result of `function(model, batch)`, on every rank of the pipeline, without gradient.
 
         Collective over pp. Tensors in it (in lists, tuples and dicts) are broadcast; everything else is pickled.
@@ -339,7 +339,7 @@ class Pipeline:
         collectives.broadcast(self.mesh.pp, message, self.last)
         return message.float()
 
-    def from_last(self, value: object) -> Any:
+    def from_last(self, value: object) -> object:
         """The last stage's `value`, on every rank of the pipeline. Collective over pp."""
         is_last = self.mesh.pp.rank == self.last
         shapes = pytree.mapped(lambda x: _Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, value)

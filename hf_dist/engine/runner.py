@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from hf_dist.engine.window import Window, backward_of
 
 __all__ = ["Runner", "Step", "Whole"]
 
-Step = Callable[[nn.Module, Any], torch.Tensor]
+Step = Callable[[nn.Module, object], torch.Tensor]
 """`step(model, microbatch)` runs the model once, calls `Engine.backward` with the loss and returns the value to report, 0D."""
 
 
@@ -28,10 +28,10 @@ class Runner(Protocol):
     def run_window(self, microbatches: Sequence[object], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:
         """Forward and backward of a window; returns the sum of `step`'s results, 0D. `number`: of the optimizer step."""
 
-    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, object], object]) -> object:
         """The result of `function(model, batch)`, without gradient, on every rank. Every rank calls it."""
 
-    def from_last(self, value: object) -> Any:
+    def from_last(self, value: object) -> object:
         """The `value` of the rank that computes the loss, on all ranks of its pipeline. Collective over pp."""
 
 
@@ -58,11 +58,11 @@ class Whole:
                 reported.append(step(self._model, microbatch).detach().float())  # a sum in bf16 would lose digits
         return torch.stack(reported).sum()
 
-    def evaluate(self, batch: object, function: Callable[[nn.Module, Any], object]) -> Any:
+    def evaluate(self, batch: object, function: Callable[[nn.Module, object], object]) -> object:
         """Call `function` on the model without gradient."""
         with torch.no_grad():
             return function(self._model, batch)
 
-    def from_last(self, value: object) -> Any:
+    def from_last(self, value: object) -> object:
         """Return `value`: every rank has its own loss. Local."""
         return value

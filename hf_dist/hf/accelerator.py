@@ -143,9 +143,9 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         self._micro_batch: int | None = None
         """Rows per rank and batch of a custom loop's training loader; None until `prepare` sees the loader."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """What a copy in another process can use: settings and loaders, without the prepared models and their groups."""
-        left_out: dict[str, Any] = {"engines": [], "frozen": [], "_models": [], "_optimizers": [], "_schedulers": []}
+        left_out: dict[str, object] = {"engines": [], "frozen": [], "_models": [], "_optimizers": [], "_schedulers": []}
         left_out |= {"_mesh": None, "_first_model": None, "around": TrainingLoop(), "shorter_batch": ShorterBatch()}
         return {**self.__dict__, **left_out}
 
@@ -363,7 +363,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         finally:
             self._may_reduce = before
 
-    def join_uneven_inputs(self, joinables: object, even_batches: bool | None = None) -> Any:
+    def join_uneven_inputs(self, joinables: object, even_batches: bool | None = None) -> object:
         """Refused: a rank without batches cannot take part in the all-gathers that the other ranks' batches need."""
         if not self.state.distributed_type.name.startswith("MULTI_"):  # as in accelerate, which says so
             return super().join_uneven_inputs(joinables, even_batches)
@@ -380,7 +380,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
             self.frozen.clear()
         return freed
 
-    def prepare_scheduler(self, scheduler: object) -> Any:
+    def prepare_scheduler(self, scheduler: object) -> object:
         """Like accelerate's, but counts data ranks instead of processes."""
         prepared = super().prepare_scheduler(scheduler)
         if self._shares_rows and self._schedulers[-1] is prepared:
@@ -396,7 +396,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Like accelerate's, for computations outside the model. Casts only with `torch_autocast`."""
         if not self.dist_config.torch_autocast.enabled:
-            casts: AbstractContextManager[object] = super().autocast(autocast_handler)
+            casts: AbstractContextManager[Any] = super().autocast(autocast_handler)
             return casts
         kwargs = {} if autocast_handler is None else autocast_handler.to_kwargs()
         return torch.autocast(self.device.type, DTYPES[self.dist_config.torch_autocast.dtype], **kwargs)

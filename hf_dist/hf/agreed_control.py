@@ -39,7 +39,7 @@ class AgreedControlMixin:
     one after a log, a save or an evaluation. Not with `local_sgd`, whose replicas do not meet at every step.
     """
 
-    args: Any
+    args: object
     state: Any
     control: Any
     accelerator: Any

@@ -48,7 +48,7 @@ class CheckpointingMixin(ResumingMixin, DataPositionMixin):
     """Overrides of the Trainer that save and find checkpoints; part of `DistTrainerMixin`."""
 
     lr_scheduler: Any
-    optimizer: Any
+    optimizer: object
     callback_handler: Any
     _stop: StopSignal | None = None
     _saved_step = -1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ _OF_TOKENS = ("input_ids", "attention_mask", "labels")
 """Names, or name endings, of tensors whose second axis is the sequence length."""
 
 
-def cut_batches(batches: Iterator[object], length: int) -> Iterator[Any]:
+def cut_batches(batches: Iterator[object], length: int) -> Iterator[object]:
     """The same batches with at most `length` tokens per row. Reads one batch for each one requested."""
     for batch in batches:
         yield _cut(batch, length)

@@ -43,8 +43,8 @@ class SeekableBatches(BatchSampler):
         self._shows_skipped = True
         self._resume: Mapping[str, torch.Tensor] | None = None
         self._then: Callable[[], None] = _nothing
-        self._at_epoch: dict[str, Any] | None = None
-        self._at_fetch: dict[str, Any] | None = None
+        self._at_epoch: dict[str, object] | None = None
+        self._at_fetch: dict[str, object] | None = None
         self.leaves_out_repeated = False
         """Whether the last batch is without rows that are repeated to fill it: a collator would pad the new ones to those."""
         self.restored = False
@@ -56,7 +56,7 @@ class SeekableBatches(BatchSampler):
     # HF looks for its own sampler in accelerate's, and tells that one not to divide what is divided among ranks already.
 
     @property
-    def batch_sampler(self) -> Any:
+    def batch_sampler(self) -> object:
         """What accelerate has divided among ranks; None in one process."""
         return getattr(self.inner, "batch_sampler", None)
 
@@ -105,7 +105,7 @@ class SeekableBatches(BatchSampler):
         self._resume = state
         self._then = then
 
-    def states(self) -> dict[str, Any]:
+    def states(self) -> dict[str, object]:
         """Random states at the start of the epoch, and before the collation of the batch that is fetched but not yet used.
 
         Raw, for `as_tensors`; takes microseconds.
@@ -155,7 +155,7 @@ class SeekableShard(DataLoaderShard):
     accelerate's own (`use_stateful_dataloader`) forgets the number of the epoch, and with worker processes the order of rows.
     """
 
-    def __init__(self, *args: Any, **kwargs: object) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._given = 0
         self._position: tuple[int, Mapping[str, torch.Tensor]] | None = None
@@ -165,7 +165,7 @@ class SeekableShard(DataLoaderShard):
         """Of one batch of all ranks."""
         return int(self.total_batch_size)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The position after the batch that the loop was given last. Local."""
         done = self._given >= len(self)  # the loop has not asked for more yet
         position = {"epoch": self.iteration + done, "rows": 0 if done else self._given * self._rows}
@@ -186,7 +186,7 @@ class SeekableShard(DataLoaderShard):
         self.iteration, self._given = state_dict["epoch"], batches
         self._position = batches, {k: v for k, v in state_dict.items() if isinstance(v, torch.Tensor)}
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         position, self._position = self._position, None
         self._given = 0
         if position is not None and position[0]:
@@ -213,7 +213,7 @@ def _restore(state: Mapping[str, torch.Tensor], prefix: str) -> None:
         random_state.restore(chosen)
 
 
-def note_dropping(loader: Any) -> None:
+def note_dropping(loader: object) -> None:
     """Have a prepared loader know that its sampler of batches leaves the last short ones out. Local.
 
     accelerate asks the DataLoader, which says no wherever it was given such a sampler (sentence-transformers gives one).
@@ -237,7 +237,7 @@ def loaders_left(state: Any) -> Iterator[None]:
         state.dataloader_references = before
 
 
-def make_seekable(loader: Any) -> Any:
+def make_seekable(loader: Any) -> object:
     """The loader with `SeekableBatches` if it reads a map-style dataset by batches of indices, otherwise `loader` unchanged."""
     sampler = getattr(loader, "batch_sampler", None)
     known = type(sampler) in (BatchSampler, BatchSamplerShard)
@@ -269,7 +269,7 @@ def _stay_a_while(init: Callable[[int], None] | None, worker_id: int) -> None:
         init(worker_id)
 
 
-def seekable_of(loader: Any) -> SeekableBatches | None:
+def seekable_of(loader: object) -> SeekableBatches | None:
     """The `SeekableBatches` of a loader, also below accelerate's `SkipBatchSampler`."""
     sampler = getattr(loader, "batch_sampler", None)
     while sampler is not None and not isinstance(sampler, SeekableBatches):
@@ -278,7 +278,7 @@ def seekable_of(loader: Any) -> SeekableBatches | None:
 
 
 @contextmanager
-def without_repeated_rows(loader: Any) -> Iterator[None]:
+def without_repeated_rows(loader: object) -> Iterator[None]:
     """Inside, the last batch of a rank has only rows of the set that no batch had before, if it has any. Local."""
     found = seekable_of(loader)
     if found is not None:

@@ -29,8 +29,8 @@ class DataPositionMixin:
     control: Any
     dist: Any
     _tr_loss: Any
-    _before_window: tuple[int, dict[str, Any] | None] = (-1, None)
-    _before_evaluation: dict[str, Any] | None = None
+    _before_window: tuple[int, dict[str, object] | None] = (-1, None)
+    _before_evaluation: dict[str, object] | None = None
     _evaluation_due: Path | None = None
     _batches: SeekableBatches | None = None
     _epoch: tuple[int, int, int] = (0, 0, 0)
@@ -51,7 +51,7 @@ class DataPositionMixin:
         if self.dist is None:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, *args: object, **kwargs: object) -> Any:
         """HF's, but keeps the random states from before: a run stopped in an evaluation resumes with the whole evaluation."""
         self._before_evaluation = self._raw_states() if self.dist is not None else None
         try:
@@ -84,10 +84,10 @@ class DataPositionMixin:
         # After a step the window is consumed, and the generators are where the next window begins.
         return as_tensors(before if step == self.state.global_step and before is not None else self._raw_states())
 
-    def _raw_states(self) -> dict[str, Any]:
+    def _raw_states(self) -> dict[str, object]:
         return {"": random_state.raw(), **(self._batches.states() if self._batches is not None else {})}
 
-    def _data_position(self) -> dict[str, Any]:
+    def _data_position(self) -> dict[str, object]:
         """Epoch, and the number of its samples consumed over all ranks. HF records steps, whose size may change."""
         per_batch = resumed_arguments.rows_per_batch(self.args)
         if self._length is None:
@@ -97,7 +97,7 @@ class DataPositionMixin:
         whole, part = divmod(self.state.epoch or 0.0, 1.0)
         return {"epoch": int(whole), "samples": round(part * self._length) * per_batch, "sized": True}
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(self, *args: object, **kwargs: Any) -> tuple[int, int]:
         """HF's, which derives the position from the number of steps.
 
         After a change of the global batch the samples give it, and of data without a length they always do.
@@ -128,7 +128,7 @@ class DataPositionMixin:
             resume.restore_random_state(mesh, Path(checkpoint), seed=self.args.seed, step=self.state.global_step)
             self._evaluate_if_due()
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: object, **kwargs: Any) -> None:
         """HF's, but seeks the first batch of a resumed epoch instead of drawing and discarding the batches before it.
 
         A run that had made all of its steps makes no other one, which HF's loop would: it counts after a step.

@@ -67,7 +67,7 @@ def real_scheduler(
     return AcceleratedScheduler(scheduler, [optimizer], **{**options, "split_batches": True})
 
 
-def _filled(params: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
+def _filled(params: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """`params` with each "auto" replaced by the given value. A key without a given value is dropped, for the class default."""
     filled = {key: given.get(key) if is_auto(value) else value for key, value in params.items()}
     return {key: value for key, value in filled.items() if value is not None}

@@ -106,7 +106,7 @@ class CountedRows:
         self.count = 0
         """Rows given since the start of the pass."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.count = 0
         for row in self.rows:
             self.count += 1
@@ -115,7 +115,7 @@ class CountedRows:
     def __len__(self) -> int:
         return len(self.rows)  # a stream may have a length; of others this raises what their own `len` raises
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "rows":  # not there yet in a copy that is being unpickled
             raise AttributeError(name)
         return getattr(self.rows, name)
@@ -133,7 +133,7 @@ class ShorterBatch:
     def __init__(self) -> None:
         self._loader: Callable[[], object] | None = None
 
-    def begin(self, loader: Any) -> None:
+    def begin(self, loader: object) -> None:
         """Call it on every rank, whether or not its own batch is shorter."""
         self._loader = weakref.ref(loader)
 
@@ -143,7 +143,7 @@ class ShorterBatch:
         return state.active_dataloader is not None and here is state.active_dataloader
 
 
-def even_rows(axis: MeshAxis, value: Any) -> Any:
+def even_rows(axis: MeshAxis, value: object) -> object:
     """Tensors, nested or not, padded by repeating the last row up to the longest rank's number of rows. Collective.
 
     So are lists with an entry per row (images of several sizes), of which ranks have different numbers.
@@ -151,7 +151,7 @@ def even_rows(axis: MeshAxis, value: Any) -> Any:
     return _evened(value, collectives.all_gather_object(axis, _rows_in(value))) if axis.size > 1 else value
 
 
-def _rows_in(value: Any) -> object:
+def _rows_in(value: object) -> object:
     """What `even_rows` compares: numbers of rows in the place of tensors."""
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.dim() else None
@@ -160,7 +160,7 @@ def _rows_in(value: Any) -> object:
     return [_rows_in(item) for item in value] if isinstance(value, (list, tuple)) else None
 
 
-def _evened(value: Any, everywhere: list[object]) -> object:
+def _evened(value: object, everywhere: list[object]) -> object:
     if isinstance(value, torch.Tensor):
         missing = (
             max((rows for rows in everywhere if isinstance(rows, int)), default=0) - value.shape[0]
@@ -188,7 +188,7 @@ def _evened(value: Any, everywhere: list[object]) -> object:
     return kind(*items) if hasattr(value, "_fields") else kind(items)
 
 
-def gathers_by_itself(loss: Any) -> bool:
+def gathers_by_itself(loss: object) -> bool:
     """Whether a Trainer's `loss` (sentence-transformers: a module, or one per dataset) compares rows of all ranks.
 
     Such a loss gathers with torch's own calls, which need equally many rows on all ranks.
@@ -198,7 +198,7 @@ def gathers_by_itself(loss: Any) -> bool:
     return any(getattr(module, "gather_across_devices", False) is True for module in modules)
 
 
-def compares_rows(trainer: Any) -> bool:
+def compares_rows(trainer: object) -> bool:
     """Whether a batch is more than its rows: TRL's has several rows per sample, sentence-transformers' losses compare rows.
 
     Their batches keep the length that they have under DDP.
@@ -207,7 +207,7 @@ def compares_rows(trainer: Any) -> bool:
     return bool(packages & {"trl", "sentence_transformers"})
 
 
-def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[Any], Any]) -> Any:
+def on_rows_of_the_set(accelerator: Any, inputs: Any, step: Callable[[object], Any]) -> object:
     """`step(inputs)` on those samples of the batch that were not evaluated before: [Note: rows and samples].
 
     The results may have fewer rows than `inputs`. The accelerator's gathers pad them; `gather_for_metrics` drops the padding.
@@ -243,7 +243,7 @@ def _over_ranks(accelerator: Any, loss: torch.Tensor, rows: int) -> torch.Tensor
     return (both[0] / both[1]).to(loss.dtype)
 
 
-def _last_rows(loader: Any, num_processes: int, inputs: object) -> int:
+def _last_rows(loader: object, num_processes: int, inputs: object) -> int:
     """New rows in the last batches of a stream, over all data ranks; -1 where they are unknown."""
     shard = getattr(loader, "dataset", None)
     if num_processes == 1:
@@ -264,7 +264,7 @@ def _samples(state: Any, num_processes: int) -> int:
     return int(getattr(state.active_dataloader, "total_batch_size", 0)) // num_processes
 
 
-def _has_a_row_per_sample(inputs: Any, count: int) -> bool:
+def _has_a_row_per_sample(inputs: object, count: int) -> bool:
     """Whether all values of a batch have `count` entries, except settings (`return_loss=True`)."""
     if not isinstance(inputs, Mapping):
         return False
@@ -272,15 +272,15 @@ def _has_a_row_per_sample(inputs: Any, count: int) -> bool:
     return bool(rows) and all(_num_rows(value) == count for value in rows)
 
 
-def _is_setting(value: Any) -> bool:
+def _is_setting(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _num_rows(value: Any) -> int | None:
+def _num_rows(value: object) -> int | None:
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.dim() else None
     return len(value) if isinstance(value, list) else None
 
 
-def _first(value: Any, count: int) -> Any:
+def _first(value: Any, count: int) -> object:
     return value if _is_setting(value) else value[:count]

@@ -59,7 +59,7 @@ def take_accumulation(configured: object, arguments: dict[str, Any]) -> None:
 
 def without_trainer(config: DistConfig, accumulation: int) -> DistConfig:
     """`config` without the parts that belong to a Trainer. There "auto" means the script's own behaviour."""
-    changes: dict[str, tuple[Any, str]] = {}
+    changes: dict[str, tuple[object, str]] = {}
     if config.optimizer is not None or config.scheduler is not None:
         warn_once(
             '"optimizer" and "scheduler" of the configuration have no effect in a loop with DistAccelerator: it uses those '
@@ -84,7 +84,7 @@ def micro_batch(objects: Iterable[object], num_shares: int) -> int | None:
 
 def with_micro_batch(config: DistConfig, rows: int | None) -> DistConfig:
     """`config` with the batch size of the script's loader, or None while that is unknown. Raises `ConfigError`."""
-    changes: dict[str, tuple[Any, str]] = {}
+    changes: dict[str, tuple[object, str]] = {}
     configured = config.train_micro_batch_size_per_gpu
     if not isinstance(configured, int):
         changes[_MICRO] = (rows, "auto <- DataLoader.batch_size")

@@ -251,7 +251,7 @@ def _is_empty(label: object) -> bool:
     return isinstance(label, torch.Tensor) and not label.is_floating_point() and bool((label == -100).all())
 
 
-def _value(trainer: Any, prepared: Any, count: torch.Tensor) -> float:
+def _value(trainer: Any, prepared: object, count: torch.Tensor) -> float:
     """The loss for so many items, if the model is one that may be told; NaN without a loss."""
     told = {"num_items_in_batch": count} if trainer.model_accepts_loss_kwargs else {}
 
@@ -266,7 +266,7 @@ def _value(trainer: Any, prepared: Any, count: torch.Tensor) -> float:
 class _WideLosses(TorchFunctionMode):
     """Inside, torch's losses are computed in fp32: one of 4.6 in bf16 is known to 0.02, which hides what is asked here."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func in _LOSSES:
             args, kwargs = _wide(args), {name: _wide(value) for name, value in kwargs.items()}

@@ -91,6 +91,6 @@ def without_dropout_modules(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _parts(config: object) -> list[Any]:
+def _parts(config: object) -> list[object]:
     inner = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
     return [config, *(part for value in inner for part in _parts(value))]

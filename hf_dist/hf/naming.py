@@ -142,5 +142,5 @@ def _stored(name: str, tensor: torch.Tensor, provenance: Provenance) -> StoredTe
         ) from None
 
 
-def _index_metadata(model: nn.Module) -> dict[str, Any]:
+def _index_metadata(model: nn.Module) -> dict[str, object]:
     return {"total_parameters": model.num_parameters()} if isinstance(model, PreTrainedModel) else {}

@@ -10,7 +10,6 @@ The `ParallelismConfig` is then removed, because accelerate would require FSDP2 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
@@ -21,7 +20,7 @@ _SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _CP, _SHARD = "sequence_parallel_size", "zero_optimization.mics_shard_size"
 
 
-def given_parallelism(given: object) -> Any:
+def given_parallelism(given: object) -> object:
     """The `ParallelismConfig` passed by the script or exported by the launcher, else None. It is hidden from accelerate."""
     if os.environ.get(_SWITCH, "false").lower() == "true":
         from accelerate.parallelism_config import ParallelismConfig

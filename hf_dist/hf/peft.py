@@ -127,7 +127,7 @@ def converting(model: Any, first: str | None) -> Iterator[None]:
     folder = os.path.abspath(first)
     weights: dict[str, torch.Tensor] = {}
 
-    def load(*_: Any, adapter_name: str, **__: object) -> None:
+    def load(*_: object, adapter_name: str, **__: object) -> None:
         model.peft_config[adapter_name] = PeftConfig.from_pretrained(folder)
         weights.update(load_peft_weights(folder, device="cpu"))
 

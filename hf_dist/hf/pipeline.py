@@ -27,9 +27,9 @@ _ROWS = 2
 class PipelineMixin:
     """Overrides of the Trainer for `pipeline.stages` above 1; part of `DistTrainerMixin`."""
 
-    args: Any
+    args: object
     accelerator: Any
-    _microbatches: list[Any]
+    _microbatches: list[object]
 
     def _drop_microbatches(self) -> None:
         """Those that an interrupted training had collected."""
@@ -74,7 +74,7 @@ class PipelineMixin:
         )
 
 
-def example_from(loader: DataLoader[object] | None) -> Mapping[str, Any]:
+def example_from(loader: DataLoader[object] | None) -> Mapping[str, object]:
     """A small batch for planning: two rows of the dataset of `loader` through its collator. `loader` does not advance. Local.
 
     Restores the random states. Raises `ModelError` if there is no loader or it has no rows.

@@ -49,12 +49,12 @@ class ReplicasMixin:
             replica = self.accelerator.in_replica()
         return replica
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> object:
         """HF's, which counts the items of the window; here within the replica."""
         with self._in_replica():
             return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
+    def _track_num_input_tokens(self, inputs: object) -> None:
         """HF's, as if all replicas had as many tokens."""
         before = self.state.num_input_tokens_seen
         with self._in_replica():
@@ -69,7 +69,7 @@ class ReplicasMixin:
 
     # ------------------------------------------------------- what happens at a step
 
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: object, **kwargs: object) -> None:
         """HF's, in two parts: the replica's log now, evaluation and save once the replicas have met."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
         if engine is None or engine.outer is None:

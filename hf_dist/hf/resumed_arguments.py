@@ -40,7 +40,7 @@ def rows_per_batch(args: Any) -> int:
     return rows
 
 
-def record(args: Any) -> dict[str, Any]:
+def record(args: Any) -> dict[str, object]:
     """The arguments that matter for a resume, to store in the manifest. Local."""
     values = {name: getattr(args, name, None) for name in (*_MEANING, *_FACTORS) if name != "global_batch"}
     values["global_batch"] = rows_per_batch(args) * args.gradient_accumulation_steps

@@ -9,7 +9,6 @@ import pickle
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -62,7 +61,7 @@ def named_if_refused(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def read_schedule(path: Path) -> dict[str, Any]:
+def read_schedule(path: Path) -> dict[str, object]:
     """The state of a learning-rate schedule. Every rank reads it. Raises `CheckpointError`, which names the file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

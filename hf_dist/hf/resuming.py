@@ -31,7 +31,7 @@ class ResumingMixin:
     args: Any
     dist: Any
     state: Any
-    lr_scheduler: Any
+    lr_scheduler: object
     _evaluation_due: Path | None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

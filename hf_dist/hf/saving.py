@@ -237,7 +237,7 @@ def _save_pretrained(
 ) -> object:
     sharded, engine = shards(), trainer()
 
-    def stock(**more: Any) -> object:
+    def stock(**more: object) -> object:
         with converting(model, kwargs.get("path_initial_model_for_weight_conversion")):
             return type(model).save_pretrained(model, *args, **kwargs, **more)
 

@@ -20,7 +20,7 @@ from hf_dist.log import warn_once
 __all__ = ["load_states_of_loaders", "states_of_loaders", "write_states_of_loaders"]
 
 _EPOCH = "_hf_dist_epoch"
-_States = list[dict[int, dict[str, Any]]]
+_States = list[dict[int, dict[str, object]]]
 
 
 def _stateful(accelerator: Any) -> list[Any]:

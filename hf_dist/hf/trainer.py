@@ -97,7 +97,7 @@ class DistTrainerMixin(
                 self.gather_function, use_gather_object=self.args.eval_use_gather_object
             )
 
-    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, Any]) -> object:
+    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, object]) -> object:
         """The loss as `training_step` computes it, to learn how training calls the model."""
         counts = (
             getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None) is not None
@@ -115,13 +115,13 @@ class DistTrainerMixin(
         # Settled when the arguments were created; `--bf16` there and "bf16" here mean the same.
         return AutoSources(**{**vars(sources), "bf16": None, "fp16": None})
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Show the base Trainer's arguments, because libraries read the signature to tell old Trainers from new ones."""
         super().__init_subclass__(**kwargs)
         if "__init__" not in vars(cls):
             cls.__init__ = _like_stock(cls)  # type: ignore[method-assign]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.dist is not None:
             for callback in default_callbacks(self):
@@ -155,7 +155,7 @@ class DistTrainerMixin(
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
         """HF's. `resume_from_checkpoint`: a path, True (the newest complete checkpoint of the output folder), or "auto" (the
         same, but starts fresh when there is none, so that a restarted job continues by itself)."""
         self._draw_alike()
@@ -171,7 +171,7 @@ class DistTrainerMixin(
                 self._let_callbacks_work()
                 return super().train(found, *args, **kwargs)  # type: ignore[misc]
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_train_sampler(self, *args: object, **kwargs: object) -> Any:
         """HF's. One that divides rows among ranks itself is given this rank's place among those that read different rows: HF
         takes `world_size`, which counts them, together with `process_index`, which counts processes."""
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
@@ -180,7 +180,7 @@ class DistTrainerMixin(
             sampler.rank = self.accelerator.process_index
         return sampler
 
-    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: object) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, *args: object, **kwargs: object) -> Any:
         """HF's, on batches that `curriculum_learning` has cut to the length of this step."""
         if self.dist is not None and self.dist.curriculum_learning.enabled:
             length = length_at(self.dist.curriculum_learning, self.state.global_step)
@@ -230,14 +230,14 @@ class DistTrainerMixin(
         )
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: object
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: object, **kwargs: object
     ) -> Any:
         """HF's, after the same check, because HF multiplies the loss by the number of ranks in evaluation, too."""
         tell_router_loss(self, 1)
         self._settle_loss(model, inputs)
         stock = super().prediction_step  # type: ignore[misc]
 
-        def step(rows: Any) -> Any:
+        def step(rows: object) -> object:
             self._leave_evaluation_if_told()
             return self._evaluated_over_stages(stock, model, rows, prediction_loss_only, *args, **kwargs)
 
@@ -258,20 +258,20 @@ class DistTrainerMixin(
             self._window_loss.settle(self, model, inputs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """HF's. In training, losses of all kinds are weighted as one process weights the rows of a batch."""
 
         def stock(num_items: Any) -> Any:
             return super(DistTrainerMixin, self).compute_loss(  # type: ignore[misc]
-                model, inputs, return_outputs, num_items_in_batch=num_items, **kwargs
+                model, inputs, return_outputs, num_items_in_batch=num_items
             )
 
         if self.dist is None or not model.training:
             return stock(num_items_in_batch)
         return self._window_loss.of_microbatch(self, stock, inputs, num_items_in_batch)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: object, **kwargs: object) -> Any:
         """As HF's, but each sample counts once and the loss equals that of one process, on any number of ranks.
 
         Skips the cast of `bf16_full_eval`, because the engine already computes in that dtype.
@@ -304,7 +304,7 @@ class DistTrainerMixin(
             self.__dict__.pop("model_preparation_time", None)
             self._forget_loader(loader)
 
-    def _forget_loader(self, loader: Any) -> None:
+    def _forget_loader(self, loader: object) -> None:
         """Let a loader go that HF makes for one evaluation: accelerate lists it for ever, with the random states it keeps."""
         if (
             loader not in getattr(self, "_eval_dataloaders", {}).values()
@@ -328,7 +328,7 @@ def _like_stock(cls: Any) -> Any:
     stock = next(init for init in inits if init is not None and init is not DistTrainerMixin.__init__)
 
     @functools.wraps(stock)
-    def __init__(self: Any, *args: Any, **kwargs: object) -> None:
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
         super(cls, self).__init__(*args, **kwargs)
 
     return __init__

@@ -24,7 +24,7 @@ class TrainingLoop:
     """For every process group; None: accelerate's, or the default."""
 
     @property
-    def calls_model(self) -> Callable[[nn.Module, Mapping[str, Any]], Any] | None:
+    def calls_model(self) -> Callable[[nn.Module, Mapping[str, object]], object] | None:
         """How training calls the model with a batch. None means `model(**batch)`."""
         return None
 
@@ -46,11 +46,11 @@ class LoopOfTrainer(TrainingLoop):
         self._trainer = weakref.ref(trainer)
 
     @property
-    def calls_model(self) -> Callable[[nn.Module, Mapping[str, Any]], Any] | None:
+    def calls_model(self) -> Callable[[nn.Module, Mapping[str, object]], object] | None:
         """As `training_step` calls it."""
         return self._loss_of_example
 
-    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, Any]) -> object:
+    def _loss_of_example(self, model: nn.Module, batch: Mapping[str, object]) -> object:
         trainer = self._trainer()
         assert trainer is not None
         return trainer._loss_of_example(model, batch)

@@ -32,8 +32,8 @@ def _names(trainer: object) -> list[str]:
 class TrlMixin:
     """Part of `DistTrainerMixin`. Does nothing in a Trainer that is not TRL's."""
 
-    accelerator: Any
-    model: Any
+    accelerator: object
+    model: object
     dist: Any
     callback_handler: Any
     control: Any
@@ -53,7 +53,7 @@ class TrlMixin:
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
-    def compute_ref_log_probs(self, model: nn.Module, inputs: object) -> Any:
+    def compute_ref_log_probs(self, model: nn.Module, inputs: object) -> object:
         """TRL's. With `precompute_ref_log_probs` it runs before training, on a model that is not prepared yet."""
         if isinstance(self.accelerator, DistAccelerator) and self.accelerator.engine_of(model) is None:
             self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -75,7 +75,7 @@ class TrlMixin:
         self._tell_numbers()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
-    def evaluation_loop(self, *args: object, **kwargs: object) -> Any:
+    def evaluation_loop(self, *args: object, **kwargs: object) -> object:
         """HF's; its numbers are logged afterwards."""
         found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         self._tell_numbers()

@@ -50,17 +50,17 @@ def _move(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], alpha: float) -> N
                 target.mul_(1.0 - alpha).add_(source.to(target.dtype), alpha=alpha)
 
 
-def _average(callback: Any, accelerator: Any) -> None:
+def _average(callback: Any, accelerator: object) -> None:
     """BEMA copies all weights and reads the model's weights, so the weights are gathered where it reads them."""
 
     def on_train_begin(
-        args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: Any
+        args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: object
     ) -> object:
         with _whole(accelerator, model):
             return type(callback).on_train_begin(callback, args, state, control, model=model, **kwargs)
 
     def on_step_end(
-        args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: Any
+        args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: object, **kwargs: object
     ) -> object:
         looks, writes = _due(callback, state.global_step)
         reference = kwargs.get("ref_model") if writes else None
@@ -107,7 +107,7 @@ def _adapter(callback: Any, accelerator: Any) -> None:
     callback.on_step_end = on_step_end
 
 
-_CHANGES: dict[str, Callable[[Any, Any], None]] = {
+_CHANGES: dict[str, Callable[[object, object], None]] = {
     "SyncRefModelCallback": _follow,
     "BEMACallback": _average,
     "PEFTAdapterEMACallback": _adapter,

@@ -47,7 +47,7 @@ def _engine_of(holder: Any) -> Engine | None:
     return found
 
 
-def _named(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
+def _named(stock: Callable[[object], Any]) -> Callable[[object], object]:
     def _iter_named_params(generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As TRL's; collective for models on shards."""
         engine = _engine_of(generation)
@@ -56,7 +56,7 @@ def _named(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
     return _iter_named_params
 
 
-def _moved(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
+def _moved(stock: Callable[[object], Any]) -> Callable[[object], object]:
     def _move_model_to_vllm_inner(trainer: Any) -> None:
         """As TRL's; collective for models on shards."""
         engine = _engine_of(trainer)
@@ -72,8 +72,8 @@ def _moved(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
     return _move_model_to_vllm_inner
 
 
-def _streamed(stock: Callable[[Any], Any]) -> Callable[[Any], object]:
-    def _streaming_iter(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _streamed(stock: Callable[[object], Any]) -> Callable[[object], object]:
+    def _streaming_iter(trainer: object) -> Iterator[tuple[str, torch.Tensor]]:
         """As TRL's; collective for models on shards."""
         return whole_by_unit(stock(trainer))
 
@@ -92,7 +92,7 @@ def _saved(stock: Callable[..., None]) -> Callable[..., None]:
 
 _GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
 _DISTILLATION = "trl.experimental.async_distillation.async_distillation_trainer"
-_READERS: dict[str, Callable[[Any], Any]] = {
+_READERS: dict[str, Callable[[Any], object]] = {
     "trl.generation.vllm_generation.VLLMGeneration._iter_named_params": _named,
     "trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer._move_model_to_vllm_inner": _moved,
     f"{_GRPO}.AsyncGRPOTrainer._streaming_iter": _streamed,
@@ -151,7 +151,7 @@ def _sent(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _mergeable(model: nn.Module) -> dict[int, Any]:
     """Layers with an adapter, by the id of each weight that a merge changes."""
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
     for layer in adapted_modules(model):
         if hasattr(layer, "get_base_layer") and hasattr(type(layer), "merge"):
             refuse_packed(layer)

@@ -49,7 +49,7 @@ class WindowLoss:
             own = trainer.accelerator.gather(own).sum(dim=0, keepdim=True)
         self._labels = own[0]
 
-    def settle(self, trainer: Any, model: nn.Module, inputs: Any) -> None:
+    def settle(self, trainer: Any, model: nn.Module, inputs: object) -> None:
         """Ask every batch until one can tell, on any rank, what kind of loss the model has. All ranks call it."""
         if not self._asks(trainer):
             return
@@ -59,7 +59,9 @@ class WindowLoss:
         if self.kind in (LossKind.MEAN, *MEANS_OF_LABELS, LossKind.SUM):
             trainer.model_accepts_loss_kwargs = False
 
-    def of_microbatch(self, trainer: Any, compute_loss: Callable[..., Any], inputs: Any, num_items: Any) -> Any:
+    def of_microbatch(
+        self, trainer: object, compute_loss: Callable[..., object], inputs: object, num_items: Any
+    ) -> object:
         """What `compute_loss(num_items)` finds, the loss (or the first of a tuple) weighted so that HF's average over the
         window is the loss of its rows together. Local; in training.
         """
@@ -104,7 +106,7 @@ def _parts(trainer: Any, steps: int) -> int:
     return int(steps * (trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1))
 
 
-def _labels(batch: Any) -> torch.Tensor | None:
+def _labels(batch: object) -> torch.Tensor | None:
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
     return labels if isinstance(labels, torch.Tensor) and labels.ndim else None
 
@@ -115,5 +117,5 @@ def _counts(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return counted.sum(), counted[..., 1:].sum()
 
 
-def _first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
     return (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)

@@ -38,7 +38,7 @@ def part_to_shard(module: Any) -> nn.Module:
 
 def agreed(config: DistConfig, trainer: Any) -> DistConfig:
     """`config` with the values of the Trainer's arguments. Raises `ConfigError` if they differ."""
-    changes: dict[str, tuple[Any, str]] = {}
+    changes: dict[str, tuple[object, str]] = {}
     problems = []
     asked = {_STEPS: trainer.accumulate_grad_batches, _CLIPPING: trainer.gradient_clip_val}
     for path, name in ((_STEPS, "accumulate_grad_batches"), (_CLIPPING, "gradient_clip_val")):

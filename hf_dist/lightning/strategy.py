@@ -49,14 +49,14 @@ class DistStrategy:
     accelerator: Any
     cluster_environment: Any
     lightning_module: Any
-    lr_scheduler_configs: list[Any]
+    lr_scheduler_configs: list[object]
     optimizers: list[torch.optim.Optimizer]
     checkpoint_io: Any
     root_device: torch.device
     num_processes: int
     is_global_zero: bool
     _forward_redirection: Any
-    _layer_sync: Any
+    _layer_sync: object
     _package: str
     _timeout: Any
 
@@ -205,26 +205,26 @@ class DistStrategy:
         return self.engine
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, object]:
         """Give ranks that read the same rows (of a split model or sequence) the same sampler arguments."""
         data = self._engine().mesh.data
         return {"num_replicas": data.size, "rank": data.rank}
 
     # ---------------------------------------------------------------------- a step
 
-    def training_step(self, *args: object, **kwargs: object) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> object:
         """Run the module's method. If the module itself is sharded, run it inside the module's forward, as in DDP."""
         return self._run("training_step", *args, **kwargs)
 
-    def validation_step(self, *args: object, **kwargs: object) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> object:
         """Like `training_step`."""
         return self._run("validation_step", *args, **kwargs)
 
-    def test_step(self, *args: object, **kwargs: object) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> object:
         """Like `training_step`."""
         return self._run("test_step", *args, **kwargs)
 
-    def predict_step(self, *args: object, **kwargs: object) -> Any:
+    def predict_step(self, *args: object, **kwargs: object) -> object:
         """Like `training_step`."""
         return self._run("predict_step", *args, **kwargs)
 
@@ -238,7 +238,7 @@ class DistStrategy:
         """Context for a microbatch that is not the last one before a step."""
         return self._engine().no_sync()
 
-    def reduce(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
+    def reduce(self, tensor: object, group: object = None, reduce_op: object = "mean") -> object:
         """Mean or sum over ranks that read different rows."""
         base: Any = super()
         mesh = self.engine.mesh if self.engine is not None else None
@@ -284,7 +284,7 @@ class DistStrategy:
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """Nothing to do: `load_checkpoint` loaded the state."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: object, storage_options: object = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], filepath: object, storage_options: object = None) -> None:
         """Write a folder that `from_pretrained` loads, with training state and Lightning's own state. Every rank calls it.
 
         `save_weights_only=True` omits the training state. Raises `CheckpointError` on every rank.
@@ -361,7 +361,7 @@ class _EnginePrecision:
         # Lightning has already divided it by the number of microbatches.
         self._strategy._engine().backward(tensor, scale_wrt_gas=False, retain_graph=retain)
 
-    def optimizer_step(self, optimizer: object, model: object, closure: object, **kwargs: object) -> Any:
+    def optimizer_step(self, optimizer: object, model: object, closure: object, **kwargs: object) -> object:
         window = self._strategy._engine().window
         with window.announce(True):
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]

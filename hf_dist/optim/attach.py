@@ -388,20 +388,20 @@ class FragmentedOptimizer:
         """(key, 1-D elements) of the element-wise states of `fragment`; states on disk are read only on access. Local."""
         return self._batch_of[id(fragment)].states(fragment, self.optimizer)
 
-    def scalars(self, fragment: Fragment) -> Iterator[tuple[str, Any]]:
+    def scalars(self, fragment: Fragment) -> Iterator[tuple[str, object]]:
         """(key, value) of the states that belong to `fragment` as a whole, such as its step. Local."""
         for key, value in leaves(self.optimizer.state.get(fragment.tensor, {})):
             if not fragment.is_like(value):
                 yield key, value
 
-    def structure(self, fragment: Fragment) -> dict[str, Any]:
+    def structure(self, fragment: Fragment) -> dict[str, object]:
         """A state of `fragment` as a first step creates it, to be filled with loaded values. Local."""
         assert self._whole is not None, "states of fragments are tensors and numbers"
         narrowed = self._narrowing().to([fragment])
         random = torch.random.fork_rng()
         with self._whole.trial(fragment), restored(self.optimizer), self._stepping(), random, narrowed:
             self.optimizer.step()
-        made: dict[str, Any] = self.optimizer.state[fragment.tensor]
+        made: dict[str, object] = self.optimizer.state[fragment.tensor]
         return made
 
     def resident_nbytes(self) -> dict[Tier, int]:
@@ -412,7 +412,7 @@ class FragmentedOptimizer:
                 held[tier] += nbytes
         return held
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """State of this rank's fragments by parameter name, with the options of each param group. Local."""
         state = {}
         for f in self.fragments:

@@ -97,9 +97,9 @@ def _optimizer_class(name: str, *, adam_w_mode: bool) -> type[torch.optim.Optimi
     return cls
 
 
-def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, object]]:
     """Param groups with lists of parameters, because they are read twice: for their device, and by the class."""
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, object]] = []
     plain: list[nn.Parameter] = []
     for item in parameters:
         if isinstance(item, dict):

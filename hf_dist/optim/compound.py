@@ -52,7 +52,7 @@ def _child(holder: object, name: str) -> object:
     return holder[int(name)] if isinstance(holder, (list, tuple)) else getattr(holder, name)
 
 
-def _parts(value: object) -> dict[str, Any] | None:
+def _parts(value: object) -> dict[str, object] | None:
     if isinstance(value, torch.Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         return None if flatten is None else {name: getattr(value, name) for name in flatten()[0]}

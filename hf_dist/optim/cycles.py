@@ -136,7 +136,7 @@ class OneCycle(IndexedSchedule):
         super().step(epoch)
         self._set_betas()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue from `state_dict()`, and set the optimizer's learning rates and betas for that point."""
         super().load_state_dict(state_dict)
         self._set_betas()

@@ -23,7 +23,7 @@ from hf_dist.optim.step_batch import StepBatch
 
 _PIECE = 1 << 19
 """Elements per thread and piece. Four fp32 arrays of this size are 8 MB; with fewer, calls cost more than the cache saves."""
-_KERNELS: dict[Any, Any] = {
+_KERNELS: dict[object, Any] = {
     getattr(operator, overload): function
     for operator, function in (
         (torch.ops.aten._fused_adam_, torch._fused_adam_),
@@ -83,7 +83,7 @@ class _InPieces(TorchDispatchMode):
         self.called = False
         self._runs = {run.first.tensor.data_ptr(): run for run in runs}
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func not in _KERNELS:
             return func(*args, **(kwargs or {}))
         self.called = True

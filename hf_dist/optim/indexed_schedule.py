@@ -36,7 +36,7 @@ class IndexedSchedule(LRScheduler):
         """The learning rate of each param group for the next optimizer step; a function of the step count alone."""
         return [*self._lr_at(self.last_epoch - 1)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Progress only, as in DeepSpeed: a run resumed with another configuration follows the new one."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
 

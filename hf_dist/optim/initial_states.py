@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 
 from hf_dist.optim.fragment import Fragment
 
 
-def cut_state(key: str, value: object, fragment: Fragment) -> Any:
+def cut_state(key: str, value: object, fragment: Fragment) -> object:
     """The fragment's part of a state tensor that has its parameter's shape; any other value unchanged."""
     slot = fragment.slot
     whole = torch.Size(slot.held.whole)
@@ -21,7 +20,7 @@ def cut_state(key: str, value: object, fragment: Fragment) -> Any:
     return part.to(fragment.tensor.device, torch.float32, copy=True).view(fragment.shape)
 
 
-def remembered(value: object) -> Any:
+def remembered(value: object) -> object:
     """A copy of a state. A constant tensor (Adagrad's sums) is kept as one expanded element."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
@@ -31,7 +30,7 @@ def remembered(value: object) -> Any:
     return first.clone().expand(value.shape) if constant else value.clone()
 
 
-def recalled(value: object) -> Any:
+def recalled(value: object) -> object:
     """A new state from the result of `remembered`."""
     if isinstance(value, torch.Tensor):
         return value.clone(memory_format=torch.contiguous_format)

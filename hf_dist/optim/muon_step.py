@@ -9,7 +9,6 @@ process's in the last bit, which bf16 amplifies to a percent of a matrix's updat
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -66,7 +65,7 @@ class MuonStep:
             own = {o for o in ready if iterates_in(self._options(o)) is dtype}
             step_whole(self._owners.buckets(own.__contains__), self._leave, self._work, self._arrive, dtype)
 
-    def _options(self, o: Owned) -> dict[str, Any]:
+    def _options(self, o: Owned) -> dict[str, object]:
         return self._optimizer.param_groups[self._numbers[id(o.group), o.index]]
 
     def _leave(self, o: Owned) -> list[torch.Tensor]:

@@ -117,7 +117,7 @@ class _Copier:
 
     def __init__(self, stands: dict[int, StandIn]) -> None:
         self._stands: dict[int, Any] = dict(stands)
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, object] = {}
 
     def optimizer(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Any:
         """`groups`: the parameters of each group that are observed."""
@@ -144,7 +144,7 @@ class _Copier:
             made.__dict__[key] = OrderedDict() if hooks else self.copied(value)
         return made
 
-    def copied(self, value: object) -> Any:
+    def copied(self, value: object) -> object:
         """A copy in which stand-ins have the places of parameters."""
         if id(value) in self._made:
             return self._made[id(value)]
@@ -172,7 +172,7 @@ class _Copier:
 class _Unreadable:
     """In place of a module that an optimizer holds: what it does with the module cannot be tried on small tensors."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         raise CannotObserve(f"it uses {name} of a module")
 
 

@@ -119,7 +119,7 @@ class Owners:
         return rounds
 
 
-def heaviest_first(part: Any) -> tuple[Any, ...]:
+def heaviest_first(part: Any) -> tuple[object, ...]:
     """Sort key for (cost, name, ...); tensors of equal cost and name, a batch, keep their order."""
     return -part[0], part[1]
 

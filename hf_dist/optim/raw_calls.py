@@ -22,7 +22,7 @@ class RawCalls(ABC):
     """Handles redirected calls of a torch optimizer; the engine is one."""
 
     @abstractmethod
-    def stepped_by_hand(self, closure: Callable[[], object] | None, optimizer: torch.optim.Optimizer) -> Any:
+    def stepped_by_hand(self, closure: Callable[[], object] | None, optimizer: torch.optim.Optimizer) -> object:
         """Handle `optimizer.step(closure)`; returns the closure's result."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ def kind_of(optimizer: object) -> str:
     return optimizer.kind if isinstance(optimizer, Joint) else type(optimizer).__name__
 
 
-def saved_options(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def saved_options(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, object]:
     """The input of `take_options`: class name, and options and parameter names of each param group. Local."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return {"type": kind_of(optimizer), "param_groups": groups, "param_names": [list(own) for own in names]}

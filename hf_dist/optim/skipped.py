@@ -47,7 +47,7 @@ class SkippedSteps:
     def _late(self) -> bool:
         return self._under_way is not None and bool(self._under_way())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Plain numbers for a checkpoint."""
         return {"skipped_steps": self.count, "skip_not_told": self._late()}
 

@@ -53,7 +53,7 @@ class StandIn(nn.Parameter):
     def of(parameter: nn.Parameter, values: torch.Tensor, calls: OwnCalls, is_stepped: bool = True) -> StandIn:
         """A stand-in of `parameter` with these elements. Local."""
         made: Any = nn.Parameter(values.detach(), requires_grad=True)
-        kind: Any = type(made)
+        kind: object = type(made)
         made.__class__ = _of_class(kind)
         made._parameter, made._calls, made.is_stepped = parameter, calls, is_stepped
         return cast(StandIn, made)
@@ -120,7 +120,7 @@ class StandIn(nn.Parameter):
                 "model.parameters(), at ZeRO stage 3 inside `with hf_dist.gathered(model):`"
             )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_hf_dist") or "_parameter" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._parameter, name)

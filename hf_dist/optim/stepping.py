@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import torch
 
@@ -196,7 +195,7 @@ def _probed(optimizer: torch.optim.Optimizer) -> Stepping:
     return found
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     """The options of each param group, with a learning rate whose effect the probe can see."""
     # Warm-up may have set lr to 0 by now, and the effect of a tiny lr drowns in fp32 rounding. Other keys are kept, even a
     # scheduler's: unknown keys in a group do no harm.
@@ -204,9 +203,9 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, **_usable(group)} for group in groups]
 
 
-def _usable(options: Mapping[str, object]) -> dict[str, Any]:
+def _usable(options: Mapping[str, object]) -> dict[str, object]:
     """Replacements for options that would hide updates from the probe or stop it on CPU."""
-    usable: dict[str, Any] = {}
+    usable: dict[str, object] = {}
     if isinstance(options.get("lr"), (int, float, torch.Tensor)):  # None: the class derives it
         usable["lr"] = 1.0
     if options.get("capturable"):
@@ -247,7 +246,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-3 * float((one - start).abs().max()))
 
 
-def _constructor_arguments(cls: type, defaults: Mapping[str, object]) -> dict[str, Any]:
+def _constructor_arguments(cls: type, defaults: Mapping[str, object]) -> dict[str, object]:
     """The defaults that the constructor accepts: torch's AdamW, for example, records more than it accepts."""
     try:
         names = set(inspect.signature(cls).parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hf_dist.config import DistConfig
 from hf_dist.sharding.placement import ZERO_STAGES, Placement, StatePlacements, Stay, once_per_window
@@ -97,9 +97,9 @@ class Layout:
         return Rounds(1 if states.optim is Placement.SHARD else 0, 0, reductions)
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """The config keys, by JSON path, without defaults."""
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.microbatches,
             "zero_optimization.stage": self.stage,

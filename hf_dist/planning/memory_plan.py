@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from hf_dist.config import settled
 from hf_dist.memory.offload.resting import Tier
@@ -146,7 +145,7 @@ class MemoryPlan:
         ]
         return self.states.rows() + Temporary(self.states).rows() + [row for row in rows if row[1]]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain values for programs."""
         return {
             "rows": [{"what": what, "bytes": nbytes, "kind": kind} for what, nbytes, kind in self.rows()],

@@ -147,7 +147,7 @@ class OptimizerStates:
 class _NumbersAreOne(TorchDispatchMode):
     """Returns 1 when a step reads a value of a tensor without elements, as torch's Adafactor does for a norm."""
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
@@ -160,7 +160,7 @@ class WholeStates:
         """`options`: the options of each parameter's param group, by parameter name."""
         self._optimizer = optimizer
         self._options = options
-        self._found: dict[tuple[Any, ...], int] = {}
+        self._found: dict[tuple[object, ...], int] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> int:
         """Bytes for one parameter; 0 if the optimizer was not given it, or if it has no elements."""

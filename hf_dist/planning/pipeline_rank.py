@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hf_dist.config import DistConfig
 from hf_dist.parallel.pipeline import PlannedSplit, Schedule
@@ -41,7 +40,7 @@ class PipelineRank:
     """Parameters of its stages; None: all."""
     stages: tuple[PlannedStage, ...] = ()
     """Without a pipeline there are none."""
-    holders: Mapping[str, Any] = field(default_factory=dict)
+    holders: Mapping[str, object] = field(default_factory=dict)
     """Parameters that other ranks also hold, each with an object of its own: stages need not have the same ones in a unit."""
     num_holders: int = 0
     """Groups of ranks that share such parameters."""

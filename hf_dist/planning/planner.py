@@ -45,7 +45,7 @@ class Workload:
     """Tokens per sample; a rank has a part of them if sequences are split."""
     checkpointing: bool = False
     """Whether `gradient_checkpointing` of the TrainingArguments is on."""
-    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    arguments: tuple[Sequence[object], Mapping[str, object]] | None = None
     """(args, kwargs) of one model call with a microbatch, without labels, instead of token numbers of that size."""
 
 
@@ -69,8 +69,8 @@ class Planner:
         self.beside = beside
         self._num_experts = expert_counts(model)
         self._measured: dict[tuple[int, int, str, int, int], Activations | str] = {}
-        self._cut: dict[Any, Sliced] = {}
-        self._splits: dict[Any, PlannedSplit] = {}
+        self._cut: dict[object, Sliced] = {}
+        self._splits: dict[object, PlannedSplit] = {}
 
     def plan(self, config: DistConfig) -> MemoryPlan:
         """The fullest rank under a resolved `config`, with its `memory_budget` used. Raises `ConfigError`, `ModelError`."""

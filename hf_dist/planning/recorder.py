@@ -102,7 +102,7 @@ def _group_experts(model: nn.Module) -> None:
 class _Unpadded(MetaTrace):
     """Answers "yes" when HF asks whether all mask elements are true, so that HF makes no mask for a batch without padding."""
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: object = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: object = None) -> object:
         """Run one operation on meta."""
         packet = func.overloadpacket
         if packet is torch.ops.aten._local_scalar_dense and _ALL in self.sources(args[0]):
@@ -111,10 +111,10 @@ class _Unpadded(MetaTrace):
         return self.mark(out, frozenset({_ALL})) if packet is torch.ops.aten.all else out
 
 
-def text_batch(model: nn.Module, micro: int, seq: int) -> dict[str, Any]:
+def text_batch(model: nn.Module, micro: int, seq: int) -> dict[str, object]:
     """Arguments of a text model for `micro` samples of `seq` tokens, without padding."""
     config: object = getattr(model, "config", None)
-    batch: dict[str, Any] = {"input_ids": torch.zeros(micro, seq, dtype=torch.long, device="meta")}
+    batch: dict[str, object] = {"input_ids": torch.zeros(micro, seq, dtype=torch.long, device="meta")}
     if getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = batch["input_ids"]
     if hasattr(config, "use_cache"):
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
         self._seen: set[int] = set()
         self._shared: set[int] = set()
         """Arguments of blocks other than hidden states: masks, positions."""
-        self._alive: list[Any] = []  # kept alive: a freed storage would pass its number to the next one
+        self._alive: list[object] = []  # kept alive: a freed storage would pass its number to the next one
         self._kernels = FusedKernels(self._number)
         self.ignore([*model.parameters(), *model.buffers()])
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):
         if self._block is not None:
             self._block.costly += sum(t.numel() * t.element_size() for t in outputs)
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Run the operation and record it."""
         out = func(*args, **(kwargs or {}))
         if self._block is not None and keep_costly(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
@@ -296,7 +296,7 @@ class _FusedAttention(torch.autograd.Function):
         return out, rows
 
     @staticmethod
-    def backward(ctx: object, *grads: torch.Tensor) -> Any:
+    def backward(ctx: object, *grads: torch.Tensor) -> object:
         """Not implemented: nothing is computed."""
         raise NotImplementedError
 

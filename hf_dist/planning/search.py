@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -82,9 +81,9 @@ class Search:
         self._experts = sum(numels[name] for name in slices)
         self._dense = sum(numels.values()) - self._experts
         self._ends = self._share_of_ends()
-        self._states: dict[Any, States] = {}
-        self._no_tensors: dict[Any, int] = {}
-        self._contradicts: dict[Any, bool] = {}
+        self._states: dict[object, States] = {}
+        self._no_tensors: dict[object, int] = {}
+        self._contradicts: dict[object, bool] = {}
         self.tried = 0
 
     def best(self, count: int = 5) -> list[Found]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ def compile_blocks(units: list[ShardUnit], backend: str) -> int:
     One graph serves all blocks of a class, because parameters are inputs of the graph. A deep copy of the model runs
     uncompiled. `backend`: a name that torch.compile knows, such as "inductor", "aot_eager".
     """
-    compiled: dict[type, Callable[..., Any]] = {}
+    compiled: dict[type, Callable[..., object]] = {}
     count = 0
     for unit in units[1:]:
         for module in unit.modules:

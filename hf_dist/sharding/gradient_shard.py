@@ -36,7 +36,7 @@ _IN_PLACE = {
 _MOVES = (torch.Tensor.to, _BASE.data.__set__, torch._has_compatible_shallow_copy_type)
 """What `module.to(dtype)` does with gradients; some forwards call it (Switch's router), and it changes nothing."""
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
-_FOREACH: dict[Any, Any] = {
+_FOREACH: dict[object, object] = {
     torch._foreach_mul_: torch.Tensor.mul_,
     torch._foreach_clamp_min_: torch.Tensor.clamp_min_,
     torch._foreach_clamp_max_: torch.Tensor.clamp_max_,
@@ -65,7 +65,7 @@ class GradientShard(torch.Tensor):
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         first = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():

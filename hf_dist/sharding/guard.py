@@ -49,7 +49,12 @@ _FACTORIES = "zeros_like ones_like full_like empty_like rand_like randn_like"
 
 def _metadata() -> frozenset[object]:
     # The last one checks whether two tensors have compatible types, as `module.to` does.
-    found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
+    found: set[object] = {
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch._has_compatible_shallow_copy_type,
+    }
     for name in _READS.split():
         descriptor: Any = getattr(torch.Tensor, name, None)
         if hasattr(descriptor, "__get__"):
@@ -65,7 +70,7 @@ def _metadata() -> frozenset[object]:
 
 _METADATA = _metadata()
 _EQUAL = (torch.equal, torch.Tensor.equal)
-_ASSIGN: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a new object at each access, so never `is`
+_ASSIGN: object = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a new object at each access, so never `is`
 _ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 
 
@@ -79,7 +84,7 @@ class _Guard:
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():

@@ -50,7 +50,7 @@ def is_target(name: str) -> bool:
 
 
 def cast_but_targets(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, object], dtype: torch.dtype
+    module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
 ) -> tuple[object, bool]:
     """((args, kwargs) of `module` with all fp32 tensors except targets cast to `dtype`, whether there was an fp32 target)."""
     kept = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Container
-from typing import Any
 
 from hf_dist.dist.collectives import Handle
 from hf_dist.dist.mesh import ParallelMesh
@@ -210,7 +209,7 @@ class Reducer:
         self.drain()
         # Sorted by name, so that all stages agree: they reduced their units in different orders.
         waiting = sorted(self._at_end, key=lambda pair: pair[0].layout.slots[0].name)
-        together: dict[Any, tuple[Combination, list[FlatGroup]]] = {}
+        together: dict[object, tuple[Combination, list[FlatGroup]]] = {}
         for group, row in waiting:
             # Stages hold different sets of tied weights. Joined in one message, their lengths would differ from stage to stage.
             alone = group.layout.slots[0].name if row.between_stages else ""

@@ -21,10 +21,10 @@ class GatheredGroup(Protocol):
     axes: GroupAxes
     rest: RestingWeights
 
-    def unshard(self) -> Any:
+    def unshard(self) -> object:
         """Start to gather the full weights."""
 
-    def wait_unshard(self) -> Any:
+    def wait_unshard(self) -> object:
         """Wait for the gather and let parameters be read."""
 
     def make_readable(self, name: str) -> Any:

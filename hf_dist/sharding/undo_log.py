@@ -26,7 +26,7 @@ _PARTS = {"_parameters", "_buffers", "_modules", "training"}
 class Traces:
     """Of the modules and parameters of one model, which it holds weakly: they may be parts of another one by now."""
 
-    _attributes: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Any]]] = field(
+    _attributes: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[object, object]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     _classes: weakref.WeakKeyDictionary[nn.Module, tuple[type, type]] = field(default_factory=weakref.WeakKeyDictionary)
@@ -97,7 +97,7 @@ def _remove_ours(own: dict[str, object]) -> None:
         del own[key]
 
 
-def look(model: nn.Module) -> dict[str, dict[Any, Any]]:
+def look(model: nn.Module) -> dict[str, dict[object, Any]]:
     """What `Traces.between` compares: by module, and by the number of a parameter. Local, without a look at an element."""
     modules = list(model.modules())
     return {
@@ -107,7 +107,7 @@ def look(model: nn.Module) -> dict[str, dict[Any, Any]]:
     }
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def _own(module: nn.Module) -> dict[str, object]:
     return {key: value for key, value in module.__dict__.items() if key not in _PARTS and "_hooks" not in key}
 
 
@@ -115,7 +115,7 @@ def remove_hooks(owner: nn.Module | torch.Tensor) -> None:
     """Remove our hooks from a module or a parameter. Local."""
     names = owner.__dict__ if isinstance(owner, nn.Module) else ("_backward_hooks", "_post_accumulate_grad_hooks")
     found = [(name, getattr(owner, name, None)) for name in names if "_hooks" in name]
-    kept: list[dict[int, Any]] = [hooks for _, hooks in found if isinstance(hooks, dict)]
+    kept: list[dict[int, object]] = [hooks for _, hooks in found if isinstance(hooks, dict)]
     ours = {number for hooks in kept for number, hook in hooks.items() if _is_ours(hook)}
     for hooks in kept:
         for number in ours & hooks.keys():

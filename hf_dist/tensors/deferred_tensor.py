@@ -47,7 +47,7 @@ class _Unread(torch.autograd.Function):
         return torch.empty((), dtype=dtype, device=device).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> object:
         raise ModelError(ctx.refusal)
 
 
@@ -71,7 +71,7 @@ class UnreadTensor(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """What a function gives without a look at the elements; NotImplemented where it has to look."""
         return NotImplemented
 
@@ -82,7 +82,7 @@ class UnreadTensor(torch.Tensor):
         types: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -91,7 +91,7 @@ class UnreadTensor(torch.Tensor):
         if result is not NotImplemented:
             return result
 
-        def read(value: object) -> Any:
+        def read(value: object) -> object:
             return value.read_by(func) if isinstance(value, UnreadTensor) else value
 
         args, kwargs = tree_map(read, (args, kwargs))

@@ -37,7 +37,7 @@ class LinearInput(torch.Tensor):
         types: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.linear:
                 x, weight, bias = _arguments(*args, **(kwargs or {}))
@@ -51,10 +51,10 @@ class LinearInput(torch.Tensor):
             return func(*args, **kwargs)
 
 
-def _arguments(input: object, weight: object, bias: object = None) -> tuple[Any, Any, Any]:
+def _arguments(input: object, weight: object, bias: object = None) -> tuple[object, Any, Any]:
     """Of `functional.linear`, however a caller names them."""
     return input, weight, bias
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return value.as_subclass(torch.Tensor) if isinstance(value, LinearInput) else value

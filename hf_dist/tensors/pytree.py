@@ -25,21 +25,21 @@ def leaves(value: object) -> list[Any]:
     return [leaf for part in inside for leaf in part]
 
 
-def mapped(function: Callable[[Any], object], value: Any) -> Any:
+def mapped(function: Callable[[object], object], value: object) -> Any:
     """A copy of `value` with `function` of each leaf; classes and their attributes stay, for the user's model reads them."""
     return tree_map(lambda leaf: _mapped(function, leaf) if isinstance(leaf, Mapping) else function(leaf), value)
 
 
-def copied(batch: object, **more: Any) -> Any:
+def copied(batch: object, **more: object) -> Any:
     """A mapping of the same class, from which keys can be removed, with `more`; anything else is returned as it is."""
     return _rebuilt(batch, {**batch, **more}) if isinstance(batch, Mapping) else batch
 
 
-def _mapped(function: Callable[[Any], object], mapping: Mapping[Any, Any]) -> object:
+def _mapped(function: Callable[[object], object], mapping: Mapping[object, object]) -> object:
     return _rebuilt(mapping, {key: mapped(function, item) for key, item in mapping.items()})
 
 
-def _rebuilt(mapping: Mapping[object, object], items: dict[Any, Any]) -> object:
+def _rebuilt(mapping: Mapping[object, object], items: dict[Any, object]) -> object:
     # A copy of another class may share its items, so its class is called, as the Trainer does.
     if not isinstance(mapping, dict | UserDict):
         return type(mapping)(items)  # type: ignore[call-arg]

@@ -1,6 +1,6 @@
 """No stock class alarms: `hf-dist check` of every class of the other sweeps, in a layout that is right, fp32 and bf16.
 
-    python -m tests.sweep checks [--layout zero3|pp|tp|cp] [--only PATTERN] [--seconds N] [--results FILE] [--write]
+    python -m tests.sweep checks [--layout zero3|pp|tp|cp] [--only PATTERN] [--every N] [--seconds N] [--results FILE] [--write]
 
 The check is the user's: a checkpoint of a tiny copy, made-up rows, five processes' worth of runs. Equal is right; DIFFERS is a
 false alarm (the layouts are those which the other sweeps found equal); refused is an error by name, as a user would read it.
@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sweep checks", description=__doc__)
     parser.add_argument("--layout", choices=LAYOUTS, default="zero3")
     parser.add_argument("--only", default="", help="regular expression on the class name")
+    parser.add_argument("--every", type=int, default=1, help="a sample: each so many-th class")
     parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no class after this many")
     parser.add_argument("--results", type=Path, help="JSON file with rows of earlier calls, which is added to")
@@ -127,7 +128,7 @@ def main(arguments: list[str]) -> None:
     start_fork_server()
     begun = time.monotonic()
     precisions = ("fp32", "bf16") if options.precision == "both" else (options.precision,)
-    wanted = [(task, name) for task, name in classes() if re.search(options.only, name)]
+    wanted = [(task, name) for task, name in classes() if re.search(options.only, name)][:: options.every]
     for (task, name), precision in itertools.product(wanted, precisions):
         key = f"{name} {options.layout} {precision}"
         if key in rows or name.endswith(CROSSING):

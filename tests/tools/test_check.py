@@ -313,15 +313,17 @@ def test_a_choice_of_a_router_may_differ_in_fp16() -> None:
 
 
 def test_another_order_of_rows_may_widen_a_limit_and_never_narrow_it() -> None:
-    plain = {"losses": [4.0], "norms": [1.0]}
+    plain = {"losses": [4.0], "norms": [1.0], "evaluation": 0.1}
     near, far = {"bias": 1e-6, "a": 1e-4, "b": 1e-4}, {"bias": 1e-5, "a": 1e-4, "b": 1e-4}
     same = {**plain, "differences": [near, near, far]}
     other = {**plain, "differences": [{"bias": 1e-7, "a": 2e-4, "b": 1e-5}], "outputs": {"logits": 1e-3}}
+    other |= {"evaluation": 0.101}  # after all steps, and of a small loss
     before = limits(plain, same, 3, cut=False)
     allowed = wider(before, same, other)
     assert allowed.of("a") == pytest.approx(max(before.of("a"), 4 * 2e-4, 12.9 * 1e-4))
     assert allowed.of("bias") == pytest.approx(max(before.of("bias"), 4 * 1e-5, 12.9 * math.sqrt(1.02e-10 / 3)))
     assert allowed.of_output("logits") == pytest.approx(4e-3) and allowed.losses == before.losses
+    assert allowed.evaluation == pytest.approx(4 * 0.01)
     alone = {**plain, "differences": [{"bias": 1e-9, "a": 1e-9}], "outputs": {}}
     assert wider(limits(plain, None, 1, cut=False), plain, alone).of("bias") == FP32
 

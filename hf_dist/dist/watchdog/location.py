@@ -99,7 +99,7 @@ class Location:
         return ", ".join(part for part in parts if part)
 
     @property
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """A dict for JSON; `Location(**...)` restores it."""
         return asdict(self)
 

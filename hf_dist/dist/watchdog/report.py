@@ -51,7 +51,7 @@ class Status:
         return bool(self.location.waits_for)
 
     @property
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """A dict for JSON, without the fields that the receiver fills in."""
         return {k: v for k, v in asdict(self).items() if k not in ("rank", "silent", "ended", "last_words", "state")}
 

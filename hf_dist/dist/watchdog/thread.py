@@ -68,7 +68,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def watch(engine: Any) -> None:
+def watch(engine: object) -> None:
     """Have reports name the modules of `engine.model`, its step, and where the caller's thread is. Engines are held weakly."""
     if _watchdog is not None:
         _watchdog.engines.add(engine)
@@ -222,7 +222,7 @@ class Watchdog(threading.Thread):
         """
         self._tell({"status": Status(self.rank, socket.gethostname(), os.getpid()).as_dict})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: dict[str, object]) -> None:
         with self._sending:
             for rank in self._listeners:
                 if rank not in self._senders and self._store.check([self._key(rank)]):

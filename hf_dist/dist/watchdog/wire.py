@@ -120,7 +120,7 @@ class Collector:
         if rank is not None and rank not in self._ranks.values():
             self.heard[rank].ended = time.monotonic()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         """Send `message` to all connected ranks without blocking; data that a connection cannot take at once is dropped."""
         line = json.dumps(message).encode() + b"\n"
         for connection in list(self._ranks):
@@ -144,7 +144,7 @@ class Sender:
         self._socket: socket.socket | None = None
         self._unread = b""
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         """Send one message; gives up after a second, because a stopped process does not read."""
         line = json.dumps({**self._head, **message}).encode() + b"\n"
         try:
@@ -156,7 +156,7 @@ class Sender:
 
     def hear(self) -> list[dict[str, Any]]:
         """Messages from the collector since the last call, without waiting. Closes a connection that the collector closed."""
-        heard: list[dict[str, Any]] = []
+        heard: list[dict[str, object]] = []
         with contextlib.suppress(OSError, ValueError):
             while self._socket is not None and select.select([self._socket], [], [], 0)[0]:
                 data = self._socket.recv(1 << 16)

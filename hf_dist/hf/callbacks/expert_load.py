@@ -23,7 +23,7 @@ class ExpertLoadCallback(LogCallback):
     since the start into `expert_load.json` of the output folder, for `hf-dist balance`. Rows of evaluation do not count.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: object) -> None:
         super().__init__(trainer)
         self._counts: torch.Tensor | None = None  # since the start, on the host
         self._first_step, self._last_step = 1, 0  # that are counted

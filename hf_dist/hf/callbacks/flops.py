@@ -75,6 +75,6 @@ def _per_pair(config: object) -> float:
     return 12.0 * layers * hidden if isinstance(hidden, int) else 0.0
 
 
-def _each(found: list[Any], layers: int) -> list[Any]:
+def _each(found: list[object], layers: int) -> list[Any]:
     """A value for each layer."""
     return found if len(found) == layers else found[:1] * layers

@@ -85,7 +85,7 @@ class _Block:
         else:
             del self.module.forward
 
-    def _call(self, *args: Any, **kwargs: object) -> object:
+    def _call(self, *args: object, **kwargs: object) -> object:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not (self.is_out and self.module.training) or self._num_outputs is None or hidden is None:
             output = self._forward(*args, **kwargs)

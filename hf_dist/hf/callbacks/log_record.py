@@ -49,7 +49,7 @@ class LogCallback(TrainerCallback):
             state.log_history[-1].update(values)
 
 
-def _is_training_log(logs: Any) -> bool:
+def _is_training_log(logs: object) -> bool:
     # Both keys, because a program may log its own "loss", perhaps on one rank only, where a collective would hang.
     return isinstance(logs, dict) and "loss" in logs and "learning_rate" in logs
 

@@ -46,7 +46,7 @@ class BlockCheckpoint:
         """Give a copied model its own buffers."""
         return _rebuild, (self.keywords, self.host_copies is not None, self.selective)
 
-    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: Any) -> object:
+    def __call__(self, function: Callable[..., object], *args: object, **kwargs: Any) -> object:
         """Run `function(*args, **kwargs)` and recompute it in backward."""
         if not torch.compiler.is_compiling():  # the tape would break the graph: nothing of the block is compiled
             function = functools.partial(Tape().call, function)
@@ -66,11 +66,11 @@ class BlockCheckpoint:
             return checkpoint(function, *args, **self._passed, **kwargs)
 
 
-def _rebuild(keywords: Mapping[str, Any], on_host: bool, selective: bool) -> BlockCheckpoint:
+def _rebuild(keywords: Mapping[str, object], on_host: bool, selective: bool) -> BlockCheckpoint:
     return BlockCheckpoint(keywords, on_host=on_host, selective=selective)
 
 
-def keep_costly(context: Any, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def keep_costly(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Policy of selective checkpointing: keep outputs of matrix products and attention kernels, recompute all others."""
     index = _is_costly(op)
     if index is None:
@@ -81,7 +81,7 @@ def keep_costly(context: Any, op: object, *args: object, **kwargs: object) -> Ch
 
 
 @functools.cache
-def _is_costly(op: Any) -> int | None:
+def _is_costly(op: object) -> int | None:
     """Position of the operator's `dropout_p`, or a position past its arguments if it has none; None for a cheap operator."""
     schema = getattr(op, "_schema", None)
     if schema is None:  # a higher-order operator: flex attention
@@ -188,7 +188,7 @@ def _set_flags(owners: list[nn.Module], every: int | None, config: DistConfig) -
         setattr(module, _FLAG, flag)
 
 
-def _keywords(function: Any) -> dict[str, Any] | None:
+def _keywords(function: object) -> dict[str, object] | None:
     """The arguments of torch's checkpoint in the function that HF installed; None for any other function."""
     if function is None or function is checkpoint:
         return {}
@@ -199,7 +199,7 @@ def _keywords(function: Any) -> dict[str, Any] | None:
     return None
 
 
-def _offloads(function: Any) -> bool:
+def _offloads(function: object) -> bool:
     """Whether the function implements HF's `offload=True`: a closure of `activation_checkpointing_enable`, or ours."""
     if isinstance(function, BlockCheckpoint):
         return function.host_copies is not None
@@ -207,7 +207,7 @@ def _offloads(function: Any) -> bool:
     return "activation_checkpointing_enable" in getattr(inner, "__qualname__", "")
 
 
-def _function(keywords: dict[str, Any], on_host: bool, selective: bool, config: DistConfig) -> BlockCheckpoint:
+def _function(keywords: dict[str, object], on_host: bool, selective: bool, config: DistConfig) -> BlockCheckpoint:
     if selective and (keywords.get("use_reentrant") or "context_fn" in keywords):
         key = "context_fn" if "context_fn" in keywords else "use_reentrant"
         path = f"{_SECTION}.selective"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -44,7 +43,7 @@ class HostCopies:
     """`put` in forward, `get` in backward. One per model; buffers are reused."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+        self._pools: dict[tuple[object, ...], list[torch.Tensor]] = defaultdict(list)
         self._latest: deque[weakref.ref[HostCopy]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.nbytes = 0

@@ -53,7 +53,7 @@ def _routes(module: nn.Module) -> bool:
 @functools.cache
 def _tiled_class(cls: Any) -> type[nn.Module]:
     # Keep the name: models look up classes by it.
-    def forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: object) -> Any:
+    def forward(self: nn.Module, hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
         run = functools.partial(cls.forward, self)
         tiles = min(self.__dict__[_TILES], hidden.shape[1]) if hidden.dim() == 3 else 1
         if tiles == 1 or args or kwargs or not torch.is_grad_enabled():
@@ -83,7 +83,7 @@ class _Tiles(torch.autograd.Function):
         return torch.cat([run(tile.contiguous()) for tile in hidden.tensor_split(tiles, dim=1)], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         refuse_second_derivatives("an MLP in tiles. Set activation_checkpointing.mlp_tiles to 1")
         (hidden,) = ctx.saved_tensors
         # The parameter objects, not saved tensors: their memory may have been freed and allocated again since forward.

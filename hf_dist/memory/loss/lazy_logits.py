@@ -78,7 +78,7 @@ class LazyLogits(UnreadTensor):
     @staticmethod
     def of(head: Linear | Computed, use: Use, dtype: torch.dtype) -> LazyLogits:
         """Lazy logits of `head` in `dtype`."""
-        plain: Any
+        plain: object
         if isinstance(head, Linear):
             vocabulary = head.weight.shape[0] if head.split is None else head.split.whole
             shape = (*head.hidden.shape[:-1], vocabulary)
@@ -118,7 +118,7 @@ class LazyLogits(UnreadTensor):
         return full
 
     @classmethod
-    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+    def unread_result(cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """What keeps them lazy, or takes them as the loss does."""
         lazy = args[0] if args else None
         handler = _HANDLERS.get(func)
@@ -195,9 +195,12 @@ def _cross_entropy(func: Callable[..., object], lazy: LazyLogits, target: Any, *
     )
 
 
-def _handlers() -> dict[Any, Callable[..., Any]]:
+def _handlers() -> dict[object, Callable[..., object]]:
     tensor = torch.Tensor
-    found: dict[Any, Callable[..., Any]] = {functional.cross_entropy: _cross_entropy, tensor.__getitem__: _indexed}
+    found: dict[object, Callable[..., object]] = {
+        functional.cross_entropy: _cross_entropy,
+        tensor.__getitem__: _indexed,
+    }
     for name in ("div", "mul", "tanh", "true_divide"):
         found[getattr(torch, name)] = found[getattr(tensor, name)] = _elementwise
     for name in ("float", "bfloat16", "half", "to", "__truediv__", "__mul__", "__rmul__"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +93,7 @@ class TiledLoss:
 def _with_full_logits(output: object, which: Callable[[LazyLogits], bool]) -> object:
     """`output` with plain tensors for the lazy logits selected by `which`; changes ModelOutput and dicts in place."""
 
-    def plain(value: object) -> Any:
+    def plain(value: object) -> object:
         return value.full() if isinstance(value, LazyLogits) and which(value) else value
 
     if isinstance(output, tuple):

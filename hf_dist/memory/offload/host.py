@@ -110,12 +110,12 @@ class HostLink:
         self._staging: deque[tuple[torch.Tensor, Any]] = deque()
 
     @contextmanager
-    def beside(self, host: torch.Tensor, *, to_host: bool = False) -> Iterator[list[Any]]:
+    def beside(self, host: torch.Tensor, *, to_host: bool = False) -> Iterator[list[object]]:
         """Work issued inside runs after all earlier work of the device and concurrently with later work.
 
         Yields a list that contains, after the block, the event to wait for. A no-op if `host` is the device's own memory.
         """
-        arrival: list[Any] = []
+        arrival: list[object] = []
         stream = self._to_host if to_host else self._to_device
         if stream is None or host.is_cuda:
             yield arrival
@@ -127,7 +127,7 @@ class HostLink:
 
     def collect(
         self, into: torch.Tensor, values: torch.Tensor, *, add: bool, norm: torch.Tensor | None = None
-    ) -> list[Any]:
+    ) -> list[object]:
         """Copy (or add) `values` to `into` (host, 1-D). The device computes the sum and its L2 `norm` (0D fp32).
 
         Returns the events after which `into` can be read; `wait_host` waits for all such copies.

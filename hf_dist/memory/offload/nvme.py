@@ -136,7 +136,7 @@ class BufferPool:
         self.nbytes = 0
         """Bytes of all buffers, in use or free."""
         self._made = 0
-        self._free: list[tuple[torch.Tensor, Sequence[Any]]] = []  # (buffer, CUDA events before its next use)
+        self._free: list[tuple[torch.Tensor, Sequence[object]]] = []  # (buffer, CUDA events before its next use)
         self._written: deque[tuple[Transfer, torch.Tensor]] = deque()
 
     def take(self, nbytes: int) -> torch.Tensor:

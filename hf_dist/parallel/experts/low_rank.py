@@ -46,7 +46,7 @@ class LowRankStack:
         """`base`: (..., m, n); `left`: (..., m, r); `right`: (..., r, n), all in one dtype."""
         self.base, self.left, self.right = base, left, right
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         # Shape, dtype, device and other attributes that are not operations.
         return getattr(self.base, name)
 
@@ -83,7 +83,7 @@ class LowRankStack:
         return rows @ self.base + (rows @ self.left) @ self.right
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
         low = [isinstance(arg, LowRankStack) for arg in args]
         if low[:2] == [False, True]:
@@ -112,7 +112,7 @@ def _thin(product: Callable[..., torch.Tensor], rows: torch.Tensor, weight: LowR
     return product(product(rows, left.contiguous(), **kwargs), right.contiguous(), **kwargs)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value))
     return value.merged() if isinstance(value, LowRankStack) else value

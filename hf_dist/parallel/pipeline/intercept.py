@@ -10,7 +10,7 @@ from torch import nn
 
 __all__ = ["Handler", "fix_property", "intercept"]
 
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """`handler(call, args, kwargs)` returns the result; `call(*args, **kwargs)` is the module's own call."""
 
 _HANDLER = "_hf_dist_call_handler"
@@ -30,7 +30,7 @@ def intercept(module: nn.Module, handler: Handler) -> None:
 
 @functools.cache
 def _callable_class(cls: Any) -> type[nn.Module]:
-    def call(self: nn.Module, *args: Any, **kwargs: object) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
         return self.__dict__[_HANDLER](functools.partial(cls.__call__, self), args, kwargs)
 
     return _subclass(cls, {"__call__": call})

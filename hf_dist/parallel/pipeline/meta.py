@@ -43,7 +43,7 @@ def meta_twin(
     `real`: copy memory and elements too, for a model that does not run on meta. `shape_of`: the shape of a parameter in the
     copy, if not its own.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for owner in module.modules():
         for tensor in pytree.leaves([owner._parameters, owner._buffers, list(vars(owner).values())]):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
@@ -109,7 +109,7 @@ class MetaTrace(TorchDispatchMode):
         self.real = real
         self._params = {p.untyped_storage()._cdata: p for p in params}
         self._sources: dict[int, frozenset[int]] = {}
-        self._alive: list[Any] = [p.untyped_storage() for p in params]  # else another storage could reuse an address
+        self._alive: list[object] = [p.untyped_storage() for p in params]  # else another storage could reuse an address
         self._read, self._decide, self._drawn = read, decide, drawn
         self.flops = 0
         """Floating-point operations so far, as torch's flop counter counts them."""

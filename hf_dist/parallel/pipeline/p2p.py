@@ -85,7 +85,7 @@ class P2PTransport:
         """Bytes that this rank has sent."""
         self.waits_on_device = any(self._is_nccl(ends) for ends in channels.values())
         """See `runtime.Transport`."""
-        self._known: dict[tuple[Channel, Any], list[TensorSpec]] = {}
+        self._known: dict[tuple[Channel, object], list[TensorSpec]] = {}
         self._arriving: dict[Channel, deque[_Arriving]] = defaultdict(deque)
         self._leaving: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
 

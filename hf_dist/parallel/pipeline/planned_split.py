@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -58,7 +57,7 @@ def plan_stages(
     num_stages: int,
     *,
     method: str | Sequence[int] = "cost",
-    run: Callable[[nn.Module, Any], object] | None = None,
+    run: Callable[[nn.Module, object], object] | None = None,
     recompute: bool = False,
 ) -> PlannedSplit:
     """Probe, partition, cut and verify. Local, with the same result on every rank; leaves `model` (real or meta) unchanged.

@@ -79,7 +79,7 @@ class BlockCall:
     leaves: tuple[str, ...]
     """Paths of the leaves of (args, kwargs), tensors or not."""
     arguments: tuple[Argument, ...]
-    result: Any
+    result: object
     """Its result, with each tensor replaced by `SameAs`."""
     collected: tuple[tuple[str, int], ...]
     """Tensors that HF had collected when the call began: (name of the list, its length)."""
@@ -181,7 +181,7 @@ class _Recorder:
         self.flops: dict[int, int] = defaultdict(int)
         self._stack: list[tuple[int, frozenset[int]]] = []
         self._values: dict[int, int] = {}
-        self._alive: list[Any] = []
+        self._alive: list[object] = []
         self.trace = MetaTrace(
             list(twin.parameters()),
             read=self._read,

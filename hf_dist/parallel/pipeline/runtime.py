@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hf_dist.tensors import pytree
 
 __all__ = ["BUFFERS", "Hooks", "ScheduleRun", "Transport", "shapes_in_words", "signature"]
 
-Run = Callable[[nn.Module, Any], Any]
+Run = Callable[[nn.Module, object], object]
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 BUFFERS = 2
@@ -103,7 +103,7 @@ class ScheduleRun:
         self.actions = schedule.ranks[rank]
         self.transport = transport
         self.hooks = hooks or Hooks()
-        self.results: list[Any] = [None] * schedule.num_microbatches
+        self.results: list[object] = [None] * schedule.num_microbatches
         """On the rank of the last stage: results of `function`, by microbatch (training losses are detached)."""
         self._train = any(a.kind is not Kind.FORWARD and a.kind.computes for a in self.actions)
         # Activation checkpointing would recompute for each part of a split backward, so `I` then does the whole backward.
@@ -128,7 +128,7 @@ class ScheduleRun:
             sends[action.microbatch] += action.kind in _SENDS
         self._posted: dict[Channel, deque[Action]] = defaultdict(deque)
 
-    def run(self, microbatches: Sequence[object], function: Run) -> list[Any]:
+    def run(self, microbatches: Sequence[object], function: Run) -> list[object]:
         """Execute all actions and return `results`. `function(model, microbatch)` runs the model once; in training it returns
         the scaled loss to differentiate. Collective over pp."""
         self.begin(microbatches, function)

@@ -72,7 +72,7 @@ class StagedModel:
         self.visit = visit
         self.alignments: dict[int, Alignment] = {}
         """Index of a block call -> its latest alignment with the example's call."""
-        self.continues: Callable[[str, Any, Any], None] = lambda path, args, kwargs: None
+        self.continues: Callable[[str, object, object], None] = lambda path, args, kwargs: None
         """Called with the path and the arguments of a later stage's first block, before received tensors replace stand-ins.
         Stand-ins have whole sequences; ranks that split a model may send parts of them."""
         model.register_forward_pre_hook(self._see_inputs(), with_kwargs=True)
@@ -91,7 +91,7 @@ class StagedModel:
             intercept(model.get_submodule(path), self._handler(path, is_block=False))
 
     def forward(
-        self, stage: int, run: Callable[[nn.Module], Any], received: Sequence[torch.Tensor] = ()
+        self, stage: int, run: Callable[[nn.Module], object], received: Sequence[torch.Tensor] = ()
     ) -> StageOutput:
         """Run `stage` of one microbatch. `run(model)` must call the model once, on the whole microbatch. Local.
 
@@ -129,7 +129,7 @@ class StagedModel:
             getattr(module, "gradient_checkpointing", False) and module.training for module in self.model.modules()
         )
 
-    def _run(self, run: Callable[[nn.Module], Any], stage: int) -> StageOutput:
+    def _run(self, run: Callable[[nn.Module], object], stage: int) -> StageOutput:
         assert self.pass_ is not None
         stage_pass = self.pass_
         try:
@@ -149,7 +149,7 @@ class StagedModel:
     def _see_inputs(self) -> Callable[..., None]:
         me = weakref.ref(self)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: object, kwargs: object) -> None:
             staged = me()
             if staged is not None and staged.pass_ is not None:
                 staged.pass_.begin([x for x in pytree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
@@ -159,7 +159,7 @@ class StagedModel:
     def _see_output(self) -> Callable[..., object]:
         me = weakref.ref(self)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> object:
+        def hook(module: nn.Module, args: object, output: object) -> object:
             staged = me()
             return None if staged is None or staged.pass_ is None else staged.pass_.finish(output)
 
@@ -185,7 +185,7 @@ class StagedModel:
         # Weak: the model's modules hold this handler, and a cycle would keep the weights until the cyclic collector runs.
         me, visit = weakref.ref(self), self.visit
 
-        def handler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        def handler(call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             staged = me()
             stage_pass = staged.pass_ if staged is not None else None
             if stage_pass is None and visit is not None:

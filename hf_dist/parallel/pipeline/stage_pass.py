@@ -61,7 +61,7 @@ class StagePass:
         received: Sequence[torch.Tensor],
         *,
         alignments: dict[int, Alignment],
-        continues: Callable[[str, Any, Any], None],
+        continues: Callable[[str, object, object], None],
         device: torch.device,
         model_name: str,
     ) -> None:
@@ -91,8 +91,8 @@ class StagePass:
         self.held = dict(zip(boundary.values, received, strict=False)) if boundary else {}
         self._collected = list(received[len(self.held) :])
         self._layout = boundary.collected if boundary else ()
-        self._replaced: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._stood_in: dict[int, Any] = {}
+        self._replaced: dict[int, tuple[object, torch.Tensor]] = {}
+        self._stood_in: dict[int, object] = {}
         """Values of earlier stages that nothing has replaced, by id; held, so that no other tensor gets the id."""
 
     def begin(self, inputs: list[torch.Tensor]) -> None:
@@ -106,7 +106,9 @@ class StagePass:
         """Whether the code that runs now belongs to an earlier stage."""
         return 0 < self.start >= self.next_block
 
-    def block(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def block(
+        self, path: str, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Handle a block call: skip it, run it with the received tensors, or end the stage."""
         index = self.next_block
         expected = self.plan.calls[index] if index < len(self.plan.calls) else None
@@ -131,7 +133,7 @@ class StagePass:
         return self._run_block(expected, call, args, kwargs)
 
     def _run_block(
-        self, expected: BlockCall, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, expected: BlockCall, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         result = self._run(call, args, kwargs)
         if not self.is_last and not (isinstance(result, torch.Tensor) and isinstance(expected.result, SameAs)):
@@ -148,7 +150,9 @@ class StagePass:
                 )
         return result
 
-    def outside(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def outside(
+        self, path: str, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Handle a call of another module with parameters: run it, or let its stand-in answer."""
         if self.before_start:
             return self.stand_in(self.stand_ins[path].answer(args, kwargs, self.device))
@@ -158,7 +162,7 @@ class StagePass:
         """Called before a block of this stage runs, with its arguments in the example's order. `verify` overrides it to check
         them."""
 
-    def stand_in(self, value: Any) -> object:
+    def stand_in(self, value: object) -> object:
         """Called with every stand-in for a value of an earlier stage. `verify` overrides it to mark them."""
         if self.plan.in_place:
             value = tree_map(
@@ -167,7 +171,7 @@ class StagePass:
         self._stood_in.update((id(x), x) for x in pytree.leaves(value) if isinstance(x, torch.Tensor))
         return value
 
-    def finish(self, output: Any) -> Any:
+    def finish(self, output: object) -> object:
         """The model's output: stand-ins in it become the received tensors, or raise when they are read. A dict is changed."""
         if not isinstance(output, (dict, tuple, list)):
             return self._true(output)
@@ -190,14 +194,14 @@ class StagePass:
                 output[key] = pytree.mapped(self._true, value)
         return output
 
-    def _is_absent(self, key: str, value: Any) -> bool:
+    def _is_absent(self, key: str, value: object) -> bool:
         """Whether an output is an earlier stage's. A list has a tensor per block (hidden states, memories): those of earlier
         blocks are made of stand-ins, or None, and the example may have had no such list in which to see it."""
         if key in self.plan.absent or self.plan.outputs is None or not isinstance(value, (tuple, list)):
             return key in self.plan.absent
         return key not in self.plan.outputs and key not in dict(self._layout)
 
-    def _absent(self, value: Any) -> Any:
+    def _absent(self, value: object) -> object:
         return AbsentOutput.of(value, self.model_name) if isinstance(value, torch.Tensor) else value
 
     def _true(self, value: Any) -> object:
@@ -205,14 +209,14 @@ class StagePass:
             return self._replaced[id(value)][1]
         return AbsentOutput.of(value, self.model_name) if id(value) in self._stood_in else value
 
-    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _run(self, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         self.inside = True
         try:
             return call(*args, **kwargs)
         finally:
             self.inside = False
 
-    def _pass_over(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _pass_over(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         call = self.plan.calls[index]
         if call.result == SameAs(0) and call.leaves[0] == _FIRST and args and isinstance(args[0], torch.Tensor):
             # The common block, without flattening its arguments. A view, for the input of a block is another value: where the
@@ -223,7 +227,7 @@ class StagePass:
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
         order = self._align(index, (args, kwargs), leaves, spec)
 
-        def argument(leaf: Any) -> Any:
+        def argument(leaf: object) -> object:
             if not isinstance(leaf, SameAs):
                 return leaf
             place = order[leaf.index or 0]
@@ -234,7 +238,7 @@ class StagePass:
 
         return self.stand_in(tree_map(argument, call.result))
 
-    def _align(self, index: int, inputs: Any, leaves: Leaves, spec: TreeSpec) -> list[int | None]:
+    def _align(self, index: int, inputs: object, leaves: Leaves, spec: TreeSpec) -> list[int | None]:
         """For each leaf of the example's call, its position among the leaves of this call.
 
         Callers may omit arguments that depend on the batch alone, and add keywords of the model's own call

@@ -24,9 +24,9 @@ class StandIn:
     def __init__(self, twin: nn.Module) -> None:
         """`twin`: a copy of the module on meta."""
         self.twin = twin
-        self._seen: dict[Any, Any] = {}
+        self._seen: dict[object, object] = {}
 
-    def answer(self, args: tuple[object, ...], kwargs: dict[str, Any], device: torch.device) -> object:
+    def answer(self, args: tuple[object, ...], kwargs: dict[str, object], device: torch.device) -> object:
         """Zeros on `device`, newly allocated in every call because the caller may write into them."""
         leaves, spec = tree_flatten((args, kwargs), is_leaf=is_leaf)
         key = (str(spec), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))

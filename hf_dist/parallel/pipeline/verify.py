@@ -30,7 +30,7 @@ def verify(
     model: nn.Module,
     plan: StagePlan,
     batch: Mapping[str, object],
-    run: Callable[[nn.Module, Any], object] | None = None,
+    run: Callable[[nn.Module, object], object] | None = None,
     *,
     real: bool = False,
 ) -> StagePlan:
@@ -148,7 +148,7 @@ class _CheckedPass(StagePass):
 
     def stand_in(self, value: object) -> object:
         # Mark a new tensor: the passed-through value may be a user's input, which must stay unmarked.
-        def mark(leaf: object) -> Any:
+        def mark(leaf: object) -> object:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             return self._staged.trace.mark(torch.zeros_like(leaf.detach(), device=self._staged.device), _STAND_IN)

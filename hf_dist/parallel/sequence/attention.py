@@ -197,7 +197,7 @@ def _attend(
 
 def _up_to_mine(
     module: object, query: torch.Tensor, seen: tuple[Any, Any, Any], forward: SplitForward, kwargs: Mapping[str, object]
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, object]:
     """Keys, values and padding mask up to what this rank's queries see, because flash attention assumes that the last query and
     the last key have the same position."""
     if forward.documents is not None:
@@ -236,7 +236,7 @@ def _copied(x: torch.Tensor, heads: int, ranks: int) -> torch.Tensor:
     return x.repeat_interleave(ranks // own if ranks % own == 0 else heads // own, dim=1)
 
 
-def _of_the_whole(forward: SplitForward, kwargs: Mapping[str, Any], heads: slice) -> dict[str, Any]:
+def _of_the_whole(forward: SplitForward, kwargs: Mapping[str, Any], heads: slice) -> dict[str, object]:
     """Keyword arguments of HF's function for these heads of the whole sequence."""
     changed = dict(kwargs)
     if changed.get("position_ids") is not None:
@@ -286,14 +286,14 @@ class _AsSeen:
     """An attention module as HF's kernels see it: with this rank's heads, and the kernel's own name in the config."""
 
     def __init__(self, module: nn.Module, kernel: str, groups: int, heads: slice) -> None:
-        own: dict[str, Any] = {"_module": module, "num_key_value_groups": groups}
+        own: dict[str, object] = {"_module": module, "num_key_value_groups": groups}
         if hasattr(module, "config"):
             own["config"] = _Named(module.config, kernel)
         if isinstance(getattr(module, "sinks", None), torch.Tensor):
             own["sinks"] = module.sinks[heads]  # type: ignore[index]
         self.__dict__.update(own)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["_module"], name)
 
 
@@ -303,5 +303,5 @@ class _Named:
     def __init__(self, config: object, kernel: str) -> None:
         self.__dict__.update(_config=config, _attn_implementation=kernel)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["_config"], name)

@@ -61,7 +61,7 @@ class _ToHeads(torch.autograd.Function):
         return _heads_of(axis, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[object, ...]:
         return (None, *_positions_of(ctx.axis, grads))
 
 
@@ -72,7 +72,7 @@ class _ToPositions(torch.autograd.Function):
         return _positions_of(axis, (tensor,))[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         return None, _heads_of(ctx.axis, (grad,))[0]
 
 
@@ -115,7 +115,7 @@ class _GatherKeys(torch.autograd.Function):
         return all_parts(axis, tensor).movedim(0, 2).flatten(2, 3)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         axis = ctx.axis
         parts = grad.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()
         own = torch.empty(parts[0].shape, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device)
@@ -133,7 +133,7 @@ class _Whole(torch.autograd.Function):
         return full[:, :length]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         axis, size = ctx.axis, ctx.size
         if ctx.undo is None:
             own = grad[:, axis.rank * size : (axis.rank + 1) * size]
@@ -157,5 +157,5 @@ class _TotalLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         return None, grad * ctx.size

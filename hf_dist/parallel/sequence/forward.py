@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -127,17 +126,17 @@ class SequenceMask:
         self.forward = forward
         self.rule = rule
         self._make = make
-        self._made: dict[Any, Any] = {}
+        self._made: dict[object, object] = {}
 
-    def whole(self) -> Any:
+    def whole(self) -> object:
         """The mask of all queries and keys."""
         return self.rows(0, self.forward.length)
 
-    def rows(self, start: int, length: int) -> Any:
+    def rows(self, start: int, length: int) -> object:
         """The mask of `length` queries from `start` on, and all keys."""
         return self.kept((start, length), lambda: self._make(q_length=length, q_offset=start))
 
-    def kept(self, key: object, make: Callable[[], object]) -> Any:
+    def kept(self, key: object, make: Callable[[], object]) -> object:
         """The result of `make()` for `key`, shared by all layers with this mask."""
         if key not in self._made:
             self._made[key] = make()
@@ -149,7 +148,7 @@ class SequenceMask:
             "here: attention of its own kind cannot be split over ranks. Remove the key."
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._refuse(f".{name}")

@@ -62,7 +62,7 @@ class Arguments:
             isinstance(m, nn.Embedding) and "attention_mask" in inspect.signature(m.forward).parameters
             for m in model.modules()
         )
-        config: Any = getattr(model, "config", None)
+        config: object = getattr(model, "config", None)
         text = text_config(config)
         named = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         return cls(
@@ -89,17 +89,17 @@ def _counted_from_padding(make: Callable[..., Any], padding_idx: int) -> Callabl
 class Cut:
     """A call of the model on a part of each row."""
 
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     forward: SplitForward
     share: torch.Tensor | None
     """This rank's share of the labelled tokens, 0 to 1; None without labels."""
-    kept: Any
+    kept: object
     """The caller's `logits_to_keep`."""
     shifted: bool
     """Whether labels were shifted here instead of inside the model."""
 
 
-def bound(arguments: Arguments, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
+def bound(arguments: Arguments, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
     """All arguments, by name."""
     return {**dict(zip(arguments.names, args, strict=False)), **kwargs}
 

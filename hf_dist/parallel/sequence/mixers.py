@@ -200,7 +200,7 @@ def _short_convolution(m: Any, rank: int, ranks: int) -> Share | None:
 
 @dataclass(frozen=True)
 class _Kind:
-    share: Callable[[Any, int, int], Share | None]
+    share: Callable[[object, int, int], Share | None]
     has: tuple[str, ...]
 
 

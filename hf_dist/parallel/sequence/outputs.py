@@ -107,7 +107,7 @@ def _refused(name: str, problem: str, value: object) -> object:
     return PartTensor.of(value, name, problem) if isinstance(value, torch.Tensor) else value
 
 
-def _whole_value(value: object, cut: Cut, is_loss: bool, is_mean: bool, at_once: bool, *, logits: bool) -> Any:
+def _whole_value(value: object, cut: Cut, is_loss: bool, is_mean: bool, at_once: bool, *, logits: bool) -> object:
     if isinstance(value, tuple):
         return tuple(_whole_value(v, cut, False, is_mean, at_once, logits=False) for v in value)
     if not isinstance(value, torch.Tensor):

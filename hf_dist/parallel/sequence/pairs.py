@@ -88,7 +88,7 @@ def _half(given: Mapping[str, object], names: Mapping[str, str], axes: SequenceA
     )
 
 
-def _named(cut: Cut, names: Mapping[str, str]) -> dict[str, Any]:
+def _named(cut: Cut, names: Mapping[str, str]) -> dict[str, object]:
     return {name: cut.kwargs[own] for name, own in names.items() if cut.kwargs.get(own) is not None}
 
 

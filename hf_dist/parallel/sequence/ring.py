@@ -94,7 +94,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         axis: MeshAxis = ctx.axis
         query, key, value, out, total = ctx.saved_tensors
         half, wide, grad = query.shape[2] // 2, _wide(query.dtype), grad.contiguous()

@@ -234,13 +234,13 @@ def as_split(model: nn.Module, batch: Callable[[], Mapping[str, object]]) -> Cal
     return functools.partial(_with_arguments_of_parts, model, batch)
 
 
-def _with_arguments_of_parts(model: nn.Module, batch: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:
+def _with_arguments_of_parts(model: nn.Module, batch: Callable[[], Mapping[str, object]]) -> Mapping[str, object]:
     given = batch()
     arguments = Arguments.of(model, _inner(model))
     ids = given.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         return given
-    extra: dict[str, Any] = {
+    extra: dict[str, object] = {
         "attention_mask": torch.ones_like(ids),
         "position_ids": torch.arange(ids.shape[1])[None],
     }
@@ -280,7 +280,7 @@ def heads_of(model: nn.Module) -> int:
 
 def refuse_by_config(model: nn.Module) -> None:
     """Raise `ModelError` if a model's config shows a use of the sequence that cannot be split."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     name = type(model).__name__
     if config is None or not hasattr(config, "_attn_implementation"):
         raise ModelError(

@@ -27,7 +27,7 @@ from hf_dist.parallel.sequence.inputs import IGNORED
 from hf_dist.parallel.sequence.split import SplitSequence
 from hf_dist.tensors import pytree
 
-Evaluate = Callable[[Any, Callable[[nn.Module, Any], Any]], Any]
+Evaluate = Callable[[object, Callable[[nn.Module, object], object]], Any]
 """`evaluate(batch, function)`: runs `function(model, batch)` without gradient; returns its result on every rank."""
 
 _TOKENS_PER_RANK = 16
@@ -99,7 +99,7 @@ def _refusal(split: SplitSequence, problem: str) -> ModelError:
 
 def _tokens(split: SplitSequence, model: nn.Module) -> dict[str, torch.Tensor]:
     """Two rows of tokens. The first few have no labels, so that ranks have different counts of labels."""
-    config: Any = split.model.config
+    config: object = split.model.config
     text = text_config(config)
     multiple = split.axes.layout.multiple
     most = int(getattr(text, "max_position_embeddings", None) or _TOKENS_PER_RANK * multiple)
@@ -242,7 +242,7 @@ def _changes(split: SplitSequence, model: nn.Module, batch: dict[str, torch.Tens
     """Name of an argument -> what is given then, instead or beside; None takes away."""
     ids = batch["input_ids"]
     rows, length = ids.shape
-    config: Any = split.model.config
+    config: object = split.model.config
     text = text_config(config)
     width = next((getattr(text, n) for n in ("hidden_size", "d_model", "n_embd", "dim") if hasattr(text, n)), 0)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -27,7 +27,7 @@ _OF_POSITIONS = ("attention_mask", "position_ids", "seq_idx")
 """Arguments with one number per position."""
 
 
-def hold_whole_rows(model: nn.Module, axes: SequenceAxes, counted: Any) -> int:
+def hold_whole_rows(model: nn.Module, axes: SequenceAxes, counted: object) -> int:
     """Make such layers of `model` work on whole rows in a split forward. Returns their number. Local.
 
     `counted()` is called at each of their calls. Raises `ModelError` for heads that the ranks cannot share.
@@ -82,7 +82,7 @@ def _forward_of(cls: Any, plan: _Plan, counted: Any) -> Any:
     own = cls.forward
     names = tuple(inspect.signature(own).parameters)[1:]
 
-    def forward(self: nn.Module, *args: object, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: Any) -> object:
         # A block recomputed in backward is in no forward. Only forwards on parts are recomputed; others have no gradient.
         if split_forward.current() is None and not split_forward.in_backward():
             result = own(self, *args, **kwargs)
@@ -110,7 +110,7 @@ class _Rows:
         self.own = axes.layout.positions_on(hidden.device, axes.cp.rank, self.length)
         self.undo = axes.layout.undo_on(hidden.device, self.length)
 
-    def run(self, forward: Any, given: dict[str, Any]) -> Any:
+    def run(self, forward: Any, given: dict[str, Any]) -> object:
         """Run the layer's `forward` on all positions, with the factors it multiplies its input by (padding) as input."""
         inner = {name: self._of_all(name, value) for name, value in given.items() if name != "attention_mask"}
         mask = given.get("attention_mask")
@@ -173,7 +173,7 @@ class _View:
     def __init__(self, rows: _Rows, module: nn.Module, share: Share, prefix: str) -> None:
         self.__dict__.update(_rows=rows, _module=module, _share=share, _prefix=prefix, **share.sizes)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return type(self._module).forward(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -18,7 +17,7 @@ __all__ = ["choose_plan"]
 
 Experts = Callable[[nn.Module], Iterable[str]]
 
-_known: dict[Any, SplitPlan | str] = {}
+_known: dict[object, SplitPlan | str] = {}
 """Results in this process: a plan, or the reason why there is none."""
 
 

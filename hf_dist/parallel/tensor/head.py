@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,7 +77,7 @@ def _asks_its_reader(cls: type) -> type:
     """A twin of a module's class whose `weight` and `bias` come from its reader."""
 
     def asked(name: str) -> property:
-        def get(module: nn.Module) -> Any:
+        def get(module: nn.Module) -> object:
             param, reader = module._parameters[name], module.__dict__.get(_READER)
             return param if param is None or reader is None else reader(name, param)
 

@@ -76,7 +76,7 @@ def look_up(module: nn.Module, peers: Peers, off: Off, kept: Kept) -> None:
     rows = kept.held.whole[0]
     elsewhere: list[torch.Tensor] = []
 
-    def mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
         if off() or not args:
             return None
         outside = (args[0] < first) | (args[0] >= last)

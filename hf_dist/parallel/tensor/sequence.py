@@ -365,7 +365,7 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _first(args: Any, kwargs: Any, change: Change) -> tuple[Any, Any]:
+def _first(args: Any, kwargs: Any, change: Change) -> tuple[object, Any]:
     """Apply `change` to the hidden states of a call."""
     if args and isinstance(args[0], torch.Tensor):
         return (change(args[0]), *args[1:]), kwargs

@@ -22,8 +22,8 @@ class LocalSize:
 
     module: weakref.ref[nn.Module]
     attribute: str
-    whole: Any
-    here: Any
+    whole: object
+    here: object
 
     def show(self, whole: bool) -> None:
         """Make the module report one of the two. Local."""

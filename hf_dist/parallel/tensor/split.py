@@ -302,7 +302,7 @@ class SplitModel:
         elif style == "embedding_colwise":
             self._gather(name, module, is_head=False)
         elif style == "mla_kv_a_proj":
-            config: Any = base.config
+            config: object = base.config
             rotary_part(module, peers, self._off, field(text_config(config), "qk_rope_head_dim"))
         elif style == "moe_tp_experts":
             experts(module, peers, self._off, self.replicated)

@@ -62,7 +62,7 @@ FIXED: list[tuple[str, Any]] = [
     (r"index_n_heads", 2),
     (r"index_head_dim", 16),
 ]
-VARIANTS: list[dict[str, Any]] = [
+VARIANTS: list[dict[str, object]] = [
     {},
     {"num_key_value_heads": 4, "num_kv_heads": 4, "n_kv_heads": 4},
     {"+head_dim": 8},
@@ -94,9 +94,9 @@ SCALED = r"conv_dim|hidden_sizes|embed_dims?|embedding_dims|out_channels|dims|hi
 MAX_NUMEL = 30_000_000
 
 
-def tiny_fields(config: object) -> dict[str, Any]:
+def tiny_fields(config: object) -> dict[str, object]:
     """Config overrides that make it tiny; nested configs as dicts."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
@@ -114,12 +114,14 @@ def tiny_fields(config: object) -> dict[str, Any]:
         if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
             if re.search("depth|layers|num_blocks", name):
                 fields[name] = type(value)(2 for _ in value)
+            elif name == "image_size":
+                fields[name] = type(value)(IMAGE for _ in value)
             elif re.fullmatch(SCALED, name) and min(value) > 8:
                 fields[name] = type(value)(max(8, v * 16 // min(value) // 8 * 8) for v in value)
     return fields
 
 
-def varied(fields: Mapping[str, object], variant: Mapping[str, object], top: bool = True) -> dict[str, Any]:
+def varied(fields: Mapping[str, object], variant: Mapping[str, object], top: bool = True) -> dict[str, object]:
     """`fields` with the changes of one of `VARIANTS`."""
     result = {k: varied(v, variant, False) if isinstance(v, dict) else v for k, v in fields.items()}
     known = {k: v for k, v in variant.items() if k in fields or (top and k.startswith("+"))}
@@ -171,7 +173,7 @@ def _built(model: nn.Module, config: Any, fields: dict[str, object]) -> nn.Modul
     return copied
 
 
-def _merged(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, object]:
     result = dict(given)
     for key, value in fields.items():
         nested = isinstance(value, dict) and isinstance(result.get(key), dict)
@@ -184,9 +186,9 @@ _KV_HEADS = re.compile(FIXED[5][0])
 _DIM_OF_HEAD = 8
 
 
-def _like(config: object, fields: dict[str, object], size: int) -> dict[str, Any]:
+def _like(config: object, fields: dict[str, object], size: int) -> dict[str, object]:
     """`fields` with head counts that divide like those of `config`, and layer lists cut to the tiny number of layers."""
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     heads = math.lcm(4, size)
     for name, value in fields.items():
         nested = vars(config).get(name)  # configs whose layers differ may refuse attributes
@@ -209,7 +211,7 @@ def _like(config: object, fields: dict[str, object], size: int) -> dict[str, Any
     return {**result, **_layers(config, fields)}
 
 
-def _layers(config: object, fields: Mapping[str, object]) -> dict[str, Any]:
+def _layers(config: object, fields: Mapping[str, object]) -> dict[str, object]:
     """Lists with one entry per layer, cut to a few layers that cover every combination of entries."""
     count = vars(config).get("num_hidden_layers")
     lists = {

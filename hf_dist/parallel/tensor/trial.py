@@ -51,7 +51,7 @@ def trial_batches(model: Any) -> Iterator[list[Batch]]:
             yield _batches(model.config, [name for name in _MAKERS if name in names])
 
 
-def _batches(config: Any, names: Sequence[str]) -> list[Batch]:
+def _batches(config: object, names: Sequence[str]) -> list[Batch]:
     g = torch.Generator().manual_seed(3)
     batches: list[Batch] = []
     for rows, length in SHAPES:
@@ -64,7 +64,7 @@ def _batches(config: Any, names: Sequence[str]) -> list[Batch]:
     return batches
 
 
-def trial_input(name: str, config: Any, batch: Batch) -> torch.Tensor:
+def trial_input(name: str, config: object, batch: Batch) -> torch.Tensor:
     """One input beside the token ids of `batch`: images, a spectrogram. On the CPU, the same on every call."""
     rows, length = batch["input_ids"].shape
     return _MAKERS[name](_Trial(config, rows, length, torch.Generator().manual_seed(3), batch))
@@ -73,10 +73,10 @@ def trial_input(name: str, config: Any, batch: Batch) -> torch.Tensor:
 class _Trial:
     """What a maker of one input needs."""
 
-    def __init__(self, config: Any, rows: int, length: int, generator: torch.Generator, batch: Batch) -> None:
+    def __init__(self, config: object, rows: int, length: int, generator: torch.Generator, batch: Batch) -> None:
         self.config, self.rows, self.length, self.generator, self.batch = config, rows, length, generator, batch
 
-    def of(self, names: str, default: Any) -> Any:
+    def of(self, names: str, default: object) -> Any:
         """The first field of this name that the config, or the config of one of its parts, has."""
         nested = [c for c in vars(self.config).values() if hasattr(c, "to_dict") and hasattr(c, "model_type")]
         for config in (self.config, *nested):
@@ -108,7 +108,7 @@ def _mask(trial: _Trial) -> torch.Tensor:
     return mask
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _pair(value: object) -> tuple[int, int]:
     return tuple(value)[:2] if isinstance(value, list | tuple) else (value, value)
 
 

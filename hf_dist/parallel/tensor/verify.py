@@ -184,7 +184,7 @@ def _differences(plan: SplitPlan, reference: Unsplit, size: int, blocks: Blocks)
 
 def _copy(model: nn.Module) -> nn.Module:
     """A copy that shares the weights until they are cut: whole ones of each of 64 ranks would take gigabytes."""
-    shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    shared: dict[int, object] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, shared)
 
 

@@ -33,9 +33,9 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 class Counter(Protocol):
     """Counts the bytes that this rank sends while it is entered."""
 
-    def __enter__(self) -> Any: ...
+    def __enter__(self) -> object: ...
 
-    def __exit__(self, *args: Any) -> Any: ...
+    def __exit__(self, *args: Any) -> object: ...
 
     def nbytes(self) -> int | None:
         """Bytes sent; None if something was sent that cannot be counted."""
@@ -49,13 +49,13 @@ class Meter:
         self._work = work
         self._counter = counter
         self._on_gpu = work.device == "cuda"
-        self._profiler: AbstractContextManager[Any] | None = None
+        self._profiler: AbstractContextManager[object] | None = None
         self._born = float(os.environ["HF_DIST_BENCH_BORN"])
         self._base = torch.cuda.memory_allocated() if self._on_gpu else _resident("VmRSS")
         self._losses: list[torch.Tensor] = []
         self._stamps: list[tuple[str, Any, float]] = []
         self._timing = False
-        self.found: dict[str, Any] = {"import_seconds": imported - self._born, "waiting_seconds": None}
+        self.found: dict[str, object] = {"import_seconds": imported - self._born, "waiting_seconds": None}
 
     def mark(self, phase: str) -> None:
         """Count the time since the last mark as `phase` (one of `PHASES`)."""

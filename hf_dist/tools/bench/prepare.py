@@ -181,7 +181,7 @@ def _labels(files: list[Path]) -> dict[Path, str]:
     return {file: file.name if names[file.name] == 1 else str(file) for file in files}
 
 
-def _plain(file: Path, config: DistConfig, work: Work, engine: str) -> dict[str, Any]:
+def _plain(file: Path, config: DistConfig, work: Work, engine: str) -> dict[str, object]:
     """The user's file with the work's batch, precision, optimizer and clipping."""
     plain: dict[str, Any] = json.loads(json.dumps(read_config(file).data))
     for key in (*_DROPPED, *(("hf_dist", "pipeline") if engine == "deepspeed" else ())):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from hf_dist.dist.host_info import processors
 from hf_dist.dist.patience import Patience
@@ -28,7 +27,7 @@ class RunFailedError(Exception):
     """A rank ended with an error; the message is the end of its output."""
 
 
-def run(work: Work, contender: Contender) -> list[dict[str, Any]]:
+def run(work: Work, contender: Contender) -> list[dict[str, object]]:
     """The measurements of each rank, by rank. Raises `RunFailedError`. Leaves no process behind."""
     folder = Path(work.folder)
     spec = folder / "run.json"

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -81,7 +80,7 @@ def _remarks(rows: Sequence[Row], work: Work) -> list[str]:
     return lines
 
 
-def as_json(prepared: Prepared, rows: Sequence[Row], runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(prepared: Prepared, rows: Sequence[Row], runs: Sequence[Run]) -> dict[str, object]:
     """Everything: work, machine, rows, and each rank's measurements in every round."""
     import transformers
 
@@ -94,7 +93,7 @@ def as_json(prepared: Prepared, rows: Sequence[Row], runs: Sequence[Run]) -> dic
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     contenders = [{**asdict(each), "python": bool(each.python)} for each in prepared.contenders]
-    result: dict[str, Any] = {"work": work, "machine": machine, "contenders": contenders}
+    result: dict[str, object] = {"work": work, "machine": machine, "contenders": contenders}
     return result | {
         "rows": [asdict(row) for row in rows],
         "skipped": prepared.skipped,

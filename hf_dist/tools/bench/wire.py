@@ -26,7 +26,7 @@ class OwnCounter:
         self._recording = comm_counter.record()
         self._log = self._recording.__enter__()
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         self._recording.__exit__(None, None, None)
 
     def nbytes(self) -> int | None:
@@ -48,7 +48,7 @@ class DispatchCounter(TorchDispatchMode):
         blind = not self._calls and dist.is_initialized() and dist.get_world_size() > 1
         return None if blind or self._unknown else self._sent
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Run the operator; count it if it is a collective."""
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # their inner operators are dispatched again
@@ -57,7 +57,7 @@ class DispatchCounter(TorchDispatchMode):
             self._add(name.strip("_"), args, functional=namespace != "c10d")
         return func(*args, **(kwargs or {}))
 
-    def _add(self, name: str, args: Sequence[Any], functional: bool) -> None:
+    def _add(self, name: str, args: Sequence[object], functional: bool) -> None:
         """`functional`: the operator takes its input and returns a result; others take output, then input."""
         if name in _SENDS_NOTHING:
             return

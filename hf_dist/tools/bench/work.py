@@ -76,7 +76,7 @@ class Work:
         return WARMUP + self.steps + (2 if self.device == "cuda" else 1)
 
     @property
-    def model_config(self) -> Any:
+    def model_config(self) -> object:
         """The HF config, without dropout."""
         from transformers import AutoConfig
 

@@ -59,7 +59,7 @@ class Proof:
         return all(row.equal for row in self.rows)
 
     @property
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For `--json`."""
         rows = [{**asdict(row), "equal": row.equal} for row in self.rows]
         blamed = [{**asdict(part), "what": part.what} for part in self.blamed]
@@ -104,7 +104,7 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
 
 
 def compare(
-    job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], other: Mapping[str, Any] | None = None
+    job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], other: Mapping[str, object] | None = None
 ) -> Proof:
     """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank; `other`: that of
     `in_another_order`, whose distances are allowed, too."""
@@ -138,7 +138,8 @@ def compare(
     rows.append(_numbers("resumed, loss and norm", going, resumed, FP32))
     if math.isfinite(expected["evaluation"]):  # a row without labels has no loss
         what = f"evaluation of {job.window + 1} rows"
-        rows.append(_numbers(what, [expected["evaluation"]], [first["evaluation"]], allowed.losses))
+        limit = max(allowed.losses, allowed.evaluation)
+        rows.append(_numbers(what, [expected["evaluation"]], [first["evaluation"]], limit))
     by_itself = alone.get("itself", {})
     if first.get("outputs"):
         rows.append(_tensors(f"outputs of {job.window + 1} rows", first["outputs"], allowed.of_output))

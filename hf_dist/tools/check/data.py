@@ -88,7 +88,7 @@ def _collate(rows: list[dict[str, Any]], seq: int, takes_ids: bool, ragged: bool
     """
     if ragged:
         seq = min(seq, max((len(v) for row in rows for v in row.values() if _is_flat(v)), default=seq))
-    batch: dict[str, list[Any]] = {}
+    batch: dict[str, list[object]] = {}
     for row in rows:
         row = {"labels" if key == "label" else key: value for key, value in row.items()}
         ids = row.get("input_ids")

@@ -72,10 +72,10 @@ class Job:
     class_name: str
     layout: dict[str, Any]
     """The user's config with numbers instead of "auto"."""
-    alone: dict[str, Any]
+    alone: dict[str, object]
     """The config for the same precision in one process."""
     optimizer: str
-    optimizer_params: dict[str, Any]
+    optimizer_params: dict[str, object]
     steps: int
     data_ranks: int
     accumulation: int
@@ -178,7 +178,7 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def _routers_have_a_loss(model: nn.Module) -> bool:
     """Whether HF adds one to the loss: a config has a coefficient, and asks for the routers' logits."""
-    config: Any = model.config
+    config: object = model.config
     return has_coefficient(config) and bool(field(text_config(config), "output_router_logits"))
 
 
@@ -218,7 +218,7 @@ def _model(asked: Asked) -> tuple[nn.Module, str]:
     return model.float(), name if not name.startswith("Auto") else type(model).__name__
 
 
-def _plain(read: DistConfig, data: Mapping[str, object], micro: int, accumulation: int) -> dict[str, Any]:
+def _plain(read: DistConfig, data: Mapping[str, object], micro: int, accumulation: int) -> dict[str, object]:
     """The user's file for `initialize`: numbers for the batch, the Trainer's defaults for "auto", no optimizer section."""
     plain: dict[str, Any] = json.loads(json.dumps(data))
     for key in ("train_batch_size", "optimizer", "scheduler", "$schema", "tensorboard", "wandb", "csv_monitor"):
@@ -236,7 +236,7 @@ def _plain(read: DistConfig, data: Mapping[str, object], micro: int, accumulatio
     return plain
 
 
-def _optimizer(read: DistConfig) -> tuple[str, dict[str, Any]]:
+def _optimizer(read: DistConfig) -> tuple[str, dict[str, object]]:
     section = read.optimizer
     if section is None:
         return "AdamW", {"lr": LEARNING_RATE, "eps": EPS}

@@ -39,6 +39,9 @@ class Limits:
     """Of each output of the model."""
     reordered: Mapping[str, float] = field(default_factory=dict)
     """Of each tensor and output, whatever the others say: `ORDER` times its distance in another order of rows."""
+    evaluation: float = 0.0
+    """Of the loss of an evaluation, where that is more than `losses`. It comes after all steps, and small losses are far apart
+    relative to themselves."""
 
     def of_output(self, name: str) -> float:
         """For one output of the model."""
@@ -103,6 +106,7 @@ def wider(found: Limits, expected: Mapping[str, Any], other: Mapping[str, Any]) 
     return replace(
         found,
         losses=max(found.losses, ORDER * max(_distances(expected["losses"], other["losses"]))),
+        evaluation=ORDER * max(_distances([expected["evaluation"]], [other["evaluation"]])),
         norms=max(found.norms, ORDER * max(_distances(expected["norms"], other["norms"]))),
         reordered=tensors,
     )

@@ -93,7 +93,7 @@ def _tokens(
     model: nn.Module, rows: int, seq: int, generator: torch.Generator, first: int
 ) -> tuple[Batch, torch.Tensor]:
     """(ids and their mask, the id of a border in each row, which is its second token)."""
-    config: Any = model.config
+    config: object = model.config
     vocabulary = _vocabulary(config)
     most = field(config, "max_position_embeddings", 0)
     seq = min(seq, most) if most > 0 else seq  # XLNet's is -1

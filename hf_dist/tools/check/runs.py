@@ -62,7 +62,7 @@ def _leave_job() -> None:
 
 
 @quiet()
-def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
+def in_one_process(rank: int, world: int, job: Job) -> dict[str, object]:
     """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
 
     `plain`: the stock Trainer in fp32, all rows of a step in one batch. If the precision is not fp32, `same`: one process in
@@ -89,10 +89,10 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, Any]:
 
 
 @quiet()
-def in_another_order(rank: int, world: int, job: Job) -> dict[str, Any]:
+def in_another_order(rank: int, world: int, job: Job) -> dict[str, object]:
     """One process that the layout is compared with, with the rows of each step in reverse and all weights a rounding away.
 
-    Its losses and norms, and the `differences` of its tensors and `outputs` from those of `in_one_process`.
+    Its losses, norms and evaluation, and the `differences` of its tensors and `outputs` from those of `in_one_process`.
     """
     _leave_job()
     reference = "plain" if job.precision == "fp32" else "same"
@@ -102,12 +102,12 @@ def in_another_order(rank: int, world: int, job: Job) -> dict[str, Any]:
     expected = _outputs_file(job, reference)
     training = Training(job, job.steps + 1, config, look, names=outputs.names_in(expected), otherwise=True)
     found = training(_output(job))
-    result: dict[str, Any] = {key: found[key] for key in ("losses", "norms")}
+    result: dict[str, object] = {key: found[key] for key in ("losses", "norms", "evaluation")}
     return {**result, "differences": differences, "outputs": outputs.differences(found["outputs"], expected)}
 
 
 @quiet()
-def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
+def on_ranks(rank: int, world: int, job: Job) -> dict[str, object]:
     """The layout: as `same` above, saved, read back by plain `from_pretrained`, and resumed on the ranks."""
     reference = "plain" if job.precision == "fp32" else "same"
     differences: list[Differences] = []
@@ -117,7 +117,7 @@ def on_ranks(rank: int, world: int, job: Job) -> dict[str, Any]:
     found = Training(job, job.steps + 1, job.layout, look, save_at=job.steps, names=names)(_output(job))
     saved = checkpoint_of(_output(job), job.steps)
     resumed = Training(job, job.steps + 1, job.layout, save_at=job.steps, evaluates=False)(_output(job), saved)
-    result: dict[str, Any] = {key: found[key][: job.steps] for key in ("losses", "norms")}
+    result: dict[str, object] = {key: found[key][: job.steps] for key in ("losses", "norms")}
     result |= {"differences": differences} | {key: found[key] for key in ("skipped", "evaluation", "refused")}
     result["outputs"] = outputs.differences(found["outputs"], expected, refused=found["refused"])
     result["next"] = {

@@ -72,7 +72,7 @@ class Training:
         trainer.train(resume_from_checkpoint=resume or None)
         outputs: tuple[Outputs, str] = ({}, "")
         if self.evaluates:
-            config: Any = model.config
+            config: object = model.config
             vocabulary = field(text_config(config), "vocab_size") or 1
             outputs = predicted(trainer, few_rows(one_row_more(self.job), vocabulary), self.names)
         steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -92,7 +92,7 @@ class Training:
             return rows
         return [row for i in range(0, len(rows), step) for row in reversed(rows[i : i + step])]
 
-    def _arguments(self, folder: str) -> Any:
+    def _arguments(self, folder: str) -> object:
         common: dict[str, Any] = dict(
             max_grad_norm=self.job.clip,
             max_steps=self.steps,
@@ -131,7 +131,7 @@ def whole_step(job: Job) -> tuple[int, int]:
     return rows * job.window, 1
 
 
-def alone_config(job: Job) -> dict[str, Any]:
+def alone_config(job: Job) -> dict[str, object]:
     """For one process in the layout's precision, with all rows of a step in one batch, if they can be."""
     rows, parts = whole_step(job)
     return {**job.alone, "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": parts}

@@ -23,7 +23,7 @@ def make(work: Work, contender: Contender, rank: int) -> Engine:
     if work.device == "cpu":
         _shard_on_cpus()
     blocks = list(getattr(model_class(work.class_name), "_no_split_modules", None) or ())
-    options: dict[str, Any] = {"version": 2, "reshard_after_forward": True}
+    options: dict[str, object] = {"version": 2, "reshard_after_forward": True}
     if blocks:
         options |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": blocks}
     given: dict[str, Any] = {**arguments(work), "fsdp": True, "fsdp_config": options}

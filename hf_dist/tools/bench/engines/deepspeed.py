@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import deepspeed
 import torch
 
@@ -15,7 +13,7 @@ __all__ = ["make"]
 
 def make(work: Work, contender: Contender, rank: int) -> Engine:
     """Collective: every rank."""
-    config: dict[str, Any] = dict(contender.config or {})
+    config: dict[str, object] = dict(contender.config or {})
     # The same optimizer for all; DeepSpeed would compile its own at the first start.
     config.pop("optimizer")
     config["zero_force_ds_cpu_optimizer"] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ class Loop:
     rank: int
     forward: Callable[[Batch, bool], torch.Tensor]
     """(microbatch, whether it is the step's last) -> its mean loss, 0D."""
-    backward: Callable[[torch.Tensor, bool], Any]
+    backward: Callable[[torch.Tensor, bool], object]
     """Runs backward of that loss; divides by the number of microbatches per step."""
-    update: Callable[[], Any]
+    update: Callable[[], object]
     """Clip, step, clear."""
     readers: int = 0
     """Ranks that read different rows; 0: all. `rank` counts among them."""

@@ -13,7 +13,7 @@ from hf_dist.tools.bench.work import LEARNING_RATE, Work
 __all__ = ["TrainerRun", "arguments"]
 
 
-def arguments(work: Work, accumulation: int | None = None) -> dict[str, Any]:
+def arguments(work: Work, accumulation: int | None = None) -> dict[str, object]:
     """The Trainer's arguments for the work, without logs or saves. `accumulation`: set if ranks share rows."""
     return {
         "output_dir": f"{work.folder}/trainer",
@@ -51,7 +51,7 @@ class TrainerRun:
         base: Any = self._class
 
         class Measured(base):
-            def compute_loss(self, *args: object, **kwargs: object) -> Any:
+            def compute_loss(self, *args: object, **kwargs: object) -> object:
                 meter.mark("data")
                 loss = super().compute_loss(*args, **kwargs)
                 losses.append(loss.detach())
