@@ -259,10 +259,10 @@ def join_job(device: torch.device | str | None, timeout: timedelta) -> tuple[Lau
     global _gpu
     launch = detect_launch()
     chosen = _choose_device(launch, device)
+    prepare_start()  # before set_device, which starts CUDA: its number of queues is read from the environment then
     if chosen.type == "cuda":
         _gpu = chosen
         torch.cuda.set_device(chosen)
-    prepare_start()
     if launch.world_size > 1 and not dist.is_initialized():
         # No device_id, as in accelerate: with it, the whole job would have to take part in making every later group.
         dist.init_process_group(backend="nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)

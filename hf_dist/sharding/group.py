@@ -38,6 +38,7 @@ from hf_dist.sharding.sliced_share import SlicedShare
 from hf_dist.sharding.states import states_of
 from hf_dist.sharding.user_writes import UserWrites
 from hf_dist.sharding.window_gradient import WindowGradient
+from hf_dist.tensors.full_precision import as_stored
 from hf_dist.tensors.hugepages import in_huge_pages
 from hf_dist.tensors.tensor_slice import TensorSlice
 
@@ -228,12 +229,14 @@ class FlatGroup:
         # Also inside `gathered`, or at a second use in one pass: the elements are there.
         if self.full.is_current:
             return
-        self.full.gather(functools.partial(self.rest.fill, self.full.values, self.axes.shard))
+        with as_stored():
+            self.full.gather(functools.partial(self.rest.fill, self.full.values, self.axes.shard))
         self.full.version = self.rest.version
 
     def wait_unshard(self) -> None:
         """Wait for the gather. Afterwards the parameters can be read. Local."""
-        self.full.wait()
+        with as_stored():
+            self.full.wait()
 
     def reshard(self) -> None:
         """Free the full weights if they rest sharded and are not pinned. Local."""
@@ -243,11 +246,12 @@ class FlatGroup:
             return
         # Before the buffer is freed: what user code has written since the gather would be lost. Then only weights of now may
         # become the second copy: stale ones would be gathered from it in backward.
-        self.full.drain()
-        self.take_writes()
-        if self._full_is_master:
-            self.rest.keep_second(self.full.values)
-        self.full.free()
+        with as_stored():
+            self.full.drain()
+            self.take_writes()
+            if self._full_is_master:
+                self.rest.keep_second(self.full.values)
+            self.full.free()
 
     @property
     def _full_is_master(self) -> bool:
@@ -293,7 +297,8 @@ class FlatGroup:
     def fetch(self) -> None:
         """Start to load the next gather's input into memory, unless it is already there. Local."""
         if not self.full.is_current:
-            self.rest.fetch()
+            with as_stored():
+                self.rest.fetch()
 
     def masters_changed(self) -> None:
         """Note that `master` was written. Call `write_back` or `weights_changed` before the next gather. Local."""

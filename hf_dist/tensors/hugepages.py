@@ -34,6 +34,17 @@ def fresh_pages(nbytes: int) -> torch.Tensor:
     return buffer
 
 
+def not_in_children(tensor: torch.Tensor) -> None:
+    """Leave the pages of a tensor of `fresh_pages` out of processes that are forked later, which must not read it.
+
+    Linux (5.12 and newer) copies page-locked private pages into a child at once, not when one of the two writes: each worker
+    of a DataLoader would cost the host as much memory as an offloaded model, and seconds.
+    """
+    madvise = _madvise()
+    if madvise is not None:
+        madvise(tensor.data_ptr(), -(-tensor.numel() * tensor.element_size() // PAGE) * PAGE, mmap.MADV_DONTFORK)
+
+
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Request huge pages for `tensor`, if it is large and on the host, and return it. Its memory must be untouched."""
     large = tensor.numel() * tensor.element_size() >= MAPPED_NBYTES

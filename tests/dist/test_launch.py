@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from hf_dist.errors import TopologyError
 from hf_dist.dist.launch import _LOCAL_SIZES, Launch, detect_launch
 from hf_dist.dist.host_info import ranks_here
+from tests.processes import run
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -159,3 +163,39 @@ def test_where_no_launcher_says_how_many_ranks_a_machine_has_all_may_be_here() -
     assert ranks_here({}) == 1
     assert ranks_here({"WORLD_SIZE": "8"}) == 8
     assert ranks_here({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == 4
+
+
+DOORS = {
+    "initialize": ("from hf_dist.dist.mesh import build_mesh", "build_mesh(device='cuda')"),
+    "Trainer": ("from hf_dist.hf.args import DistTrainingArguments as A", "A('unused', dist_config={})"),
+    "accelerate": ("from hf_dist.hf.accelerator import DistAccelerator as A", "A(dist_config={})"),
+    "bench": ("from hf_dist.tools.bench import rank; import types", "rank.main('unused')"),
+}
+"""What is imported, before the machine has a GPU; what is called."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_gpu_has_queues_enough_before_cuda_starts(door: str) -> None:
+    """CUDA reads their number once; `set_device` starts it, too. What would start it ends the process here."""
+    imports, call = DOORS[door]
+    script = f"""
+import os
+import torch._dynamo
+{imports}
+
+def start(*_, **__):
+    print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"), flush=True)
+    os._exit(0)
+
+torch.version.cuda = "13.0"
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.set_device = torch.cuda._lazy_init = torch.distributed.init_process_group = start
+if "{door}" == "bench":
+    rank.read_work = lambda path: (types.SimpleNamespace(device="cuda"), None)
+{call}
+"""
+    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    left = {k: v for k, v in os.environ.items() if k not in ("CUDA_DEVICE_MAX_CONNECTIONS", "ACCELERATE_USE_CPU")}
+    found = run([sys.executable, "-c", script], env=left | places, timeout=100)
+    assert found.stdout == "32\n", found.stderr[-2000:]

@@ -243,12 +243,19 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a model stays in evaluation after its check, and drops nothing",
         "parallel/sequence/verify.py",
-        "        model.train(was_training)\n",
-        "        model.eval()\n",
+        "precision.callback(model.train, was_training)\n",
+        "precision.callback(model.eval)\n",
         (
             "parallel/sequence/test_refusals.py::test_a_model_in_training_is_in_training_after_its_check",
             "parallel/sequence/test_accounting.py",
         ),
+    ),
+    Mutant(
+        "what a model does to parts of a sequence is compared in bf16, which hides a hundredth",
+        "parallel/sequence/verify.py",
+        "            precision.enter_context(FullPrecision())\n",
+        "",
+        ("parallel/sequence/test_refusals.py",),
     ),
     # ---- experts
     Mutant(

@@ -95,8 +95,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "what user code writes into weights inside a forward is freed with them",
         "sharding/group.py",
-        "        self.take_writes()\n        if self._full",
-        "        if self._full",
+        "            self.take_writes()\n            if self._full",
+        "            if self._full",
         ("window/test_raw_loops.py",),
     ),
     Mutant(

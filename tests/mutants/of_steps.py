@@ -326,6 +326,13 @@ MUTANTS: list[Mutant] = [
         ("parallel/local_sgd/test_parity.py",),
     ),
     Mutant(
+        "page-locked memory is copied into every worker of a loader",
+        "memory/offload/host.py",
+        "    not_in_children(buffer)\n",
+        "",
+        ("memory/offload/test_host.py",),
+    ),
+    Mutant(
         "parts of a gradient overwrite each other in host memory",
         "memory/offload/host.py",
         "self._collect(reduced, add=self.values is not None)",

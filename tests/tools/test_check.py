@@ -156,8 +156,13 @@ def test_in_batch_negatives_are_not_equal_and_the_note_says_why(half: bool, tmp_
 
 def test_one_wrong_tensor_is_found_in_half_precision_however_far_others_are() -> None:
     """A limit per tensor: the worst one, which a right layout may reach, hides no other."""
-    same = {"losses": [4.0], "norms": [1.0], "differences": [{"far": 1e-2, "near": 1e-4, "middle": 2e-4}] * 2}
-    allowed = limits({"losses": [4.0], "norms": [1.0]}, same, 2, cut=False)
+    same = {
+        "losses": [4.0],
+        "norms": [1.0],
+        "evaluation": 0.1,
+        "differences": [{"far": 1e-2, "near": 1e-4, "middle": 2e-4}] * 2,
+    }
+    allowed = limits({"losses": [4.0], "norms": [1.0], "evaluation": 0.1}, same, 2, cut=False)
     assert allowed.of("far") == pytest.approx(math.sqrt(2) * 1e-2)
     assert allowed.of("near") == allowed.of("middle") == pytest.approx(2 * math.sqrt(2) * 2e-4)
 
@@ -300,8 +305,8 @@ def test_a_choice_of_a_router_may_differ_in_fp16() -> None:
     names = (("layers.0.gate", "layers.0.experts"), ("layers.1.gate", "layers.1.experts"))
     # One process has sent a token of layer 0 elsewhere in the second step; the layout one of layer 1.
     quiet, loud = dict.fromkeys(sum(names, ()), 3e-4) | {"dense": 5e-4}, {"layers.0.gate": 1e-3}
-    same = {"losses": [4.0], "norms": [1.0], "differences": [quiet, quiet | loud, quiet | loud]}
-    plain = {"losses": [4.0], "norms": [1.0]}
+    same = {"losses": [4.0], "norms": [1.0], "evaluation": 0.1, "differences": [quiet, quiet | loud, quiet | loud]}
+    plain = {"losses": [4.0], "norms": [1.0], "evaluation": 0.1}
     allowed = limits(plain, same, 3, cut=False, routed=names)
     rms = math.sqrt((4 * 3e-4**2 + 2 * 1e-3**2) / 6)
     for name in sum(names, ()):

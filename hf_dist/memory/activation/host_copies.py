@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_dist.memory.offload.host import host_empty_like
+
 NUM_KEPT = 2
 """Number of latest tensors that also stay on the device: their copies may still be running, and backward uses them first."""
 
@@ -99,7 +101,7 @@ class HostCopies:
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         self.nbytes += tensor.numel() * tensor.element_size()
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+        return host_empty_like(tensor)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":

@@ -19,7 +19,7 @@ import torch
 from hf_dist.dist.host_info import processors
 from hf_dist.format_bytes import size_text
 from hf_dist.log import say_once, warn_once
-from hf_dist.tensors.hugepages import fresh_pages
+from hf_dist.tensors.hugepages import fresh_pages, not_in_children
 
 _CHUNK_NUMEL = 1 << 22
 """Elements that are cast on the host and sent to the device at a time."""
@@ -28,7 +28,8 @@ _CHUNK_NUMEL = 1 << 22
 def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
     """An uninitialised 1-D uint8 host tensor that starts on a page; page-locked if `pin` and the system allows it.
 
-    Registers ordinary memory instead of using torch's pinned allocator, which rounds sizes up to powers of two.
+    Registers ordinary memory instead of using torch's pinned allocator, which rounds sizes up to powers of two. A page-locked
+    tensor is not there in processes that are forked later.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -36,6 +37,13 @@ def host_empty(nbytes: int, *, pin: bool) -> torch.Tensor:
     if pin and torch.cuda.is_available():
         _register(buffer)
     return buffer
+
+
+def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised host tensor of the same shape, dtype and (if dense) strides; page-locked if `tensor` is on a GPU."""
+    like = torch.empty_like(tensor, device="meta", requires_grad=False)
+    buffer = host_empty(like.numel() * like.element_size(), pin=tensor.is_cuda)
+    return buffer.view(like.dtype).as_strided(like.size(), like.stride())
 
 
 def host_zeros(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
@@ -53,6 +61,7 @@ def _register(buffer: torch.Tensor) -> None:
             'from the device cannot overlap computation. Set "pin_memory": false to use ordinary memory.'
         )
         return
+    not_in_children(buffer)
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
 
 

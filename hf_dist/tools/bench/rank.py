@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hf_dist.dist.rendezvous import CONNECTIONS
 from hf_dist.hf.model_class import model_class
 from hf_dist.tools.bench.engines import ENGINES
 from hf_dist.tools.bench.meter import Meter
@@ -31,6 +32,7 @@ def main(path: str) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if work.device == "cuda":
+        os.environ.setdefault(CONNECTIONS, "32")  # before CUDA starts; every engine is timed with the queues of ours
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     module = importlib.import_module(f"hf_dist.tools.bench.engines.{contender.engine}")
     model_class(work.class_name)

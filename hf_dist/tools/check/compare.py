@@ -14,7 +14,7 @@ from hf_dist.tools.check.itself import TOGETHER, TWICE
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.limits import FP32, ORDER, limits, relative, wider
 from hf_dist.tools.check.parts import Part, alone_parts, one_rank, parts_without_one
-from hf_dist.tools.check.runs import in_another_order, in_one_process, on_ranks
+from hf_dist.tools.check.runs import in_one_process, in_other_orders, on_ranks
 
 __all__ = ["Proof", "Row", "compare", "prove"]
 
@@ -81,7 +81,7 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     ranks = run_ranks(on_ranks, world, (job,), timeout)
     proof = compare(job, alone, ranks)
     if not proof.equal:  # then it is worth to learn how far rounding can go
-        proof = compare(job, alone, ranks, run_ranks(in_another_order, 1, (job,), timeout)[0])
+        proof = compare(job, alone, ranks, run_ranks(in_other_orders, 1, (job,), timeout)[0])
     if proof.equal:
         return proof
 
@@ -104,18 +104,18 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
 
 
 def compare(
-    job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], other: Mapping[str, object] | None = None
+    job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, object]] = ()
 ) -> Proof:
-    """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank; `other`: that of
-    `in_another_order`, whose distances are allowed, too."""
+    """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank; `others`: that of
+    `in_other_orders`, whose distances are allowed, too."""
     fp32 = job.precision == "fp32"
     expected = alone["plain"] if fp32 else alone["same"]
     first = ranks[0]
     cut = job.layout.get("tensor_parallel", {}).get("autotp_size", 1) > 1
     same = None if fp32 else alone["same"]
-    routed = alone.get("routed", ()) if job.precision == "fp16" or other is not None else ()
+    routed = alone.get("routed", ()) if job.precision == "fp16" or others else ()
     allowed = limits(alone["plain"], same, job.steps, cut=cut, routed=routed)
-    if other is not None:
+    for other in others:
         allowed = wider(allowed, expected, other)
     rows = [
         _numbers("loss", expected["losses"], first["losses"], allowed.losses),
@@ -151,7 +151,7 @@ def compare(
         "microbatches a step"
     ]
     notes.extend(job.said)
-    if other is not None:
+    if others:
         notes.append(
             f"allowed is {ORDER:.0f} times what another order of a step's rows changes in one process, where that is more"
         )

@@ -85,19 +85,20 @@ def limits(
         [_of_each(after, found, TENSOR * apart) for after in found],
         apart * _likely(choices) if choices else 0.0,
         frozenset(name for names in routed for name in names),
-        {name: max(FP32, TENSOR * apart * value) for name, value in same.get("outputs", {}).items()},
+        _of_each(same.get("outputs", {}), [same.get("outputs", {})], TENSOR * apart),
+        evaluation=TENSOR * apart * relative([plain["evaluation"]], [same["evaluation"]]),
     )
 
 
 def wider(found: Limits, expected: Mapping[str, Any], other: Mapping[str, Any]) -> Limits:
     """`found`, or as far as one process in `expected` is from one in another order of rows, `ORDER` times.
 
-    A tensor with few elements (a bias of two classes) may be near by chance: the median of all counts, too, and in half
-    precision how far its own distances after each step make likely.
+    A tensor with few elements (a bias of two classes) or an output may be near by chance: the median of all counts, too, and
+    in half precision how far its own distances after each step make likely.
     """
-    tensors = {name: ORDER * value for name, value in other["outputs"].items()}
-    for after in other["differences"]:
-        least = statistics.median(after.values())
+    tensors = dict(found.reordered)
+    for after in (other["outputs"], expected.get("outputs", {}), *other["differences"]):
+        least = statistics.median(after.values() or (0.0,))
         for name, value in after.items():
             tensors[name] = max(tensors.get(name, 0.0), ORDER * max(value, least))
     for name in expected["differences"][0] if "differences" in expected else ():
@@ -106,14 +107,14 @@ def wider(found: Limits, expected: Mapping[str, Any], other: Mapping[str, Any]) 
     return replace(
         found,
         losses=max(found.losses, ORDER * max(_distances(expected["losses"], other["losses"]))),
-        evaluation=ORDER * max(_distances([expected["evaluation"]], [other["evaluation"]])),
+        evaluation=max(found.evaluation, ORDER * relative([expected["evaluation"]], [other["evaluation"]])),
         norms=max(found.norms, ORDER * max(_distances(expected["norms"], other["norms"]))),
         reordered=tensors,
     )
 
 
 def _of_each(after: Mapping[str, float], steps: Sequence[Mapping[str, float]], factor: float) -> dict[str, float]:
-    least = statistics.median(after.values())
+    least = statistics.median(after.values() or (0.0,))
     return {name: max(FP32, factor * max(least, *(found[name] for found in steps))) for name in after}
 
 

@@ -26,10 +26,11 @@ from hf_dist.tools.check.itself import itself
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.training import Look, Training, alone_config, checkpoint_of
 
-__all__ = ["in_another_order", "in_one_process", "on_ranks", "quiet", "routed_parameters"]
+__all__ = ["in_one_process", "in_other_orders", "on_ranks", "quiet", "routed_parameters"]
 
 Differences = dict[str, float]
 """Parameter, in the model's order -> norm of its difference to one process, relative to the norm in one process."""
+DRAWS = 3
 _FLOOR = 0.01
 """A tensor's norm counts as at least that of as many elements of this share of the model's rms weight. A key bias, whose
 gradient is zero in theory, is rounding and nothing else: relative to itself, it differs by its own size."""
@@ -89,21 +90,26 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, object]:
 
 
 @quiet()
-def in_another_order(rank: int, world: int, job: Job) -> dict[str, object]:
-    """One process that the layout is compared with, with the rows of each step in reverse and all weights a rounding away.
+def in_other_orders(rank: int, world: int, job: Job) -> list[dict[str, object]]:
+    """One process that the layout is compared with, with the rows of each step in another order and all weights a rounding
+    away: once in fp32, `DRAWS` times in half precision, where one step may be near by chance.
 
     Its losses, norms and evaluation, and the `differences` of its tensors and `outputs` from those of `in_one_process`.
     """
     _leave_job()
     reference = "plain" if job.precision == "fp32" else "same"
     config = None if job.precision == "fp32" else alone_config(job)
-    differences: list[Differences] = []
-    look = _looks_at(job, differences, reference=reference)
     expected = _outputs_file(job, reference)
-    training = Training(job, job.steps + 1, config, look, names=outputs.names_in(expected), otherwise=True)
-    found = training(_output(job))
-    result: dict[str, object] = {key: found[key] for key in ("losses", "norms", "evaluation")}
-    return {**result, "differences": differences, "outputs": outputs.differences(found["outputs"], expected)}
+    results: list[dict[str, object]] = []
+    for number in range(1, 2 if config is None else DRAWS + 1):
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
+        differences: list[Differences] = []
+        look = _looks_at(job, differences, reference=reference)
+        names = outputs.names_in(expected)
+        found = Training(job, job.steps + 1, config, look, names=names, otherwise=number)(_output(job))
+        results.append({key: found[key] for key in ("losses", "norms", "evaluation")})
+        results[-1] |= {"differences": differences, "outputs": outputs.differences(found["outputs"], expected)}
+    return results
 
 
 @quiet()

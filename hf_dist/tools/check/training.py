@@ -44,8 +44,9 @@ class Training:
     """Whether the rows of `one_row_more` are evaluated and predicted at the end."""
     names: Mapping[str, bool] | None = None
     """Those of the model's outputs, which a process tells that has the whole model."""
-    otherwise: bool = False
-    """Whether the rows of each step come in reverse, and all weights begin a rounding away."""
+    otherwise: int = 0
+    """If not 0, the number of another draw: rows of each step come in another order (1: in reverse), and all weights begin a
+    rounding away."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
         """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and at the
@@ -53,7 +54,7 @@ class Training:
         `outputs` of a prediction, with why some were `refused`."""
         model = self.job.make_model()
         if self.otherwise:
-            _move(model)
+            _move(model, self.otherwise)
         optimizer = self.job.make_optimizer(model)
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         looks = _Looks(self)
@@ -90,7 +91,9 @@ class Training:
         rows, step = rows_of(batches), len(rows_of(batches[:1])) * self.job.window
         if not self.otherwise:
             return rows
-        return [row for i in range(0, len(rows), step) for row in reversed(rows[i : i + step])]
+        draw = torch.Generator().manual_seed(self.otherwise)
+        order = list(reversed(range(step))) if self.otherwise == 1 else torch.randperm(step, generator=draw).tolist()
+        return [rows[i + at] for i in range(0, len(rows), step) for at in order if i + at < len(rows)]
 
     def _arguments(self, folder: str) -> object:
         common: dict[str, Any] = dict(
@@ -188,9 +191,9 @@ class _Looks(TrainerCallback):
 
 
 @torch.no_grad()
-def _move(model: nn.Module) -> None:
+def _move(model: nn.Module, number: int) -> None:
     """All weights by up to a unit in the last place of fp32: a net of kinks then tells how far rounding takes it."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(number - 1)
     for p in model.parameters():
         if p.is_floating_point():
             p.mul_(1 + 2**-23 * (2 * torch.rand(p.shape, generator=draw) - 1))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hf_dist.memory.activation.host_copies import HostCopies
+from hf_dist.memory.offload import host
 from hf_dist.memory.offload.host import host_empty, host_zeros
 from hf_dist.tensors.hugepages import HUGE_PAGE, MAPPED_NBYTES, PAGE, in_huge_pages
 
@@ -55,3 +59,40 @@ def test_what_the_library_maps_afresh_each_time_lies_in_huge_pages() -> None:
     heap = in_huge_pages(torch.empty(MAPPED_NBYTES // 64, dtype=torch.uint8))
     assert "hg" in flags_of(mapped.data_ptr() + MAPPED_NBYTES // 2)
     assert "hg" not in flags_of(heap.data_ptr())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="a system that does not tell")
+@pytest.mark.parametrize("nbytes", [1, PAGE, 2 * HUGE_PAGE - 4, 3 * HUGE_PAGE + 12])
+@pytest.mark.parametrize("refused", [False, True])
+def test_forked_processes_get_no_page_locked_memory(
+    nbytes: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux would copy it whole into each worker of a DataLoader. Ordinary memory is shared until one of them writes."""
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: int(refused), cudaHostUnregister=lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    locked, plain = host_empty(nbytes, pin=True), host_empty(nbytes, pin=False)
+    for place in (0, nbytes // 2, nbytes - 1):
+        assert ("dc" in flags_of(locked.data_ptr() + place)) is not refused
+        assert "dc" not in flags_of(plain.data_ptr() + place)
+    plain.fill_(3)
+    child = os.fork()
+    if not child:
+        os._exit(int(plain[-1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 4, 130), (0, 7)])
+def test_kept_activations_take_no_more_host_memory_than_they_have_elements(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of their dimensions, so that the copy is one piece."""
+    asked: list[int] = []
+    made = host.host_empty
+    monkeypatch.setattr(host, "host_empty", lambda nbytes, pin: asked.append(nbytes) or made(nbytes, pin=pin))
+    kept = torch.randn(shape).transpose(0, -1)
+    copies = HostCopies()
+    copy = copies.put(kept)
+    assert asked == [kept.numel() * 4] == [copies.nbytes]
+    assert copy.host.stride() == torch.empty_like(kept).stride() and torch.equal(copy.host, kept)
+    assert torch.equal(copies.get(copy), kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ def _mobile_bert(t: Any) -> Any:
     return next(builders(t.MobileBertForSequenceClassification))()
 
 
+def _xlnet(t: Any) -> Any:
+    return next(builders(t.XLNetForSequenceClassification))()
+
+
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "encoder and decoder in a ring": (
         lambda t: make_model("bart"),
@@ -50,6 +55,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "whose rows are not split in a pipeline",
     ),
     "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
+    "8 thousandths, less than bf16 rounds": (_xlnet, {}, "its logits differs by 8.5e-03 of their size"),
     "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
     "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
     "neighbours, seen by the first token alone": (_mobile_bert, {}, "(mobilebert.embeddings.embedding_transformation)"),
@@ -75,6 +81,12 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "with s_aux, which a ring cannot",
     ),
 }
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    " in bf16": {"bf16": {"enabled": True}},
+    " under autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+"""A model is the same or another one on parts, whatever rounds."""
 IDS = torch.arange(24).view(2, 12) + 3
 LEFT = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.arange(3), 0)
 CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -119,16 +131,19 @@ def attempt(rank: int, world: int) -> dict[str, str]:
             "hf_dist": {"stall_report_seconds": 0, **ours},
         }
 
-    for name, (build, ours, _) in MODELS.items():
+    for (name, (build, ours, _)), precision in itertools.product(MODELS.items(), PRECISIONS):
         ours = dict(ours)
         if ours.pop("ranks", 2) != world:
             continue
         try:
             torch.manual_seed(0)
-            hf_dist.initialize(build(transformers), config=config(**ours))
-            said[name] = "accepted"
+            hf_dist.initialize(build(transformers), config={**config(**ours), **PRECISIONS[precision]})
+            said[name + precision] = "accepted"
         except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            said[name + precision] = f"{type(error).__name__}: {error}"
+    for precision, section in PRECISIONS.items() if world == 2 else ():
+        hf_dist.initialize(make_model("llama"), config={**config(sequence_parallel="ring"), **section})
+        said["a ring" + precision] = "accepted"
     for name, (family, changes, _) in CALLS.items() if world == 2 else ():
         try:
             model, changes = make_model(family), dict(changes)
@@ -175,8 +190,9 @@ def test_is_refused_by_name_on_every_rank(name: str) -> None:
     world = case[1].get("ranks", 2) if name in MODELS else 2
     assert len(ranks(world)) == world
     for said in ranks(world):
-        assert case[2] in said[name]
-        assert said[name].startswith(("ModelError", "ConfigError"))
+        for precision in PRECISIONS if name in MODELS else [""]:
+            assert case[2] in said[name + precision]
+            assert said[name + precision].startswith(("ModelError", "ConfigError"))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -192,3 +208,9 @@ def test_ranks_with_other_rows_are_told_whichever_axis_is_between_them(world: in
 def test_a_model_in_training_is_in_training_after_its_check() -> None:
     for said in ranks(2):
         assert said["mode"] == "training"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_only_rounds_otherwise_is_not_refused(precision: str) -> None:
+    """Pairs of a ring are added in fp32, products of the whole in bf16."""
+    assert {said["a ring" + precision] for said in ranks(2)} == {"accepted"}
