@@ -245,13 +245,16 @@ def make_seekable(loader: Any) -> object:
         return loader
     kept = "num_workers collate_fn pin_memory timeout multiprocessing_context generator prefetch_factor"
     kept += " persistent_workers pin_memory_device in_order"
+    # From page-locked memory a batch is copied beside the computation. accelerate's default waits for the copy, which comes
+    # after all earlier work of the GPU.
+    locked = loader.pin_memory and getattr(loader.device, "type", "") == "cuda"
     seekable = SeekableShard(
         loader.dataset,
         device=loader.device,
         rng_types=loader.rng_types,
         synchronized_generator=loader.synchronized_generator,
         _drop_last=loader._drop_last,
-        _non_blocking=loader._non_blocking,
+        _non_blocking=loader._non_blocking or locked,
         batch_sampler=SeekableBatches(loader.batch_sampler),
         worker_init_fn=partial(_stay_a_while, loader.worker_init_fn),
         **{name: getattr(loader, name) for name in kept.split() if hasattr(loader, name)},

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import BatchSampler, SequentialSampler
 
 import hf_dist
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.engine.engine import _to_device
+from hf_dist.hf.data import make_seekable
 from hf_dist.sharding.combining import combine
 from hf_dist.sharding.group_axes import Combination
 from tests.hf.test_arguments import CONFIG, arguments
@@ -117,3 +120,16 @@ def test_under_a_config_the_trainer_does_not_look_at_the_loss_of_every_microbatc
     assert arguments(tmp_path).logging_nan_inf_filter is True, "without a config it is the stock class"
     assert arguments(tmp_path, dist_config=CONFIG).logging_nan_inf_filter is False
     assert arguments(tmp_path, dist_config=CONFIG, logging_nan_inf_filter=True).logging_nan_inf_filter is True
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu"), GPU])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_page_locked_batch_of_the_trainer_is_copied_beside_the_step_before(pinned: bool, device: Any) -> None:
+    loader = DataLoaderShard(
+        list(range(4)),
+        device=device,
+        batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, False),
+        pin_memory=pinned,
+    )
+    made: Any = make_seekable(loader)
+    assert made is not loader and made._non_blocking is (pinned and device == GPU)

@@ -16,7 +16,14 @@ from torch import nn
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.memory.activation.tape import kept
-from hf_dist.parallel.experts.routing_plan import RoutingPlan, even_plan, pairs_of, rows_to_send
+from hf_dist.parallel.experts.routing_plan import (
+    RoutingPlan,
+    even_plan,
+    packed_counts,
+    pairs_of,
+    rows_to_send,
+    unpacked,
+)
 
 __all__ = ["EvenExchange", "ExpertExchange"]
 
@@ -73,7 +80,7 @@ class ExpertExchange:
     @torch.compiler.disable
     def _run(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        chosen, weights = (x.reshape(len(tokens), x.shape[-1]) for x in (chosen, weights))
         plan = kept(lambda: self._plan(chosen))
         mine = tokens.index_select(0, plan.token), weights.float().index_select(0, plan.token)
         rows, share = self._swap(plan.sent, plan.received, *mine)
@@ -90,17 +97,20 @@ class ExpertExchange:
 
     @torch.no_grad()
     def _plan(self, chosen: torch.Tensor) -> RoutingPlan:
-        token, sent = rows_to_send(chosen, self.num_local, self.axis.size)
+        size = self.axis.size
+        needed, sent = packed_counts(chosen, self.num_local, size)
         received = torch.empty_like(sent)
-        collectives.all_to_all(self.axis, sent, received, [1] * self.axis.size, [1] * self.axis.size).wait()
-        to, of = torch.stack((sent, received)).tolist()  # the only point where the host waits
-        (ids,) = _swapped(self.axis, to, of, chosen.to(torch.int32).index_select(0, token))
-        row, choice, expert = pairs_of(ids.long(), self.axis.rank, self.num_local)
+        collectives.all_to_all(self.axis, sent, received, [1] * size, [1] * size).wait()
+        to, of = map(unpacked, torch.stack((sent, received)).tolist())  # the only point where the host waits
+        token = rows_to_send(needed, sum(to.rows))
+        (ids,) = _swapped(self.axis, to.rows, of.rows, chosen.to(torch.int32).index_select(0, token))
+        row, choice, expert = pairs_of(ids.long(), self.axis.rank, self.num_local, sum(of.pairs))
         experts = self._experts()
         if experts is not None and experts.training:
-            load = torch.bincount(expert, minlength=self.num_local)
-            self.load = load if self.load is None else self.load + load
-        return RoutingPlan(token, to, of, row, choice, expert)
+            if self.load is None:
+                self.load = expert.new_zeros(self.num_local)
+            self.load = self.load.index_add(0, expert, torch.ones_like(expert))  # bincount would make the host wait
+        return RoutingPlan(token, to.rows, of.rows, row, choice, expert)
 
     def take_load(self) -> torch.Tensor | None:
         """Return `load` and start to count anew. Local."""

@@ -1,7 +1,7 @@
 """Where a layer's rows are sent and returned from in one forward. Pure arithmetic on the router's choices.
 
 A token is sent once to each rank that has at least one of its experts. Rows are sorted by rank, then by token. A pair is a
-received row together with one of its local experts.
+received row together with one of its local experts. On a GPU nothing here makes the host wait: it is told the sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["RoutingPlan", "even_plan", "pairs_of", "rows_to_send"]
+__all__ = ["Counts", "RoutingPlan", "even_plan", "packed_counts", "pairs_of", "rows_to_send", "unpacked"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +31,46 @@ class RoutingPlan:
     """(pairs): the expert, counted from the first local one."""
 
 
-def rows_to_send(chosen: torch.Tensor, num_local: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token of each row, rows to each rank) for the experts `chosen` (tokens, k), with `num_local` experts per rank."""
+@dataclass(frozen=True)
+class Counts:
+    """How much goes to each rank, and how much comes from it: what the host must know to size its tensors."""
+
+    rows: list[int]
+    pairs: list[int]
+
+
+_SHIFT = 1 << 32
+"""Numbers of rows and of pairs travel as one."""
+
+
+def packed_counts(chosen: torch.Tensor, num_local: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether each token goes to each rank (ranks, tokens), rows and pairs to each rank, packed), on the device.
+
+    `chosen`: experts (tokens, k), with `num_local` experts per rank.
+    """
+    target = chosen // num_local
     needed = torch.zeros((len(chosen), ranks), dtype=torch.bool, device=chosen.device)
-    needed.scatter_(1, chosen // num_local, True)
-    return needed.t().nonzero()[:, 1], needed.sum(0)
+    needed.scatter_(1, target, True)
+    pairs = torch.zeros(ranks, dtype=torch.long, device=chosen.device)
+    pairs.index_add_(0, target.flatten(), torch.ones_like(target.flatten()))
+    return needed.t(), needed.sum(0) * _SHIFT + pairs
 
 
-def pairs_of(chosen: torch.Tensor, rank: int, num_local: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row, choice, local expert) for every choice in `chosen` (rows, k) that is an expert of `rank`."""
-    row, choice = (chosen // num_local == rank).nonzero(as_tuple=True)
+def unpacked(counts: list[int]) -> Counts:
+    """Of the numbers of `packed_counts`, on the host."""
+    return Counts([number // _SHIFT for number in counts], [number % _SHIFT for number in counts])
+
+
+def rows_to_send(needed: torch.Tensor, number: int) -> torch.Tensor:
+    """The token of each of `number` rows, sorted by rank, then by token. `needed`: from `packed_counts`."""
+    return torch.nonzero_static(needed, size=number)[:, 1]
+
+
+def pairs_of(
+    chosen: torch.Tensor, rank: int, num_local: int, number: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(row, choice, local expert) for each of the `number` choices in `chosen` (rows, k) that are experts of `rank`."""
+    row, choice = torch.nonzero_static(chosen // num_local == rank, size=number).unbind(1)
     return row, choice, chosen[row, choice] - rank * num_local
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,15 +29,18 @@ from hf_dist.parallel.sequence.ring import ring_attention
 PREFIX = "hf_dist_"
 
 
-_packing: tuple[int, list[bool]] | None = None
+_packing: tuple[torch.Tensor, list[bool]] | None = None
 
 
 @contextmanager
-def packing_seen(start: int) -> Iterator[list[bool]]:
-    """Inside, each mask of whole rows records whether it hides from position `start` the one before it (another document)."""
+def packing_seen(start: int, device: torch.device) -> Iterator[list[bool]]:
+    """Inside, each mask of whole rows records whether it hides from position `start` the one before it (another document).
+
+    `device`: that of the batch, which a rule may index by rows (Llama 4's chunks).
+    """
     global _packing
     found: list[bool] = []
-    _packing = (start, found)
+    _packing = (torch.full((1, 1, 1, 1), start, dtype=torch.long, device=device), found)
     try:
         yield found
     finally:
@@ -74,8 +77,8 @@ def _mask(
     forward = current()
     if forward is None:
         if _packing is not None:
-            start, zero = _packing[0], torch.zeros((1, 1, 1, 1), dtype=torch.long)
-            _packing[1].append(not bool(mask_function(zero, zero, zero + start, zero + start - 1).any()))
+            start, zero = _packing[0], torch.zeros_like(_packing[0])
+            _packing[1].append(not bool(mask_function(zero, zero, start, start - 1).any()))
         return make(
             batch_size=batch_size,
             q_length=q_length,
@@ -97,7 +100,7 @@ def _mask(
     rule, whole = mask_function, keys.attention_mask
     if forward.documents is not None:
         ids = forward.position_ids.expand(batch_size, -1)
-        rule = hf_masks.packed_sequence_compatibility_function(rule, ids, forward.documents)
+        rule = _of_documents(rule, ids, forward.documents)
         kwargs["allow_is_causal_skip"] = False
     if whole is None and _reaches_padding(rule, keys, device):
         whole = (torch.arange(keys.length, device=device) < keys.real_length).expand(batch_size, -1)
@@ -114,6 +117,15 @@ def _mask(
     )
     is_causal = seen is hf_masks.causal_mask_function
     return SequenceMask(forward, seen, made, is_causal=is_causal, is_cross=is_cross)
+
+
+def _of_documents(rule: Callable[..., Any], positions: torch.Tensor, documents: torch.Tensor) -> Callable[..., Any]:
+    """`rule` inside documents, as HF's masks of whole rows have it: by positions in a document (transformers 5.23), or by
+    places in the row (5.17)."""
+    made = getattr(hf_masks, "packed_sequence_compatibility_function", None)
+    if made is not None:
+        return cast(Callable[..., Any], made(rule, positions, documents))
+    return hf_masks.and_masks(rule, hf_masks.packed_sequence_mask_function(documents))
 
 
 def _without_added(make: Callable[..., object], real_length: int, *, q_length: int, **kwargs: object) -> object:

@@ -32,11 +32,18 @@ class Kernel:
 
 
 def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
-    """The kernel for these tensors; None if there is none (CPU with values of another size than keys)."""
-    alike = key.shape[-1] == value.shape[-1]
+    """The kernel for these tensors; None if there is none (CPU with values of another size than keys, odd heads on a GPU).
+
+    CUDA's kernels read 16 bytes at a time, and flash attention takes heads of up to 256 (torch: `sdp_utils.cpp`,
+    `check_head_dim_size_flash` and `minimum_gemm_alignment`).
+    """
+    keys, values = key.shape[-1], value.shape[-1]
     if query.device.type == "cpu":
-        return FOR_CPU if alike else None
-    return FLASH if alike and query.dtype in (torch.float16, torch.bfloat16) else EFFICIENT
+        return FOR_CPU if keys == values else None
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if keys % (multiple := 8 if half else 4) or values % multiple:
+        return None
+    return FLASH if half and keys == values <= _FLASH_MOST else EFFICIENT
 
 
 def _aten() -> Any:
@@ -85,6 +92,8 @@ def _efficient_backward(grad: torch.Tensor, inputs: Tensors, outputs: Tensors, c
     return tuple(found[:3])
 
 
+_FLASH_MOST = 256
+"""Largest head of flash attention. Gemma 4's global layers have 512."""
 _ROWS = 32
 """The sums of the efficient kernel are padded to a multiple of this."""
 FOR_CPU = Kernel(_cpu_forward, _cpu_backward)

@@ -139,7 +139,7 @@ def _knows_packing(split: SplitSequence, evaluate: Evaluate, batch: dict[str, to
     packed = {"input_ids": ids, "position_ids": positions.expand(ids.shape[0], -1).to(ids.device)}
     if split.arguments.caches:
         packed["use_cache"] = False  # type: ignore[assignment]
-    with packing_seen(start) as seen:
+    with packing_seen(start, ids.device) as seen:
         _whole(split, evaluate, packed)
     if any(seen) and not all(seen):
         raise ModelError(

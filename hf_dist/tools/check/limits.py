@@ -62,9 +62,10 @@ def limits(
     cut: bool,
     routed: Collection[Collection[str]] = (),
 ) -> Limits:
-    """`plain`, `same`: `losses` and `norms` of one process in fp32 and in the layout's precision, None if that is fp32; `same`
-    has the `differences` of its tensors from `plain` by step, too. `cut`: whether the layout cuts matrices. `routed`: names
-    of the experts' and the router's tensors, by layer, if one sample does not tell how many tokens change their expert.
+    """`plain`, `same`: `losses`, `norms` and, if there was one, `evaluation` of one process in fp32 and in the layout's
+    precision, None if that is fp32; `same` has the `differences` of its tensors from `plain` by step, too. `cut`: whether the
+    layout cuts matrices. `routed`: names of the experts' and the router's tensors, by layer, if one sample does not tell how
+    many tokens change their expert.
 
     Both the layout and one process round, and variances add. Where matrices are cut, each part of a sum is rounded, and the
     sum: three times the variance. A tensor's distance is a sum over many roundings, and one sample tells that of the worst
@@ -86,7 +87,9 @@ def limits(
         apart * _likely(choices) if choices else 0.0,
         frozenset(name for names in routed for name in names),
         _of_each(same.get("outputs", {}), [same.get("outputs", {})], TENSOR * apart),
-        evaluation=TENSOR * apart * relative([plain["evaluation"]], [same["evaluation"]]),
+        evaluation=TENSOR
+        * apart
+        * relative(*([run["evaluation"]] if "evaluation" in run else [] for run in (plain, same))),
     )
 
 

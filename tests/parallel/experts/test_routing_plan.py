@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dist.parallel.experts.routing_plan import pairs_of, rows_to_send
+from hf_dist.dist.mesh import MeshAxis
+from hf_dist.parallel.experts.exchange import ExpertExchange
+from hf_dist.parallel.experts.routing_plan import packed_counts, pairs_of, rows_to_send, unpacked
 
 
 @settings(deadline=None, max_examples=60)
@@ -24,16 +31,65 @@ def test_every_choice_is_a_pair_on_exactly_one_rank(ranks: int, num_local: int, 
         [torch.randperm(total, generator=generator)[:k] for _ in range(tokens)] or [torch.zeros(k)]
     ).long()
     chosen = chosen[:tokens]
-    token, sent = rows_to_send(chosen, num_local, ranks)
-    assert int(sent.sum()) == len(token)
+    needed, counts = packed_counts(chosen, num_local, ranks)
+    sent = unpacked(counts.tolist())
+    assert sum(sent.pairs) == chosen.numel()
+    with Waits() as waits:
+        token = rows_to_send(needed, sum(sent.rows))
+    assert sum(sent.rows) == int(needed.sum())
     found: list[tuple[int, int]] = []
     begin = 0
-    for rank, count in enumerate(sent.tolist()):
+    for rank, count in enumerate(sent.rows):
         mine = token[begin : begin + count]
         assert mine.tolist() == sorted(set(mine.tolist()))
-        row, choice, expert = pairs_of(chosen[mine], rank, num_local)
+        with waits:
+            row, choice, expert = pairs_of(chosen[mine], rank, num_local, sent.pairs[rank])
         assert set(row.tolist()) == set(range(count))  # no row without anything to do
         assert torch.equal(chosen[mine][row, choice], expert + rank * num_local)
         found += list(zip(mine[row].tolist(), (expert + rank * num_local).tolist(), strict=True))
         begin += count
     assert sorted(found) == sorted((t, int(e)) for t in range(tokens) for e in chosen[t])
+    assert waits.seen == []
+
+
+class Waits(TorchDispatchMode):
+    """Operations whose result's size or value the host must know, for which it waits on a GPU."""
+
+    NAMES = ("nonzero", "bincount", "_local_scalar_dense", "masked_select", "unique", "repeat_interleave.Tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        masks = func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if masks or any(name == each or name.startswith(f"{each}.") for each in self.NAMES):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_a_layer_waits_once_in_forward_and_never_in_backward(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the numbers of rows and pairs of all ranks at once; the model's own experts (here: linear in one weight) aside."""
+    lists: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(self) or tolist(self))
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, rows: Any, expert: Any, weights: Any) -> Any:
+            return rows * self.weight.index_select(0, expert[:, 0]) * weights
+
+    experts = Experts().train()
+    exchange = ExpertExchange(experts, MeshAxis("ep", 1, 0, None), num_local=4)
+    hidden, chosen = torch.randn(tokens, 8, requires_grad=True), torch.arange(2 * tokens).view(-1, 2) % 4
+    with Waits() as waits:
+        for _ in range(2):
+            exchange(hidden, chosen, torch.ones(tokens, 2)).sum().backward()
+    assert waits.seen == [] and len(lists) == 2
+    load = exchange.take_load()
+    assert load is not None and load.tolist() == (2 * torch.bincount(chosen.flatten(), minlength=4)).tolist()

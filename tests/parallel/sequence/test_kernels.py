@@ -28,11 +28,18 @@ def tensor(device: str, dtype: torch.dtype, size: int) -> Any:
         ("cuda", torch.bfloat16, 8, kernels.FLASH),
         ("cuda", torch.float16, 8, kernels.FLASH),
         ("cuda", torch.float32, 8, kernels.EFFICIENT),
-        ("cuda", torch.bfloat16, 12, kernels.EFFICIENT),
+        ("cuda", torch.bfloat16, 16, kernels.EFFICIENT),
+        ("cuda", torch.bfloat16, 12, None),
+        ("cuda", torch.float32, 12, kernels.EFFICIENT),
+        ("cuda", torch.float32, 6, None),
+        ("cuda", torch.bfloat16, 256, kernels.FLASH),
+        ("cuda", torch.bfloat16, 512, kernels.EFFICIENT),
+        ("cpu", torch.bfloat16, 512, kernels.FOR_CPU),
     ],
 )
 def test_which_kernel_there_is(device: str, dtype: torch.dtype, value: int, expected: Any) -> None:
-    query, key = tensor(device, dtype, 8), tensor(device, dtype, 8)
+    keys = value if value >= 256 else 8
+    query, key = tensor(device, dtype, keys), tensor(device, dtype, keys)
     assert kernels.kernel_for(query, key, tensor(device, dtype, value)) is expected
 
 
