@@ -38,7 +38,7 @@ _TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-6}
 _HALF = 5e-2
 """Where the model cannot be computed in fp32: sums in another order differ, and a router may choose another expert."""
 _TINY = 1e-12
-_MAIN = {"values", "logits", "loss"}
+_MAIN = ("values", "logits", "loss")
 """Outputs without which a model is not split; others that differ are refused when they are read (`SplitSequence.parts`)."""
 _SAME = 1e-6
 """The same rows in the same kernels: unmixed outputs are equal to the bit in any precision."""
@@ -79,7 +79,7 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate, *, tries:
                 if torch.isclose(once, half, rtol=1e-3):  # a custom loss: it does not accept shifted labels either
                     split.is_mean, split.arguments = True, replace(split.arguments, shifts=False)
             problems = _agreed(split, _differences(expected, evaluate(batch, _read)))
-            if not problems.keys() & _MAIN:
+            if problems.keys().isdisjoint(_MAIN):
                 split.parts = {name.partition(".")[0]: problem for name, problem in problems.items()}
                 if tries:
                     _try_arguments(split, model, evaluate, batch)
@@ -87,8 +87,8 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate, *, tries:
             raise
         except Exception as error:  # whatever a model's own code raises for half of its usual input
             raise _refusal(split, f"{type(error).__name__}: {error}") from error
-        for name in _MAIN & problems.keys():
-            raise _refusal(split, problems[name])
+        if (problem := next((problems[name] for name in _MAIN if name in problems), None)) is not None:
+            raise _refusal(split, problem)
 
 
 def _mixing_as_it_is(

@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "whose rows are not split in a pipeline",
     ),
     "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
-    "8 thousandths, less than bf16 rounds": (_xlnet, {}, "its logits differs by 8.5e-03 of their size"),
+    "8 thousandths, less than bf16 rounds": (_xlnet, {}, "its outputs differ by 8.5e-03 of their size"),
     "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
     "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
     "neighbours, seen by the first token alone": (_mobile_bert, {}, "(mobilebert.embeddings.embedding_transformation)"),
