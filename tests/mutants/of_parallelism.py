@@ -253,8 +253,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "what a model does to parts of a sequence is compared in bf16, which hides a hundredth",
         "parallel/sequence/verify.py",
-        "            precision.enter_context(FullPrecision())\n",
-        "",
+        "if split.kernel in _IN_FP32:",
+        "if not split.kernel:",
         ("parallel/sequence/test_refusals.py",),
     ),
     # ---- experts

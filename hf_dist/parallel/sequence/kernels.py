@@ -34,8 +34,8 @@ class Kernel:
 def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
     """The kernel for these tensors; None if there is none (CPU with values of another size than keys, odd heads on a GPU).
 
-    CUDA's kernels read 16 bytes at a time, and flash attention takes heads of up to 256 (torch: `sdp_utils.cpp`,
-    `check_head_dim_size_flash` and `minimum_gemm_alignment`).
+    CUDA's kernels read 16 bytes at a time, and flash attention takes heads of up to 256 (torch: `flash_api.cpp`,
+    `sdp_utils.cpp`). No GPU has confirmed it.
     """
     keys, values = key.shape[-1], value.shape[-1]
     if query.device.type == "cpu":

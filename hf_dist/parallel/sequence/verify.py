@@ -1,7 +1,7 @@
 """Checks with a few tokens, before training, that a split model computes the same as the model.
 
 Two forwards of the same tokens, whole and split, must give the same outputs, all of them, and loss. Both compute in fp32, also
-with weights in half precision, whose rounding would hide a model that mixes little. The same with each optional
+with weights in half precision, whose rounding would hide a model that mixes little (`_IN_FP32`). The same with each optional
 argument that the forward takes and that can be made here; an argument with which the model is another one on parts, or that
 was not tried, is refused when it comes (`SplitSequence.refused`, `verified`). Code that mixes the sequence outside of
 attention (recurrences, convolutions, locally counted positions) shows at the borders of the parts. The error then names the
@@ -35,8 +35,10 @@ Evaluate = Callable[[object, Callable[[nn.Module, object], object]], Any]
 
 _TOKENS_PER_RANK = 16
 _TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-6}
+_IN_FP32 = ("sdpa", "eager")
+"""Attention of torch's operators. flash_attn takes half precision only, flex attention is compiled."""
 _HALF = 5e-2
-"""Where the model cannot be computed in fp32: sums in another order differ, and a router may choose another expert."""
+"""With other attention in half precision: sums in another order differ, and a router may choose another expert."""
 _TINY = 1e-12
 _MAIN = ("values", "logits", "loss")
 """Outputs without which a model is not split; others that differ are refused when they are read (`SplitSequence.parts`)."""
@@ -55,14 +57,16 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate, *, tries:
     with contextlib.ExitStack() as precision:
         precision.callback(model.train, was_training)
         batch = _tokens(split, model)
-        try:
-            with FullPrecision():
-                mixing = _mixing(split, evaluate, batch)
+        if split.kernel in _IN_FP32:
             precision.enter_context(FullPrecision())
+        try:
+            mixing = _mixing(split, evaluate, batch)
         except HfDistError:
             raise
-        except Exception:  # rows of another kind than text (multiple choice), or kernels that take half precision only
-            mixing = _mixing_as_it_is(split, evaluate, batch)
+        except Exception as error:  # rows of another kind than text (multiple choice)
+            raise _refusal(
+                split, f"it cannot be tried with rows of tokens ({type(error).__name__}: {error})"
+            ) from error
         if mixing is not None:
             where = _first_mixing(split, model, evaluate, mixing)
             raise _refusal(split, f"positions depend on each other outside of attention{where}")
@@ -89,17 +93,6 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate, *, tries:
             raise _refusal(split, f"{type(error).__name__}: {error}") from error
         if (problem := next((problems[name] for name in _MAIN if name in problems), None)) is not None:
             raise _refusal(split, problem)
-
-
-def _mixing_as_it_is(
-    split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], ...] | None:
-    try:
-        return _mixing(split, evaluate, batch)
-    except HfDistError:
-        raise
-    except Exception as error:
-        raise _refusal(split, f"it cannot be tried with rows of tokens ({type(error).__name__}: {error})") from error
 
 
 def _refusal(split: SplitSequence, problem: str) -> ModelError:

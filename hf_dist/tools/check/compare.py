@@ -106,7 +106,7 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
 def compare(
     job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, object]] = ()
 ) -> Proof:
-    """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank; `others`: that of
+    """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank; `others`: those of
     `in_other_orders`, whose distances are allowed, too."""
     fp32 = job.precision == "fp32"
     expected = alone["plain"] if fp32 else alone["same"]

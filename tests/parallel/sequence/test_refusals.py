@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.parallel.sequence import standins
 from tests.parallel.sequence.families import VOCABULARY, make_model
 from tests.parallel.sequence.standins import use_kernel
 from tests.sweep.tiny import builders
@@ -158,6 +160,23 @@ def attempt(rank: int, world: int) -> dict[str, str]:
     return said | (other_rows(world) if world % 2 == 0 else {})
 
 
+def half_only(rank: int, world: int) -> bool:
+    """A model in bf16 with a kernel that takes nothing else, as flash_attn's."""
+    import hf_dist
+
+    plain = standins.flash_attn_func
+
+    def strict(query: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        if query.dtype == torch.float32:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        return plain(query, *args, **how)
+
+    with mock.patch.object(standins, "flash_attn_func", strict):
+        use_kernel(model := make_model("llama"), "flash_attention_2")
+        config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": world, **PRECISIONS[" in bf16"]}
+        return hf_dist.initialize(model, config=config).split_sequence is not None
+
+
 def other_rows(world: int) -> dict[str, str]:
     """A loader that counts processes along the sequence: ranks that share rows read others. And the mode before that."""
     import hf_dist
@@ -214,3 +233,7 @@ def test_a_model_in_training_is_in_training_after_its_check() -> None:
 def test_what_only_rounds_otherwise_is_not_refused(precision: str) -> None:
     """Pairs of a ring are added in fp32, products of the whole in bf16."""
     assert {said["a ring" + precision] for said in ranks(2)} == {"accepted"}
+
+
+def test_a_kernel_that_takes_half_precision_only_is_given_it() -> None:
+    assert run_ranks(half_only, 2) == [True, True]
