@@ -178,10 +178,21 @@ def _looks_at(job: Job, differences: list[Differences], *, reference: str = "", 
 
 
 def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters of each mixture of experts: the experts, their router and what else its module has."""
-    inside = [f"{path.rpartition('.')[0]}." for path in find_experts(model)]
-    names = [name for name, _ in model.named_parameters()]
-    return tuple(tuple(name for name in names if name.startswith(prefix)) for prefix in inside)
+    """Names of the parameters of each mixture of experts: the experts, their router and what else its module has; and the norms
+    of its layer, since a norm's weight multiplies the columns of the router and the experts."""
+    found = []
+    for path in find_experts(model):
+        block = path.rpartition(".")[0]
+        layer = block.rpartition(".")[0]
+        beside = model.get_submodule(layer).named_children() if block else ()
+        norms = [f"{layer}.{name}.".lstrip(".") for name, module in beside if _is_norm(module)]
+        inside = (f"{block}.", *norms)
+        found.append(tuple(name for name, _ in model.named_parameters() if name.startswith(inside)))
+    return tuple(found)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return not any(module.children()) and all(weight.ndim == 1 for weight in module.parameters())
 
 
 def _differences(weights: Iterable[tuple[str, torch.Tensor]], file: str) -> Differences:
