@@ -67,6 +67,7 @@ class SplitSequence:
             hold_pair(self.model, axes)
         self._documents_of = attention.documents_of
         self._cut: Cut | None = None
+        self._register = attention.register
         self.kernel = _set_attention(self.model, attention.register)
         self._streams = Streams(axes.cp.rank) if drops(model) else None
         for module in self.model.modules():
@@ -86,6 +87,16 @@ class SplitSequence:
 
     def _count_call(self) -> None:
         self.num_calls += 1
+
+    @contextmanager
+    def attending_by(self, kernel: str) -> Iterator[None]:
+        """Inside, forwards attend by another kernel."""
+        own, other = (self._register(name) for name in (self.kernel, kernel))
+        _rename(self.model, own, other)
+        try:
+            yield
+        finally:
+            _rename(self.model, other, own)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -343,22 +354,22 @@ def _counts_positions(module: nn.Module) -> bool:
     return names[1:] == ["past_key_values_length", "position_ids"] and names[0] != "attention_mask"
 
 
-def _set_attention(model: nn.Module, register: Any) -> str | None:
+def _set_attention(model: nn.Module, register: Any) -> str:
     """Set hf_dist's name in every config of the model, for the previous kernel."""
     config: Any = model.config
     kernel: str = config._attn_implementation
-    configs = {id(config): config}
-    for module in model.modules():
-        found = getattr(module, "config", None)
-        if found is not None and getattr(found, "_attn_implementation", None) == kernel:
-            configs[id(found)] = found
     prefix = "hf_dist_"
     if kernel.startswith(prefix):
         return kernel.removeprefix(prefix)
-    name = register(kernel)
-    for each in configs.values():
-        each._attn_implementation_internal = name
+    _rename(model, kernel, register(kernel))
     return kernel
+
+
+def _rename(model: nn.Module, kernel: str, name: str) -> None:
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    for each in {id(each): each for each in configs}.values():
+        if getattr(each, "_attn_implementation", None) == kernel:
+            each._attn_implementation_internal = name
 
 
 __all__ = ["SplitSequence", "as_split", "heads_of", "sequence_axes", "split_sequence"]

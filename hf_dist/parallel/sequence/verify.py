@@ -1,7 +1,8 @@
 """Checks with a few tokens, before training, that a split model computes the same as the model.
 
 Two forwards of the same tokens, whole and split, must give the same outputs, all of them, and loss. Both compute in fp32, also
-with weights in half precision, whose rounding would hide a model that mixes little (`_IN_FP32`). The same with each optional
+with weights in half precision, whose rounding would hide a model that mixes little; an attention kernel that has no fp32 is
+replaced meanwhile, and compared afterwards in the precision of the weights (`_IN_FP32`). The same with each optional
 argument that the forward takes and that can be made here; an argument with which the model is another one on parts, or that
 was not tried, is refused when it comes (`SplitSequence.refused`, `verified`). Code that mixes the sequence outside of
 attention (recurrences, convolutions, locally counted positions) shows at the borders of the parts. The error then names the
@@ -11,7 +12,7 @@ seen; models with such effects are known by their config (`split.py`).
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,7 @@ _TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-6}
 _IN_FP32 = ("sdpa", "eager")
 """Attention of torch's operators. flash_attn takes half precision only, flex attention is compiled."""
 _HALF = 5e-2
-"""With other attention in half precision: sums in another order differ, and a router may choose another expert."""
+"""Between kernels in half precision: sums in another order differ, and a router may choose another expert."""
 _TINY = 1e-12
 _MAIN = ("values", "logits", "loss")
 """Outputs without which a model is not split; others that differ are refused when they are read (`SplitSequence.parts`)."""
@@ -54,45 +55,68 @@ def verify(split: SplitSequence, model: nn.Module, evaluate: Evaluate, *, tries:
     """
     was_training = model.training
     model.eval()
-    with contextlib.ExitStack() as precision:
-        precision.callback(model.train, was_training)
-        batch = _tokens(split, model)
+    batch = _tokens(split, model)
+    try:
         if split.kernel in _IN_FP32:
-            precision.enter_context(FullPrecision())
-        try:
-            mixing = _mixing(split, evaluate, batch)
-        except HfDistError:
-            raise
-        except Exception as error:  # rows of another kind than text (multiple choice)
-            raise _refusal(
-                split, f"it cannot be tried with rows of tokens ({type(error).__name__}: {error})"
-            ) from error
-        if mixing is not None:
-            where = _first_mixing(split, model, evaluate, mixing)
-            raise _refusal(split, f"positions depend on each other outside of attention{where}")
-        expected = _whole(split, evaluate, batch)
+            with FullPrecision():
+                _verify_model(split, model, evaluate, batch, tries=tries)
+            return
+        has_eager = hasattr(sys.modules[type(split.model).__module__], "eager_attention_forward")
+        with FullPrecision(), split.attending_by("eager" if has_eager else "sdpa"):
+            _verify_model(split, model, evaluate, batch, tries=tries)
         split.knows_packing = _knows_packing(split, evaluate, batch)
-        try:
-            if split.arguments.counts_mask and not _counts_mask(split, evaluate, batch):
-                split.arguments = replace(split.arguments, counts_mask=False)
-            if "labels" in batch:
-                # A label for each token, because a mean over no labels is not a number.
-                every = {**batch, "labels": batch["input_ids"]}
-                count = torch.tensor(every["labels"].numel(), device=every["labels"].device)
-                once, half = (evaluate({**every, "num_items_in_batch": n * count}, _read)["loss"] for n in (1, 2))
-                if torch.isclose(once, half, rtol=1e-3):  # a custom loss: it does not accept shifted labels either
-                    split.is_mean, split.arguments = True, replace(split.arguments, shifts=False)
-            problems = _agreed(split, _differences(expected, evaluate(batch, _read)))
-            if problems.keys().isdisjoint(_MAIN):
-                split.parts = {name.partition(".")[0]: problem for name, problem in problems.items()}
-                if tries:
-                    _try_arguments(split, model, evaluate, batch)
-        except HfDistError:
-            raise
-        except Exception as error:  # whatever a model's own code raises for half of its usual input
-            raise _refusal(split, f"{type(error).__name__}: {error}") from error
-        if (problem := next((problems[name] for name in _MAIN if name in problems), None)) is not None:
-            raise _refusal(split, problem)
+        _verify_kernel(split, evaluate, batch)
+    finally:
+        model.train(was_training)
+
+
+def _verify_kernel(split: SplitSequence, evaluate: Evaluate, batch: dict[str, torch.Tensor]) -> None:
+    """Compare with the attention kernel that training uses."""
+    try:
+        problems = _agreed(split, _differences(_whole(split, evaluate, batch), evaluate(batch, _read)))
+    except HfDistError:
+        raise
+    except Exception as error:  # whatever the kernel does not take
+        raise _refusal(split, f"{type(error).__name__}: {error}") from error
+    if (problem := next((problems[name] for name in _MAIN if name in problems), None)) is not None:
+        raise _refusal(split, f"with {split.kernel}, {problem}")
+
+
+def _verify_model(
+    split: SplitSequence, model: nn.Module, evaluate: Evaluate, batch: dict[str, torch.Tensor], *, tries: bool
+) -> None:
+    try:
+        mixing = _mixing(split, evaluate, batch)
+    except HfDistError:
+        raise
+    except Exception as error:  # rows of another kind than text (multiple choice)
+        raise _refusal(split, f"it cannot be tried with rows of tokens ({type(error).__name__}: {error})") from error
+    if mixing is not None:
+        where = _first_mixing(split, model, evaluate, mixing)
+        raise _refusal(split, f"positions depend on each other outside of attention{where}")
+    expected = _whole(split, evaluate, batch)
+    split.knows_packing = _knows_packing(split, evaluate, batch)
+    try:
+        if split.arguments.counts_mask and not _counts_mask(split, evaluate, batch):
+            split.arguments = replace(split.arguments, counts_mask=False)
+        if "labels" in batch:
+            # A label for each token, because a mean over no labels is not a number.
+            every = {**batch, "labels": batch["input_ids"]}
+            count = torch.tensor(every["labels"].numel(), device=every["labels"].device)
+            once, half = (evaluate({**every, "num_items_in_batch": n * count}, _read)["loss"] for n in (1, 2))
+            if torch.isclose(once, half, rtol=1e-3):  # a custom loss: it does not accept shifted labels either
+                split.is_mean, split.arguments = True, replace(split.arguments, shifts=False)
+        problems = _agreed(split, _differences(expected, evaluate(batch, _read)))
+        if problems.keys().isdisjoint(_MAIN):
+            split.parts = {name.partition(".")[0]: problem for name, problem in problems.items()}
+            if tries:
+                _try_arguments(split, model, evaluate, batch)
+    except HfDistError:
+        raise
+    except Exception as error:  # whatever a model's own code raises for half of its usual input
+        raise _refusal(split, f"{type(error).__name__}: {error}") from error
+    if (problem := next((problems[name] for name in _MAIN if name in problems), None)) is not None:
+        raise _refusal(split, problem)
 
 
 def _refusal(split: SplitSequence, problem: str) -> ModelError:

@@ -45,6 +45,19 @@ def _xlnet(t: Any) -> Any:
     return next(builders(t.XLNetForSequenceClassification))()
 
 
+def _counting(kernel: str) -> Any:
+    """A Llama that counts positions of its own a little, and attends by a kernel whose half precision would hide it."""
+
+    def count(module: Any, args: object, embedded: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(embedded.shape[1], device=embedded.device, dtype=embedded.dtype)
+        return embedded + 1.3e-5 * places[:, None]
+
+    model = make_model("llama")
+    model.model.embed_tokens.register_forward_hook(count)
+    use_kernel(model, kernel)
+    return model
+
+
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "encoder and decoder in a ring": (
         lambda t: make_model("bart"),
@@ -58,6 +71,12 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "relative biases": (_bloom, {}, "(transformer.h.0.self_attention.dense); none of its layers attends"),
     "8 thousandths, less than bf16 rounds": (_xlnet, {}, "its outputs differ by 8.5e-03 of their size"),
+    "5 thousandths, in flash_attn": (
+        lambda t: _counting("flash_attention_2"),
+        {"sequence_parallel": "gather"},
+        "its outputs differ by 5.",
+    ),
+    "5 thousandths, in flex attention": (lambda t: _counting("flex_attention"), {}, "its outputs differ by 5."),
     "recurrence": (_xlstm, {}, "outside of attention (backbone.blocks.0.mlstm_layer"),
     "convolution": (_conv_bert, {}, "convbert.encoder.layer.0.attention.self.key_conv_attn_layer.depthwise"),
     "neighbours, seen by the first token alone": (_mobile_bert, {}, "(mobilebert.embeddings.embedding_transformation)"),
@@ -161,7 +180,7 @@ def attempt(rank: int, world: int) -> dict[str, str]:
 
 
 def half_only(rank: int, world: int) -> bool:
-    """A model in bf16 with a kernel that takes nothing else, as flash_attn's."""
+    """A model in bf16 with a kernel that takes nothing else, as flash_attn's: the model is compared without it."""
     import hf_dist
 
     plain = standins.flash_attn_func
